@@ -1,8 +1,8 @@
-"""The rows of a tree of texts that a runner's cache holds for one slot, so that no token of it is run twice.
+"""The rows of a tree of texts in a runner's cache, for one slot, so that no token of the tree is run twice.
 
-Behind the kept rows of the committed tokens, all but the last, the tree's rows are pending: that of the last committed
-token (the tree's base) first, then nodes in the order in which they were run. When the base moves on, rows become kept;
-rows of texts that are given up are dropped.
+The rows of the committed tokens but the last are kept. Behind them the tree's rows are pending: first the row of the
+last committed token (the tree's base), then nodes in the order in which they were run. When the base moves on, rows
+become kept; rows of abandoned texts are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Branches:
         self.base = -1
 
     def forget(self, base: int) -> None:
-        """Begin anew: the cache holds no pending rows, and kept ones of all committed tokens but the last."""
+        """Start over: the cache holds no pending rows, and has kept the rows of all committed tokens but the last."""
         self.rows, self.base = {}, base
 
     def missing(self, tree: Hypotheses) -> list[int]:
@@ -30,7 +30,7 @@ class Branches:
         return [node for node in tree.live() if node not in self.rows]
 
     def run(self, slot: int, tree: Hypotheses, nodes: Seq[int], last_token: int) -> Run:
-        """Return the run of these nodes, each behind its parent, whose row is pending or in the run.
+        """Return the run of these nodes, each behind its parent, whose row is pending or part of the run.
 
         last_token: the last committed one, which is the token of the base.
         """
@@ -49,9 +49,10 @@ class Branches:
             self.rows[node] = len(self.rows)
 
     def settle(self, tree: Hypotheses) -> tuple[list[int], Held]:
-        """Follow the tree's base and tips: which rows are to be kept, and which stay pending.
+        """Follow the tree's base and tips; return the rows to keep, and the rows that stay pending.
 
-        Rows are kept from the old base up to the new one, as far as they are there; if one is missing, none stays.
+        Rows are kept from the old base up to the new one, up to the first missing row; if one is missing, none stays
+        pending.
         """
         moved = [self.base, *tree.path(tree.base, self.base)]
         kept = [self.rows[node] for node in moved[:-1] if node in self.rows]
@@ -68,7 +69,7 @@ class Branches:
 
 
 def settle(cache: KVCache, slot: int, branches: Branches, tree: Hypotheses) -> int:
-    """Do what `Branches.settle` says in a cache of one's own. Returns how many rows were kept."""
+    """Apply `Branches.settle` to a cache that nobody else changes. Returns how many rows were kept."""
     kept, held = branches.settle(tree)
     cache.keep({slot: kept}, {slot: held})
     return len(kept)

@@ -1,9 +1,9 @@
-"""What the architectures share when they read config.json: sizes, rotary positions, and the refusal of what is unknown.
+"""Shared code to read config.json: sizes, rotary positions, and the refusal of unknown keys.
 
 Policy: a key that would change the function and is not honoured is refused by name. Each architecture names the keys
-it honours; INERT_KEYS, and those that begin with an underscore, are known not to change inference; any other key must
-be absent, null, false or empty, or have the value that means as much (NEUTRAL). Numbers have bounds that no published
-model comes near. Files may say a thing twice, if they say the same: what a file leaves out contradicts nothing.
+it honours; INERT_KEYS, and keys that begin with an underscore, are known not to change inference; any other key must
+be absent, null, false or empty, or have a value that changes nothing (NEUTRAL). Numbers have bounds that no published
+model comes near. A file may state a fact under two keys if they agree; a key that is left out contradicts nothing.
 Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
 `rope_parameters` + `layer_types` + `dtype` (transformers 5).
 """
@@ -33,7 +33,7 @@ SHARED_KEYS = _words(
 
 # Training, bookkeeping, the shape of Python return values, and defaults for sampling, which forerun reads from
 # generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function. A block
-# that guesses further tokens is no part of the model (next_tokens.py); under "forerun" heads say whose they are.
+# for multi-token prediction is no part of the model (next_tokens.py). "forerun" names a head's method and tokenizer.
 INERT_KEYS = _words(
     "architectures transformers_version name_or_path auto_map use_cache cache_implementation initializer_range "
     "pretraining_tp attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop neftune_noise_alpha "
@@ -52,8 +52,8 @@ INERT_KEYS = _words(
     "mtp_num_hidden_layers forerun"
 )
 
-CAUSAL = _words("is_causal causal attention.causal")  # the keys of which false changes the function
-# Values that change nothing, by their keys in config.json, and in GGUF files by what follows the architecture there.
+CAUSAL = _words("is_causal causal attention.causal")  # keys whose value false changes the function
+# Values that change nothing, by key of config.json or by GGUF key without the architecture.
 NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
     **dict.fromkeys(CAUSAL | {"is_decoder"}, (True,)),
     **dict.fromkeys(
@@ -76,7 +76,7 @@ NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
     ),
     **dict.fromkeys(_words("expert_group_count expert_group_used_count expert_weights_scale"), (0, 1)),
 }
-# Of rotary positions of any kind that does not have the key.
+# Values that change nothing in rotary positions of a kind that does not have the key.
 NEUTRAL_ROPE: Mapping[str, tuple[float, ...]] = {"factor": (1,), "attention_factor": (1,), "mscale": (1,)}
 
 ROPE_KINDS = {
@@ -88,15 +88,15 @@ ROPE_KINDS = {
     "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor",
                            "long_factor"}),
 }  # fmt: skip
-LISTS = ("short_factor", "long_factor")  # of one number for each pair of turned dimensions
-# Keys of rotary positions that may be left out; the factor is then how much longer texts are than those of training.
+LISTS = ("short_factor", "long_factor")  # one number for each pair of rotated dimensions
+# Keys of rotary positions that may be left out. A missing factor is the context length over that in training.
 MAY_LACK = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
-# Of the keys that are written, those that matter to training alone.
+# Written keys that matter to training alone.
 UNTRAINED = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
-# Of a family for which transformers has a padding id of its own, which may be beyond a small vocabulary.
+# For families to which transformers gives a default padding id, which may lie beyond a small vocabulary.
 UNPADDED = {"pad_token_id": None}
 LAYER_KINDS = ("full_attention", "sliding_attention")
-TURNED = ("rope_theta", "partial_rotary_factor")  # of rotary positions of every kind; may stand outside of them
+TURNED = ("rope_theta", "partial_rotary_factor")  # keys of all kinds of rotary positions; may stand outside of them
 ACTS: Mapping[str, Act] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -109,7 +109,7 @@ ACTS: Mapping[str, Act] = {
 
 MOST_TOKENS = (1 << 31) - 1
 MOST_NAMED = 5  # keys in one refusal
-# The largest size under each key; under any other it is MOST_TOKENS.
+# The largest size under each key; MOST_TOKENS under any other.
 LARGEST = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 17,
@@ -137,7 +137,7 @@ LARGEST = {
     **{f"{part}_ffn_dim": 1 << 20 for part in ("encoder", "decoder")},
     **{f"{part}_attention_heads": 1 << 12 for part in ("encoder", "decoder")},
 }
-# Least and most of each number.
+# The least and the largest value of each number.
 RANGES = {
     "layer_norm_epsilon": (1e-20, 1),
     "query_pre_attn_scalar": (1e-3, 1e6),
@@ -168,9 +168,9 @@ RANGES = {
 
 
 class Filled(dict[str, Any]):
-    """What config.json says, and the usual values of what it leaves out or has as null; `said` is the former alone.
+    """The keys of config.json, with usual values for keys that are missing or null; `said` has the file's keys alone.
 
-    Only what is said may contradict something. nullable: keys of which null says that there is none of it.
+    Only `said` may contradict something. nullable: keys whose null means "none", so that it is kept.
     """
 
     def __init__(self, raw: Raw, usual: Raw, nullable: Collection[str] = ()) -> None:
@@ -179,7 +179,7 @@ class Filled(dict[str, Any]):
         self.said: Raw = said
 
     def also(self, **usual: Any) -> Filled:
-        """Return the same with usual values of more keys."""
+        """Return a copy with usual values of more keys."""
         return Filled(self.said, {**usual, **self}, self.said.keys())
 
 
@@ -192,7 +192,7 @@ def understood(
 ) -> Filled:
     """Fill in what config.json leaves out. Raises UnsupportedModel for keys that are not honoured, and contradictions.
 
-    usual: what a family's published files leave out. again: keys that say again what another one does -> that one.
+    usual: values that a family's published files leave out. again: keys that repeat another key -> that key.
     nullable: see Filled.
     """
     again = again or {}
@@ -204,7 +204,7 @@ def understood(
 
 
 def agree(c: Filled, key: str, value: object, other: str) -> None:
-    """Raise UnsupportedModel where config.json says under a key something else than counts, by the key `other`."""
+    """Raise UnsupportedModel where config.json contradicts, under `key`, the value that the key `other` gave."""
     said = c.said.get(key)
     if said is not None and value is not None and said != value:
         raise UnsupportedModel(
@@ -222,10 +222,10 @@ def plain_spec(
     turns_parts: bool = False,
     **more: Any,
 ) -> Spec:
-    """A decoder as Llama's: the sizes and rotary positions of config.json; `more` are the fields of one family.
+    """Return the spec of a decoder like Llama's from config.json; `more` are the fields of one family.
 
     honoured: keys of config.json that the family reads itself. defaults: values of keys that its published files leave
-    out. again: keys that repeat others, see `understood`. turns_parts: whether the family may turn a part of each head.
+    out. again: keys that repeat others, see `understood`. turns_parts: whether the family may rotate a part of a head.
     Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
     """
     c = understood(raw, SHARED_KEYS | frozenset(honoured), {"rms_norm_eps": 1e-6, **(defaults or {})}, again)
@@ -249,9 +249,9 @@ def plain_spec(
 
 
 def text_part(raw: Raw, usual: Raw) -> Raw:
-    """What config.json of a checkpoint that holds more says of its text model. usual: of what it leaves out.
+    """Return the part of a multimodal config.json about its text model. usual: values of missing keys.
 
-    Whether the head is tied is what is said of the whole, as transformers has it.
+    `tie_word_embeddings` is taken from the whole config, as transformers does.
     """
     text = raw.get("text_config")
     require(isinstance(text, Mapping), raw, "text_config", "a mapping")
@@ -260,12 +260,12 @@ def text_part(raw: Raw, usual: Raw) -> Raw:
 
 
 def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """config.json of a decoder as Llama's, as old and new versions of transformers and others read it."""
+    """Return config.json of a decoder like Llama's, which old and new versions of transformers and others read."""
     return {**usual_config(spec, architecture), "hidden_act": "silu", **rope_config(Plain.of(spec).rope)}
 
 
 def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """The sizes in config.json of a decoder whose blocks are of one size. Raises UnsupportedModel for any other."""
+    """Return the sizes in config.json of a decoder with equal blocks. Raises UnsupportedModel for any other."""
     sizes = {(a.heads, a.kv_heads, a.head_dim, mlp.size) for b in spec.blocks if (a := b.attention) and (mlp := b.mlp)}
     if len(sizes) != 1 or spec.final_norm is None:
         raise UnsupportedModel(f"a {spec.model_type} checkpoint cannot say blocks of several sizes")
@@ -288,20 +288,20 @@ def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def rope_config(rope: Rope | None, head_dim: int | None = None) -> dict[str, Any]:
-    """What config.json says of rotary positions. head_dim: of a family that may turn a part of a head."""
+    """Return the keys of config.json for rotary positions. head_dim: for a family that may rotate a part of a head."""
     rope = rope or Rope()
     turned = {} if head_dim is None else {"partial_rotary_factor": share(rope.dims or head_dim, head_dim)}
     return {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope), **turned}
 
 
 def share(dims: int, head_dim: int) -> float:
-    """The partial_rotary_factor of so many dimensions of a head, whose product with its size is rounded down."""
-    found = dims / head_dim
-    return found if int(head_dim * found) == dims else math.nextafter(found, 1)
+    """Return the partial_rotary_factor whose product with `head_dim`, rounded down, is `dims`."""
+    quotient = dims / head_dim
+    return quotient if int(head_dim * quotient) == dims else math.nextafter(quotient, 1)
 
 
 def rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; None for what needs none."""
+    """Return `rope_scaling` of config.json; None for plain rotary positions."""
     if rope.kind == "default":
         return None
     names = {"original_max_position_embeddings": "original_max_positions"}
@@ -312,7 +312,7 @@ def rope_scaling(rope: Rope) -> dict[str, Any] | None:
 
 
 def head_sizes(c: Filled) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the size of each."""
+    """Return the number of query heads, of key-value heads, and the head size."""
     heads, hidden = size(c, "num_attention_heads"), size(c, "hidden_size")
     c = c.also(num_key_value_heads=heads)
     kv_heads = size(c, "num_key_value_heads")
@@ -326,16 +326,16 @@ def head_sizes(c: Filled) -> tuple[int, int, int]:
 
 
 def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
-    """Raise UnsupportedModel for all keys that are set, may change the function, and are not read."""
+    """Raise UnsupportedModel for keys that are set, may change the function, and are not read."""
     known = {key for key in raw if key in honoured or key in INERT_KEYS or key.startswith("_")}
-    found = [key for key, value in raw.items() if key not in known and not _is_neutral(value, key)]
-    if not found:
+    unknown = [key for key, value in raw.items() if key not in known and not _is_neutral(value, key)]
+    if not unknown:
         return
-    named = found[:MOST_NAMED]
+    named = unknown[:MOST_NAMED]
     said = ", ".join(f"{key:.80}={shown(raw[key])}" for key in named)
-    said += f" and {len(found) - len(named)} more" if len(found) > len(named) else ""
+    said += f" and {len(unknown) - len(named)} more" if len(unknown) > len(named) else ""
     options = " ".join(f"--ignore-config-key {key:.80}" for key in named)
-    it, changes = ("it", "it changes") if len(found) == 1 else ("them", "they change")
+    it, changes = ("it", "it changes") if len(unknown) == 1 else ("them", "they change")
     raise UnsupportedModel(
         f"config.json sets {said}, which forerun does not compute for "
         f"model_type={shown(raw.get('model_type'))}: use a checkpoint without {it}, or, where {changes} nothing "
@@ -344,30 +344,30 @@ def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
 
 
 def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | None = None) -> Rope:
-    """Rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`; both only where they agree.
+    """Return the rotary positions from `rope_parameters`, or `rope_theta` and `rope_scaling`; both have to agree.
 
-    turned_of: the size of a head, of a family that may turn a part of it. names: what the family calls TURNED.
+    turned_of: the head size, for a family that may rotate a part of it. names: what the family calls the TURNED keys.
     """
     names = names or dict(zip(TURNED, TURNED, strict=True))
-    found = {key: part for key in ("rope_parameters", "rope_scaling") if (part := c.get(key))}
-    for key, part in found.items():
+    given = {key: part for key in ("rope_parameters", "rope_scaling") if (part := c.get(key))}
+    for key, part in given.items():
         require(isinstance(part, Mapping), c, key, "null or a mapping")
         require(not part.keys() & {*LAYER_KINDS}, c, key, "one mapping for all layers")
     base = {key: c.get(name) for key, name in names.items()}
-    readings = {read_rope({**base, **_set(part)}, c, turned_of) for part in found.values()}
+    readings = {read_rope({**base, **_set(part)}, c, turned_of) for part in given.values()}
     if len(readings) > 1:
-        said = " and ".join(f"{key}={shown(part)}" for key, part in found.items())
+        said = " and ".join(f"{key}={shown(part)}" for key, part in given.items())
         raise UnsupportedModel(f"config.json has {said}, which disagree: keep one")
-    for key, part in found.items():
-        for own, name in names.items():
-            agree(c, name, part.get(own), f"{own} of {key}")
+    for key, part in given.items():
+        for own_key, name in names.items():
+            agree(c, name, part.get(own_key), f"{own_key} of {key}")
     return readings.pop() if readings else read_rope(base, c, turned_of)
 
 
 def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
-    """Rotary positions of layers of each kind, of a family whose kinds have their own. names: of theta, by kind.
+    """Return the rotary positions of each kind of layer, for families where they differ. names: theta's key by kind.
 
-    `rope_scaling` is of full attention, where `rope_parameters` has nothing by kind of layer.
+    Where `rope_parameters` is missing, `rope_scaling` belongs to full attention.
     """
     both, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     fits = isinstance(both, Mapping) and isinstance(old, Mapping) and not (both and old)
@@ -375,16 +375,16 @@ def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
     require(fits, c, "rope_parameters", f"a mapping for each of {list(names)}, without rope_scaling beside it")
     # transformers 4 reads a kind that is called type there, and transformers 5 does not.
     require("type" not in old or "rope_type" in old, c, "rope_scaling", "one whose kind is called rope_type")
-    found = {}
+    ropes = {}
     for kind, name in names.items():
         part = _set(old if old and kind == LAYER_KINDS[0] else both.get(kind) or {})
         agree(c, name, part.get("rope_theta"), f"rope_theta of {kind}")
-        found[kind] = read_rope({"rope_theta": c[name], **part}, c)
-    return found
+        ropes[kind] = read_rope({"rope_theta": c[name], **part}, c)
+    return ropes
 
 
 def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
-    """The rotary positions that a part of config.json asks for. c: all of it. turned_of: see `rope_of`."""
+    """Return the rotary positions of `rope`, a part of config.json. c: all of it. turned_of: see `rope_of`."""
     rope = _set(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(rope.get("type", kind) == kind, rope, "type", f"{shown(kind)}, as rope_type is")
@@ -401,13 +401,13 @@ def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
         require(dims > 1 and dims % 2 == 0, rope, "partial_rotary_factor", f"an even part of a head's {turned_of}")
     known = ROPE_KINDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if kind in ("default", "linear"):
-        known |= {"original_max_position_embeddings"}  # of which they make nothing
-    found = [k for k, value in rope.items() if k not in known and not _is_one_of(value, NEUTRAL_ROPE.get(k, ()))]
-    if found:
-        said = ", ".join(f"{key:.80}={shown(rope[key])}" for key in found[:MOST_NAMED])
+        known |= {"original_max_position_embeddings"}  # which they ignore
+    unknown = [k for k, value in rope.items() if k not in known and not _is_one_of(value, NEUTRAL_ROPE.get(k, ()))]
+    if unknown:
+        said = ", ".join(f"{key:.80}={shown(rope[key])}" for key in unknown[:MOST_NAMED])
         raise UnsupportedModel(
             f"config.json sets {said} for rope_type={shown(kind)}, which forerun does not compute: use a checkpoint "
-            f"without {'it' if len(found) == 1 else 'them'}"
+            f"without {'it' if len(unknown) == 1 else 'them'}"
         )
     config = Rope(
         theta=number({"rope_theta": 10000.0, **rope}, "rope_theta"),
@@ -433,16 +433,16 @@ def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
 
 
 def _factors(rope: Raw, key: str, dims: int) -> tuple[float, ...]:
-    """The factors by which longrope divides the frequency of each pair."""
-    found, (least, most) = rope.get(key), RANGES["factor"]
-    fits = isinstance(found, list) and len(found) == dims // 2
-    fits = fits and all(type(x) in (int, float) and least <= x <= most for x in found or ())
+    """Return the factors by which longrope divides the frequency of each pair."""
+    factors, (least, most) = rope.get(key), RANGES["factor"]
+    fits = isinstance(factors, list) and len(factors) == dims // 2
+    fits = fits and all(type(x) in (int, float) and least <= x <= most for x in factors or ())
     require(fits, rope, key, f"a list of {dims // 2} numbers in {least} .. {most:g}")
     return tuple(float(x) for x in rope[key])
 
 
 def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
-    """Sliding window of each layer in tokens; () where every layer attends to everything.
+    """Return the sliding window of each layer in tokens; () where every layer attends to everything.
 
     `layer_types` decides where it is given; without it the layers from `first` on have the window.
     """
@@ -462,28 +462,29 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
 
 
 def same_window(raw: Raw, window: int | None) -> tuple[int | None, ...]:
-    """Sliding window of each layer, which is the same in all; () where there is none.
+    """Return the sliding window of each layer, equal in all; () where there is none.
 
-    Raises UnsupportedModel for `layer_types` that want another one: transformers ignores them in such a family.
+    Raises UnsupportedModel for `layer_types` with full attention beside a window: transformers ignores them in such a
+    family.
     """
-    found = windows(raw, size(raw, "num_hidden_layers"), window)
-    if window is not None and (not found or None in found):
+    by_layer = windows(raw, size(raw, "num_hidden_layers"), window)
+    if window is not None and (not by_layer or None in by_layer):
         raise UnsupportedModel(
             f"config.json has full_attention in layer_types, which model_type={shown(raw.get('model_type'))} does not "
             f"mix with a sliding_window, here {window}: set sliding_window to null, or slide in every layer"
         )
-    return found
+    return by_layer
 
 
 def full_attention_only(raw: Raw) -> None:
-    """Refuse `layer_types` other than full attention, for architectures without a sliding window."""
+    """Raise UnsupportedModel for `layer_types` other than full attention; for families without a sliding window."""
     kinds = raw.get("layer_types") or []
     fits = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     require(fits, raw, "layer_types", "'full_attention' in every layer")
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
-    """An integer of config.json, from `least` to what LARGEST allows; it may be written as 4096.0."""
+    """Return an integer of config.json, between `least` and its LARGEST; it may be written as 4096.0."""
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -492,7 +493,7 @@ def size(raw: Raw, key: str, least: int = 1) -> int:
 
 
 def number(raw: Raw, key: str) -> float:
-    """A number of config.json within its range."""
+    """Return a number of config.json, which must be within its range."""
     value, (least, most) = raw.get(key), RANGES[key]
     fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
     require(fits, raw, key, f"a number in {least} .. {most:g}")
@@ -500,24 +501,24 @@ def number(raw: Raw, key: str) -> float:
 
 
 def whole(number: float) -> float:
-    """A number without what rounding added to it; of type int where it can be, as published files have it."""
+    """Return a number, rounded to an int where it is within 1e-6 of it, as published files have it."""
     return round(number) if abs(number - round(number)) < 1e-6 else number
 
 
 def act_name(act: Act) -> str:
-    """What published files call an activation."""
-    return next(name for name, own in ACTS.items() if own == act)
+    """Return the name that published files have for an activation."""
+    return next(name for name, other in ACTS.items() if other == act)
 
 
 def flag(raw: Raw, key: str) -> bool:
-    """A true or false of config.json; absent is false."""
+    """Return a boolean of config.json; absent is false."""
     value = raw.get(key)
     require(value is None or isinstance(value, bool), raw, key, "true or false")
     return bool(value)
 
 
 def require(ok: bool, raw: Raw, key: str, what: str) -> None:
-    """Raise UnsupportedModel, naming a key of config.json, unless its value is possible. what: the possible ones."""
+    """Raise UnsupportedModel, naming a key of config.json, unless `ok`. what: the possible values, in words."""
     if ok:
         return
     value = shown(raw.get(key))
@@ -535,12 +536,12 @@ def _is_neutral(value: object, key: str) -> bool:
     name = key.partition(".")[2]  # behind the architecture
     if value is None or value in ("", [], {}) or (value is False and not {key, name} & CAUSAL):
         return True
-    return any(_is_one_of(value, NEUTRAL.get(own, ())) for own in (key, name))
+    return any(_is_one_of(value, NEUTRAL.get(known, ())) for known in (key, name))
 
 
 def _is_one_of(value: object, values: Collection[object]) -> bool:
-    """Whether a number or a flag is one of these; true is not 1."""
-    return any(value == own and (value is True) == (own is True) for own in values)
+    """Whether a number or a flag is among `values`; true is not 1."""
+    return any(value == other and (value is True) == (other is True) for other in values)
 
 
 def _set(raw: Raw) -> dict[str, Any]:

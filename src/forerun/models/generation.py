@@ -1,7 +1,7 @@
-"""What a checkpoint says about generating: the ids that end an output, and the sampling values its makers suggest.
+"""The generation settings of a checkpoint: the ids that end an output, and the sampling values its makers suggest.
 
-End ids are always applied. The suggested sampling values are what a request has that says nothing of them
-(`Opened.usual_fields`); generation_config="none" leaves them out.
+End ids are always applied. The suggested sampling values are the defaults of a request (`Opened.usual_fields`);
+generation_config="none" leaves them out.
 
 Policy, as for config.json: a key that would change the output and is not honoured is refused by name. SAME are
 honoured, beside do_sample, stop_strings, suppress_tokens and bad_words_ids; INERT and NEUTRAL change nothing; any other
@@ -20,14 +20,14 @@ from forerun.types import SamplingParams
 Raw = Mapping[str, Any]
 
 FILE = "generation_config.json"
-# Keys of the file -> fields of SamplingParams that mean the same.
+# Keys of the file -> fields of SamplingParams with the same meaning.
 SAME = {
     field.metadata["suggested"]: name
     for name, field in SamplingParams.__dataclass_fields__.items()
     if "suggested" in field.metadata
 }
-# Bookkeeping; what is cached, compiled and returned; how to speculate, which is ours to decide; what only beam search
-# reads; logits shifted as a whole or mended where they are no numbers; words for a chat program.
+# Bookkeeping; caching, compiling and return values; how to speculate, which is ours to decide; keys for beam search;
+# logits shifted as a whole or repaired where they are not finite; words for a chat program.
 _INERT = (
     "bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version transformers.js_config "
     "name_or_path trust_remote_code torch_dtype dtype attn_implementation use_cache max_cache_len prefill_chunk_size "
@@ -57,12 +57,12 @@ NEUTRAL = {
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1,
 }
-# Lengths that count the prompt, too -> the key that has its way where both are set, what to give here.
+# Lengths that count the prompt, too -> the key that wins where both are set, and the option to give here.
 WITH_PROMPT = {"max_length": ("max_new_tokens", "max_tokens"), "min_length": ("min_new_tokens", "min_tokens")}
 
 
 def check_together(fields: Mapping[str, Any], small: SmallFiles) -> None:
-    """Raise UnsupportedModel where the fields of generation_config.json do not go together."""
+    """Raise UnsupportedModel where the fields of generation_config.json contradict each other."""
     try:
         SamplingParams(**fields)
     except BadOption as error:
@@ -72,15 +72,15 @@ def check_together(fields: Mapping[str, Any], small: SmallFiles) -> None:
 def sampling_fields(
     small: SmallFiles, config: Raw, refuse: Callable[[UnsupportedModel], None] | None = None
 ) -> dict[str, Any]:
-    """The fields of SamplingParams that generation_config.json sets, and no others. config: config.json.
+    """Return the fields of SamplingParams that generation_config.json sets. config: config.json.
 
-    do_sample=false is temperature 0, stop_strings are stop; suppress_tokens and bad words of one token are biases of
-    minus infinity. A least number of tokens without a greatest lifts our default limit, which may lie below it. A value
-    that would change the output and is not implemented, or that is of the wrong type or out of range, is handed to
-    `refuse`, and the others stay; without `refuse` it raises UnsupportedModel.
+    do_sample=false becomes temperature 0, stop_strings become stop; suppress_tokens and bad words of one token become
+    biases of minus infinity. A minimum of tokens without a maximum lifts our default limit, which may lie below it. A
+    value that is not implemented and would change the output, or has the wrong type or range, makes an UnsupportedModel
+    that goes to `refuse`, and the other fields stay; without `refuse` it is raised.
     """
     raw, name = _set(small.json(FILE)), FILE
-    if not raw:  # then config.json forces tokens, as transformers has it
+    if not raw:  # then config.json forces tokens, as in transformers
         raw, name = _set({FORCED_END: config.get(FORCED_END)}), "config.json"
     where, fields, forbidden = f"{name} in {small.folder}", dict[str, Any](), frozenset[int]()
     for key, value in raw.items():
@@ -103,10 +103,10 @@ def sampling_fields(
 
 
 def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
-    """Ids that end the output: the union of generation_config.json, config.json and tokenizer_config.json.
+    """Return the ids that end the output: from generation_config.json, config.json and tokenizer_config.json.
 
     raw: config.json. Ids outside of its vocabulary are left out: they never come, and some files say -1 for none.
-    Raises UnsupportedModel for what is no id.
+    Raises UnsupportedModel for values that are no ids.
     """
     num_ids, ids = _num_ids(raw), frozenset[int]()
     for file, source in ((FILE, small.json(FILE)), ("config.json", raw)):
@@ -119,29 +119,29 @@ def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
 
 
 def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
-    """What the text of an encoder-decoder's decoder begins with: the start token, and one that is forced behind it.
+    """Return the first ids of a decoder's text in an encoder-decoder: the start token, and a token forced behind it.
 
-    generation_config.json has its way before config.json, given as `raw`, and alone forces tokens where it is there.
-    Where neither names a start it is bos_token_id, as in transformers. Raises UnsupportedModel where there is none.
+    generation_config.json wins over config.json, given as `raw`, and alone forces tokens where it is there. Where
+    neither names a start it is bos_token_id, as in transformers. Raises UnsupportedModel where there is none.
     """
     file = small.json(FILE)
-    found = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
+    forced = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
     starts = (place.get(key) for key in ("decoder_start_token_id", "bos_token_id") for place in (file, raw))
-    found["decoder_start_token_id"] = next((value for value in starts if value is not None), None)
-    if found["decoder_start_token_id"] is None:
+    forced["decoder_start_token_id"] = next((value for value in starts if value is not None), None)
+    if forced["decoder_start_token_id"] is None:
         raise UnsupportedModel(f"{small.folder} names no decoder_start_token_id: add the id that its texts begin with")
     num_ids = _num_ids(raw)
-    for key, value in found.items():
+    for key, value in forced.items():
         fits = value is None or (type(value) is int and 0 <= value < (num_ids or value + 1))
         _require(fits, key, value, f"{FILE} or config.json in {small.folder}", "an id of the vocabulary")
-    return [value for value in found.values() if value is not None]
+    return [value for value in forced.values() if value is not None]
 
 
 # -------------------------------------------------------------------------------------------------- sampling values
 
 
 def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
-    """Return what a known key sets by itself. Raises UnsupportedModel for a value that it cannot have."""
+    """Return the fields that a known key sets. Raises UnsupportedModel for a value that it cannot have."""
     if key in SAME:
         # A request may ask for no token; a model that suggests it would never answer.
         _require(key != "max_new_tokens" or value != 0, key, value, where, "at least 1, or None")
@@ -173,7 +173,7 @@ def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
         return True
     if key in WITH_PROMPT and WITH_PROMPT[key][0] in raw:
         return True
-    if key == "max_length":  # none where it lies beyond what the model can do anyway
+    if key == "max_length":  # no limit where it lies beyond the context length
         positions = config.get("max_position_embeddings")
         return type(value) is int and type(positions) is int and value >= positions
     return not isinstance(value, bool) and key in NEUTRAL and bool(value == NEUTRAL[key])
@@ -187,7 +187,7 @@ def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
 
 
 def _checked(key: str, field: str, value: Any, where: str) -> Any:
-    """A value that SamplingParams takes. How the values fit together is checked by SamplingParams."""
+    """Return a value that SamplingParams accepts by itself; `check_together` checks the combination."""
     try:
         SamplingParams(**{"max_tokens": None, field: value})
     except BadOption as error:
@@ -196,7 +196,7 @@ def _checked(key: str, field: str, value: Any, where: str) -> Any:
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
-    """One text or a list of texts."""
+    """Return the texts of one text or a list of texts."""
     _require(isinstance(value, str | list), "stop_strings", value, where, "a text or a list of texts")
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -205,7 +205,7 @@ def _texts(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
-    """The id of the eos_token in tokenizer_config.json; none where no id has that text: it never comes."""
+    """Return the id of tokenizer_config.json's eos_token; none where no id has that text, so that it never comes."""
     where, named = f"tokenizer_config.json in {small.folder}", small.json("tokenizer_config.json")
     token = named.get("eos_token")
     text = token["content"] if isinstance(token, Mapping) and "content" in token else token
@@ -220,7 +220,7 @@ def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
 
 
 def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
-    """(id, text) of the entries of added_tokens_decoder, whose ids are texts."""
+    """Yield (id, text) for the entries of added_tokens_decoder, whose keys are ids as texts."""
     entries = {} if decoder is None else decoder
     ok = isinstance(entries, Mapping) and all(
         token_id.isdecimal() and isinstance(entry, Mapping) for token_id, entry in entries.items()
@@ -231,7 +231,7 @@ def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
 
 
 def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> frozenset[int]:
-    """The ids of a list, less those that no token of the model has. num_ids: of the vocabulary; None = not known."""
+    """Return the ids of a list that the model has. num_ids: of the vocabulary; None = unknown."""
     _require(isinstance(value, list) and all(type(i) is int for i in value), key, value, where, what)
     return frozenset(i for i in value if i >= 0 and (num_ids is None or i < num_ids))
 

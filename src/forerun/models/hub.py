@@ -1,7 +1,7 @@
-"""A model's name -> its folder or file: one on this machine, or from the hub in huggingface_hub's cache.
+"""Map a model's name to its folder or file: on this machine, or from the hub in huggingface_hub's cache.
 
-From the hub come only the files that are read here: the small ones first, so that a checkpoint that would be refused
-is refused before its weights are fetched. huggingface_hub is imported when a hub id is met, never for a folder.
+Only files that are read here are fetched from the hub, small ones first, so that a bad checkpoint is refused before its
+weights are fetched. huggingface_hub is imported when a hub id is met, never for a folder.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ LISTING_KEPT_S = 60.0
 GB = 10**9
 
 T = TypeVar("T")
-Choose = Callable[[Collection[str], str], Collection[str]]  # (names of files, whose they are) -> those that are wanted
+Choose = Callable[[Collection[str], str], Collection[str]]  # (names of files, the hub id) -> the wanted files
 Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with their sizes in bytes, as far as known
 
 
 def locate(name: str | Path, *, config_only: bool = False, weights: bool = True) -> Path:
-    """The folder or file that `name` means; what the hub has under it is fetched into the cache first.
+    """Return the folder or file that `name` means, fetched from the hub into the cache where necessary.
 
     name: a name of data/models.toml; else a path; where no such path exists, a hub id org/name[@revision]. A Path is
-    nothing but a path. With :FILE.gguf behind it, or a type such as :Q4_K_M that one file's name ends with, a hub id
-    means that file, which is fetched whole; of a file in pieces all are fetched, and the first one is returned.
+    always a path. A hub id with :FILE.gguf behind it, or with a type such as :Q4_K_M that one file's name ends with,
+    means that file, which is fetched whole; all pieces of a split file are fetched, and the first one is returned.
     config_only: fetch config.json alone. weights=False: fetch all but the weights, see `fetch_weights`. Without a
     network, a complete snapshot in the cache is used as it is.
 
@@ -104,7 +104,7 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True)
 def fetch_weights(name: str, path: Path) -> None:
     """Fetch the weights that belong to small files of the hub. path: what `locate` returned for this name.
 
-    They are those of the commit that the small files are of, also where a branch has moved since. Raises as `locate`.
+    The weights are of the same commit as the small files, even if the branch has moved since. Raises as `locate`.
     """
     model = _as_hub_model(hub_id_of(name))
     assert model is not None
@@ -112,11 +112,11 @@ def fetch_weights(name: str, path: Path) -> None:
 
 
 def fetch_files(name: str, choose: Choose) -> Path | None:
-    """The folder in the cache with some files of a hub id org/name[@revision]; None where `name` can only be a path.
+    """Return the cache folder with some files of a hub id org/name[@revision]; None where `name` can only be a path.
 
-    What lies there beside a model, such as a drafter's head, is no checkpoint: `choose` gets the names of all files,
-    raises for what is not wanted before anything is fetched, and returns those that are fetched beside config.json,
-    which must be there. Without a network, what of them is in the cache is used. Raises as `locate` does.
+    It serves repositories that are no checkpoint, such as a drafter's head. `choose` gets the names of all files,
+    raises for an unwanted repository before anything is fetched, and returns the files to fetch beside config.json,
+    which must be there. Without a network, the files that are in the cache are used. Raises as `locate` does.
     """
     name = hub_id_of(name)
     model = _as_hub_model(name) if "/" in name else None
@@ -124,12 +124,12 @@ def fetch_files(name: str, choose: Choose) -> Path | None:
         return None
     if isinstance(model, _HubFile):
         raise NotFound(f"{name} is one file, and a folder of files is wanted: leave out what is behind the colon")
-    found = model
-    return _said(found, lambda: found.fetch_files(choose))
+    repository = model
+    return _said(repository, lambda: repository.fetch_files(choose))
 
 
 def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
-    """What `fetch` returns; what it raises as an error that says what would help."""
+    """Return what `fetch` returns; turn its exceptions into errors that say what would help."""
     try:
         return fetch()
     except ForerunError:
@@ -139,7 +139,7 @@ def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
 
 
 def _missing(name: str, folder: Path) -> str:
-    """The sentence for a name that can only be a path, and is none."""
+    """Return the message for a name that can only be a path, and does not exist."""
     near = difflib.get_close_matches(name.lower(), named.named_models(), n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     if "://" in name:
@@ -152,13 +152,13 @@ def _kind(name: str) -> str:
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name means a model of the hub: it has the form of one, or only the hub has it; no such path exists."""
+    """Whether a name means a model of the hub: by its form, or because only the hub has it, and no such path exists."""
     is_path = named.find(name) is None and os.path.exists(name)
     return isinstance(name, str) and not is_path and _as_hub_model(name) is not None
 
 
 def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
-    """None where the name can only be a path. Raises NotFound where it is almost a hub id."""
+    """Parse a name as a hub model; None where it can only be a path. Raises NotFound where it is almost a hub id."""
     known = named.find(name)
     if known is not None and known.hub is not None and known.path() is None:
         return _as_hub_model(known.hub)
@@ -180,7 +180,7 @@ def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
     return _HubFile(model, file) if file else model
 
 
-# What the hub said within the last minute: opening a pair looks several times, and without a network each look waits.
+# Listings of the last minute: opening a pair asks several times, and without a network each request waits.
 _LISTINGS: dict[_HubModel, tuple[float, Listing | Exception]] = {}
 
 
@@ -251,19 +251,19 @@ class _HubModel:
         return folder
 
     def listing(self) -> Listing:
-        """The commit that the revision means now, and its files with their sizes in bytes, as far as known."""
-        asked_s, found = _LISTINGS.get(self, (-LISTING_KEPT_S, None))
-        if found is None or time.monotonic() - asked_s > LISTING_KEPT_S:
+        """Return the revision's current commit, and its files with their sizes in bytes, as far as known."""
+        asked_s, listing = _LISTINGS.get(self, (-LISTING_KEPT_S, None))
+        if listing is None or time.monotonic() - asked_s > LISTING_KEPT_S:
             try:
-                found = self._ask()
+                listing = self._ask()
             except Exception as error:
                 if not is_offline(error):
                     raise  # a login or a mended server may help the next time
-                found = error
-            _LISTINGS[self] = (time.monotonic(), found)
-        if isinstance(found, Exception):
-            raise found.with_traceback(None)
-        return found
+                listing = error
+            _LISTINGS[self] = (time.monotonic(), listing)
+        if isinstance(listing, Exception):
+            raise listing.with_traceback(None)
+        return listing
 
     def _ask(self) -> Listing:
         from huggingface_hub import HfApi
@@ -273,25 +273,25 @@ class _HubModel:
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
     def download(self, name: str, revision: str) -> Path:
-        """The place of one file in the cache; nothing is asked for what is there under this commit."""
+        """Return the path of one file in the cache; a file that is cached under this commit needs no request."""
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(self.id, name, revision=revision, library_name="forerun"))
 
     def _revision_to_ask(self, commit: str) -> str:
-        """The commit where the cache knows already that the revision means it, else the revision, so that it learns."""
+        """Return the commit if the cache maps the revision to it, else the revision, so that the cache learns."""
         cached = self._cached()
         return commit if cached is not None and cached.name == commit else self.revision
 
     def _cached(self) -> Path | None:
-        """The snapshot that the revision meant when it was last asked for, if its config.json is in the cache."""
+        """Return the snapshot of the revision at the last request, if its config.json is in the cache."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.id, CONFIG, revision=self.revision)
-        return Path(found).parent if isinstance(found, str) else None
+        config = try_to_load_from_cache(self.id, CONFIG, revision=self.revision)
+        return Path(config).parent if isinstance(config, str) else None
 
     def _refuse(self, sizes: Mapping[str, Any], commit: str, config_only: bool) -> None:
-        """Refuse what the listing shows, before anything is fetched but the file that says why."""
+        """Refuse a checkpoint by its listing, before anything is fetched but the file that says why."""
 
         def read(name: str) -> Mapping[str, Any]:
             return read_json(self.download(name, commit))
@@ -303,7 +303,7 @@ class _HubModel:
             refuse_without_tokenizer(sizes, self.id)
 
     def check_disk(self, sizes: Mapping[str, int | None]) -> None:
-        """Raise CapacityError where files of these sizes have no room in the cache."""
+        """Raise CapacityError where the cache has no room for files of these sizes."""
         missing, folder = sum(size or 0 for size in sizes.values()), Path(cache_folder())
         while not folder.exists():
             folder = folder.parent
@@ -317,7 +317,7 @@ class _HubModel:
 
 @dataclass(frozen=True)
 class _HubFile:
-    """A GGUF file of a model of the hub, or all its pieces. wanted: a name, or the type that names end with."""
+    """A GGUF file of a hub model, or all its pieces. wanted: a file name, or the type that names end with."""
 
     model: _HubModel
     wanted: str
@@ -351,14 +351,14 @@ class _HubFile:
         return paths[0]
 
     def fetch_weights(self, path: Path) -> None:
-        """They are in the file."""
+        """Do nothing: the weights are in the file."""
 
     def _choose(self, names: Collection[str]) -> list[str]:
-        """The names of the file or of its pieces, the first one first. Raises NotFound for no model, or several."""
+        """Return the name of the file, or of its pieces in order. Raises NotFound for no model, or several."""
         files = sorted(name for name in names if name.lower().endswith(".gguf"))
         ending = re.compile(rf"(?:.*[-._/])?{re.escape(self.wanted)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
-        found = [self.wanted] if self.wanted in files else [name for name in files if ending.fullmatch(name)]
-        models = models_of(found)
+        matches = [self.wanted] if self.wanted in files else [name for name in files if ending.fullmatch(name)]
+        models = models_of(matches)
         if len(models) != 1:
             known = f"name one of {', '.join(models or models_of(files))}"
             raise NotFound(
@@ -371,7 +371,7 @@ class _HubFile:
         return pieces
 
     def _cached(self) -> Path | None:
-        """The file in the snapshot that the revision meant when it was last asked for."""
+        """Return the file in the snapshot of the revision at the last request; None where it is not cached."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,6 +1,6 @@
-"""What can go wrong between here and the hub, each in a sentence that says what would help.
+"""Errors between here and the hub, each explained in a sentence that says what would help.
 
-huggingface_hub has changed its HTTP library twice, so errors of the transport are known by the names of their classes.
+huggingface_hub has changed its HTTP library twice, so transport errors are recognised by their class names.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 
 
 def explained(error: BaseException, hub_id: str, revision: str) -> ForerunError:
-    """The error to raise for whatever huggingface_hub raised while it fetched a model."""
+    """Return the error to raise for whatever huggingface_hub raised while it fetched a model."""
     chain = list(_chain(error))
     for explain in (_of_the_disk, _of_access, _of_the_network):
         for link in chain:
-            if (found := explain(link, hub_id, revision)) is not None:
-                return found
+            if (explanation := explain(link, hub_id, revision)) is not None:
+                return explanation
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     return NotFound(
         f"{hub_id} could not be fetched from {_host()} ({first_line}): try again, or fetch it with hf download"
@@ -33,7 +33,7 @@ def explained(error: BaseException, hub_id: str, revision: str) -> ForerunError:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether the hub could not be asked: no network, offline mode, too many requests, or a trouble of its own."""
+    """Whether the hub could not be asked: no network, offline mode, too many requests, or a server error."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     def is_one(link: BaseException) -> bool:
@@ -51,7 +51,7 @@ def is_offline(error: BaseException) -> bool:
 
 
 def cache_folder() -> str:
-    """Where huggingface_hub keeps what it fetched."""
+    """Return the folder of huggingface_hub's cache."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_CACHE
@@ -124,7 +124,7 @@ def _of_the_network(error: BaseException, hub_id: str, revision: str) -> Forerun
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
+    """Yield an error and the errors that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -133,7 +133,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error is about."""
+    """Return the HTTP status that an error is about; None for other errors."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 

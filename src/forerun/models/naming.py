@@ -1,8 +1,8 @@
-"""Names of published tensors, where they are not those of blocks.weights, as data.
+"""The map from published tensor names to the names of blocks.weights ("ours"), as data.
 
-Most families publish the usual names. Another one says in `NAMES` which published tensor holds which of ours: renamed,
-several in one, stored the other way round, or head by head. `GGUF` says the same of the files of llama.cpp, and which
-keys of their metadata make a config.json.
+Most families publish the usual names. The others declare in `NAMES` which published tensor holds which of our tensors:
+renamed, fused, transposed, or head by head. `GGUF` does the same for llama.cpp's files, and says which metadata keys
+become which keys of config.json.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Rows = TypeVar("Rows", HostTensor, QuantisedRows)
 
 @dataclass(frozen=True)
 class Fused:
-    """What one published tensor holds: these of our matrices, one below the other.
+    """One published tensor that holds several of our matrices (`parts`), one below the other.
 
     transposed: it is stored as inputs x outputs. either_way: or as outputs x inputs, where it has that shape. by_head:
-    the rows of the first head of each part come first. in_turn: the first row of each part comes first. by_key_head:
-    the rows of the first key head of a recurrence come first, and of these its q, its k, and its value heads in each
-    part. squeezed: it has one dimension more, of size 1, in the middle, as the weights of convolutions of torch have.
+    rows are ordered by head: the first head of each part comes first. in_turn: rows alternate: the first row of each
+    part comes first. by_key_head: rows are ordered by key head of a recurrence, and within each by q, k, and the value
+    heads in each part. squeezed: it has an extra middle dimension of size 1, as torch's convolution weights have.
     """
 
     parts: tuple[str, ...]
@@ -47,12 +47,12 @@ class Fused:
 class Names:
     """Published names of modules -> ours, both without `.weight` and `.bias`.
 
-    outer: of those outside of blocks. block: how the names inside of a block begin, {} being its number. inner: what
-    follows there, {} being an expert's number; another module has our name. prefix: what may stand before any name.
-    ignored: endings of tensors that are no weights; beside: beginnings of those of other parts than the text model.
-    ours_at: our blocks, {} being their number, which is that of the published one times step, plus first. more: other
-    blocks. exact: whole names, of tensors that may be stored as one row of a matrix. bare: those of `inner` that are
-    names of tensors, and stand for our `.weight`, or for `.bias` where they alone end so.
+    outer: the modules outside of blocks. block: the prefix of names inside a block, {} being its number. inner: what
+    follows that prefix, {} being an expert's number; another module has our name. prefix: what may stand before any
+    name. ignored: suffixes of tensors that are no weights; beside: prefixes of tensors outside of the text model.
+    ours_at: the prefix of our blocks, {} being their number: the published number times step, plus first. more: names
+    of other blocks. exact: whole names of tensors that may be stored as one row of a matrix. bare: names in `inner`
+    that name a tensor and not a module; they stand for our `.weight`, or for `.bias` where they alone end so.
     """
 
     outer: Mapping[str, str]
@@ -70,12 +70,12 @@ class Names:
 
     @property
     def only_renames(self) -> bool:
-        """Whether each published tensor is one of ours, stored as ours is."""
+        """Whether each published tensor is one of our tensors, stored as ours is."""
         plain = not self.exact and not self.bare and all(isinstance(how, str) for how in self.inner.values())
         return plain and all(names.only_renames for names in self.more)
 
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
-        """Return our names of what a published tensor holds, and how it does; None for a name that is not known."""
+        """Return our names of the parts of a published tensor, and how it holds them; None for an unknown name."""
         if name in self.exact:
             return [self.exact[name]], Fused((self.exact[name],))
         module, _, ending = name.removeprefix(self.prefix).rpartition(".")
@@ -92,19 +92,19 @@ class Names:
             key, expert = (None, "") if match is None else _without_expert(match[2], self.inner.keys() - self.bare)
         if match is None or key is None:
             others = (names.ours(name.removeprefix(self.prefix)) for names in self.more)
-            return next((found for found in others if found is not None), None)
-        found = self.inner[key]
-        how = Fused((found,)) if isinstance(found, str) else found
+            return next((known for known in others if known is not None), None)
+        entry = self.inner[key]
+        how = Fused((entry,)) if isinstance(entry, str) else entry
         at = self.ours_at.format(int(match[1]) * self.step + self.first)
         return [f"{at}{part.format(expert)}.{ending}" for part in how.parts], how
 
     def theirs(self, module: str) -> str | None:
-        """Return the published name of a module of ours, without prefix; None for one that is not known."""
-        found = self._theirs(module)
-        return None if found is None else found[0]
+        """Return the published name of our module, without prefix; None for an unknown module."""
+        known = self._theirs(module)
+        return None if known is None else known[0]
 
     def _theirs(self, module: str, ending: str = "weight") -> tuple[str, bool] | None:
-        """Return the published name of a module of ours, and whether it is that of a tensor with that ending."""
+        """Return the published name of our module, and whether it already names the tensor with this ending."""
         outer = {ours: theirs for theirs, ours in self.outer.items()}
         if module in outer:
             return outer[module], False
@@ -119,19 +119,19 @@ class Names:
             part, expert = _without_expert(match[2], how.parts if isinstance(how, Fused) else (how,))
             if rest == 0 and part is not None:
                 return f"{self.block.format(number)}{theirs.format(expert)}", theirs in self.bare
-        return next((found for names in self.more if (found := names._theirs(module, ending)) is not None), None)
+        return next((known for names in self.more if (known := names._theirs(module, ending)) is not None), None)
 
     def published(self, module: str) -> str:
-        """Return the published name of a module of ours, with its prefix; one that is not known has our name."""
+        """Return the published name of our module, with its prefix; an unknown module keeps our name."""
         theirs, head = self.theirs(module), HEAD.removesuffix(".weight")
         return module if theirs is None else theirs if module == head else self.prefix + theirs
 
     def published_tensor(self, name: str) -> str:
-        """Return the published name of a tensor of ours."""
+        """Return the published name of our tensor."""
         module, _, ending = name.rpartition(".")
-        found = self._theirs(module, ending)
-        if found is not None and found[1]:
-            return self.prefix + found[0]
+        known = self._theirs(module, ending)
+        if known is not None and known[1]:
+            return self.prefix + known[0]
         return f"{self.published(module)}.{ending}"
 
 
@@ -141,7 +141,7 @@ def _ending(bare: str, how: str | Fused) -> str:
 
 
 def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, str]:
-    """Return a module's name as it is known, with {} in place of an expert's number, and that; None if it is not."""
+    """Return a module's known name, with {} for an expert's number, and that number; None for an unknown module."""
     if module in known:
         return module, ""
     match = re.fullmatch(r"(.+?\.)(0|[1-9]\d{0,3})(\..+)?", module)
@@ -150,22 +150,23 @@ def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, st
     return name, match[2]
 
 
-SAID = "mtp_num_hidden_layers"  # of config.json: blocks that guess further tokens (next_tokens.py)
-NEXT = ("mtp.", "model.mtp.", "model.mtp_")  # how the names of its tensors begin
-USUAL = Names({}, "model.layers.{}.", {}, beside=NEXT)  # where tensors are called as here
+SAID = "mtp_num_hidden_layers"  # in config.json: the number of multi-token prediction blocks (next_tokens.py)
+NEXT = ("mtp.", "model.mtp.", "model.mtp_")  # prefixes of their tensors
+USUAL = Names({}, "model.layers.{}.", {}, beside=NEXT)  # for files with our names
 
 
 def says_next_tokens(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json says that there is a block that guesses further tokens."""
+    """Whether config.json declares a multi-token prediction block."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     return any(part.get(key) for part in parts for key in (SAID, "num_mtp_layers"))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors lies. rows: of the published one's outputs, in our order; None = all of them.
+    """Where one of our tensors lies. rows: its rows of the published tensor, in our order; None = all of them.
 
-    num_rows: how many the published one must have. is_row: it is the only row of a matrix. squeezed: see Fused.
+    num_rows: the rows that the published tensor must have. is_row: it is the only row of a published matrix.
+    squeezed: see Fused.
     """
 
     name: str
@@ -177,45 +178,46 @@ class Place:
 
 
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
-    """Return by our names where each tensor lies; one whose name is not known lies under its own.
+    """Map each of our names to where its tensor lies; a tensor with an unknown name keeps it.
 
-    published: names, or what is stored under each: its shape says how a tensor lies that may lie either way round.
+    published: names, or a mapping from them to stored tensors, whose shapes decide about tensors that may be stored
+    either way round.
     """
-    found, shapes = dict[str, Place](), weight_shapes(spec)
+    where, shapes = dict[str, Place](), weight_shapes(spec)
     for name in published:
         known = None if names is None else names.ours(name)
         if known is None:
             if names is None or not (name.endswith(names.ignored) or name.startswith(names.beside)):
-                found[name] = Place(name)
+                where[name] = Place(name)
             continue
         ours, how = known
         if any(_is_unread(own, spec) for own in ours):
             continue
-        sizes = [shapes[own][0] if own in shapes else 0 for own in ours]
+        sizes = [shapes[part][0] if part in shapes else 0 for part in ours]
         is_turned = how.transposed
         if how.either_way and isinstance(published, Mapping) and ours[0] in shapes:
             is_turned = tuple(published[name].shape) != (sum(sizes), *shapes[ours[0]][1:])
-        for own, rows in zip(ours, _rows(how, sizes, spec), strict=True):
-            found[own] = Place(
+        for our_name, rows in zip(ours, _rows(how, sizes, spec), strict=True):
+            where[our_name] = Place(
                 name,
                 rows if len(ours) > 1 else None,
                 sum(sizes),
-                is_turned and own.endswith(".weight"),
+                is_turned and our_name.endswith(".weight"),
                 names is not None and name in names.exact,
-                how.squeezed and own.endswith(".weight"),
+                how.squeezed and our_name.endswith(".weight"),
             )
-    return found
+    return where
 
 
 def _is_unread(name: str, spec: Spec) -> bool:
-    """Whether a tensor makes keys or values of a block that reads another's: published files have it all the same."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
-    a = spec.blocks[int(found[1])].attention if found is not None and int(found[1]) < spec.num_layers else None
+    """Whether a tensor makes keys or values for a block that reads another block's: files have it, nothing uses it."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
+    a = spec.blocks[int(match[1])].attention if match is not None and int(match[1]) < spec.num_layers else None
     return a is not None and a.shares_kv_of is not None
 
 
 def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield the rows of each part among all rows."""
+    """Yield the row numbers of each part within the published tensor."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     if how.in_turn:
         yield from (list(range(i, sum(sizes), len(sizes))) for i in range(len(sizes)))
@@ -234,10 +236,10 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield the rows of each part, of which the one with q, k and v has these one below the other."""
+    """Yield the row numbers of each part; the part with q, k and v has these one below the other."""
     recurrences = {block.recurrence for block in spec.blocks if block.recurrence is not None}
     if len(recurrences) != 1:
-        yield from ([] for _ in sizes)  # none of these is asked for
+        yield from ([] for _ in sizes)  # nothing asks for these tensors
         return
     [r] = recurrences
     joined = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]
@@ -253,7 +255,7 @@ def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 class NamedSource:
-    """A source whose tensors have our names."""
+    """A source that offers its tensors under our names."""
 
     def __init__(self, source: Source, names: Names, spec: Spec) -> None:
         self.source = source
@@ -292,7 +294,7 @@ class NamedSource:
             yield (whole if place.rows is None else whole[place.rows]).contiguous()
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `QuantisedSource.quantised`. Raises UnsupportedModel for what is stored the other way round."""
+        """See `QuantisedSource.quantised`. Raises UnsupportedModel for a matrix that is stored transposed."""
         place = self._places[name]
         if place.transposed:
             raise UnsupportedModel(
@@ -304,7 +306,7 @@ class NamedSource:
 
 
 def placed(stored: Stored, place: Place) -> Stored:
-    """Return what is stored of one of our tensors; of a tensor with other rows than its parts have, all of it."""
+    """Return the stored form of one of our tensors; the whole published one, where its rows do not fit its parts."""
     shape = stored.shape[::-1] if place.transposed else stored.shape
     if place.rows is not None and shape[:1] != (place.num_rows,):
         return replace(stored, shape=shape)
@@ -320,7 +322,7 @@ def part_of(matrix: QuantisedMatrix, rows: list[int]) -> QuantisedMatrix:
 
 
 def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterator[Rows]:
-    """Yield of blocks of all rows those that are wanted; None = all. Each run of rows that ascend is one reading."""
+    """Yield the wanted rows (None = all) out of blocks of all rows, reading anew for each ascending run of rows."""
     if rows is None:
         yield from read()
         return
@@ -330,7 +332,7 @@ def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterat
 
 
 def _ascending(blocks: Iterator[Rows], rows: list[int]) -> Iterator[Rows]:
-    """Yield of blocks of all rows those that are wanted, which ascend."""
+    """Yield the wanted rows, which ascend, out of blocks of all rows."""
     first = at = 0
     for block in blocks:
         end = first + len(block)
@@ -356,15 +358,15 @@ def _picked(block: Any, rows: list[int]) -> Any:
 
 
 def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """Return weights of our names under the published ones, as files of the family have them."""
-    made: dict[str, dict[str, HostTensor]] = {}
-    found, rows = dict[str, HostTensor](), {ours: theirs for theirs, ours in names.exact.items()}
+    """Return our weights under their published names, fused as the family's files have them."""
+    groups: dict[str, dict[str, HostTensor]] = {}
+    tensors, rows = dict[str, HostTensor](), {ours: theirs for theirs, ours in names.exact.items()}
     for name, weight in weights.items():
         if name in rows:
-            found[rows[name]] = weight[None]
+            tensors[rows[name]] = weight[None]
             continue
-        made.setdefault(names.published_tensor(name), {})[name] = weight
-    for theirs, parts in made.items():
+        groups.setdefault(names.published_tensor(name), {})[name] = weight
+    for theirs, parts in groups.items():
         held = places(names, spec, [theirs])
         first = held[next(iter(parts))]
         if first.rows is None:
@@ -372,22 +374,22 @@ def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> di
         else:
             some = next(iter(parts.values()))
             whole = HostTensor.empty((sum(len(part) for part in parts.values()), *some.shape[1:]), some.dtype)
-            for own, part in parts.items():
-                whole.values[held[own].rows] = part.values
+            for our_name, part in parts.items():
+                whole.values[held[our_name].rows] = part.values
         whole = whole[:, None] if first.squeezed else whole
-        found[theirs] = whole.T.contiguous() if first.transposed else whole
-    return _stacked(found)
+        tensors[theirs] = whole.T.contiguous() if first.transposed else whole
+    return _stacked(tensors)
 
 
 def _stacked(tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """Return tensors with one of all experts in place of one of each, where published files have that."""
-    found, parts = dict[str, HostTensor](), dict[str, list[HostTensor]]()
+    """Stack the tensors of single experts into one of all experts, where published files have that."""
+    single, parts = dict[str, HostTensor](), dict[str, list[HostTensor]]()
     for name, tensor in tensors.items():
         if STACKED.fullmatch(name.rpartition(".")[0]):
             parts.setdefault(name.rpartition(".")[0], []).append(tensor)
         else:
-            found[name] = tensor
-    return found | {name: HostTensor.joined([part[None] for part in own]) for name, own in parts.items()}
+            single[name] = tensor
+    return single | {name: HostTensor.joined([part[None] for part in experts]) for name, experts in parts.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
@@ -407,7 +409,7 @@ INNER: Mapping[str, str | Fused] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Tensors of all experts, which are read as one of each (source/gguf.py).
+# Tensors that stack all experts; source/gguf.py splits them into one for each expert.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps.{}": "mlp.experts.{}.gate_proj",
@@ -420,7 +422,7 @@ SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-# Keys of an architecture -> of config.json.
+# Keys of an architecture -> keys of config.json.
 SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -435,16 +437,16 @@ SIZES = {
 
 
 def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
-    """Names of a text model inside of a checkpoint of more, as both generations of transformers write them.
+    """Return the names of a text model in a multimodal checkpoint, as both generations of transformers write them.
 
-    more: modules of its blocks that Llama does not have. beside: the other parts.
+    more: modules of its blocks that Llama does not have. beside: the other parts of the checkpoint.
     """
     inner = {name: name for how in (*INNER.values(), *more) if isinstance(name := how, str)}
     outer = {ours: ours.removeprefix("model.") for ours in OUTER.values()}
 
     def at(start: str) -> Names:
-        found = {start + name: ours for ours, name in outer.items() if ours.startswith("model.")}
-        return Names(found, f"{start}layers.{{}}.", inner)
+        modules = {start + name: ours for ours, name in outer.items() if ours.startswith("model.")}
+        return Names(modules, f"{start}layers.{{}}.", inner)
 
     return replace(
         at("language_model.model."),
@@ -467,14 +469,14 @@ def nothing_more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 class Gguf:
     """How GGUF files of a family are read.
 
-    architecture: general.architecture. keys: of its metadata -> of config.json. more: what else config.json says, from
-    the metadata and the names of the tensors; by_more: keys that it alone reads. names: of tensors. turned: q and k
-    have the rows of the two halves of a head in turn. stored_offset: what has been added to the weights of norms.
-    turned_part: the key of config.json for the part of a head that is turned, where it may be less than all.
-    takes_factors: whether `more` gets the factors of rotary frequencies among the metadata, as a list under ROPE_FREQS.
-    rounds_yarn: whether YaRN's frequencies are rounded to whole dimensions, of which files say nothing. yarn: keys of
-    the metadata that belong to YaRN's -> of config.json. as_stored: beginnings of the names of norms, in their blocks,
-    without what has been added. next_blocks: the key for how many of the last blocks guess further tokens; None = none.
+    architecture: general.architecture. keys: metadata keys -> keys of config.json. more: makes further keys of
+    config.json from the metadata and the tensor names; by_more: metadata keys that only `more` reads. names: of
+    tensors. turned: q and k store the rows of the two halves of a head alternately. stored_offset: added to the weights
+    of norms in the file, except those whose names inside a block begin with one of as_stored. turned_part: the key of
+    config.json for the share of a head that is rotated, where it may be less than all. takes_factors: whether `more`
+    gets the factors of rotary frequencies among the metadata, as a list under ROPE_FREQS. rounds_yarn: whether YaRN's
+    frequencies are rounded to whole dimensions, which files do not say. yarn: metadata keys -> keys of YaRN's scaling.
+    next_blocks: the key for how many of the last blocks are multi-token prediction blocks; None = no key.
     """
 
     architecture: str

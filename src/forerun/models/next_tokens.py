@@ -1,9 +1,9 @@
-"""The block that guesses further tokens (MTP), which lies in the files of the model that it belongs to.
+"""The multi-token prediction (MTP) block that lies in the files of its model.
 
-It is one more block of its model: published files call it `mtp.layers.0.` where a block of the model is called
-`model.layers.0.`, and GGUF files count it as the last. Before it a product joins the embedding of a token with what the
-model has computed for the token before, each behind a norm, and a norm follows (Gloeckle et al. 2024; DeepSeek-V3,
-arXiv 2412.19437, eq. 21 to 24). So its weights are read by the names of the model's own blocks, as a head of it.
+It is one more block of the model: published files call it `mtp.layers.0.` where a block of the model is called
+`model.layers.0.`, and GGUF files count it as the last. Before it, a projection joins a token's embedding with the
+hidden state of the token before, each behind a norm, and a norm follows (Gloeckle et al. 2024; DeepSeek-V3, arXiv
+2412.19437, eq. 21 to 24). So its weights are read under the names of the model's blocks, as a head of the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from forerun.models.source import QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix
 
 INPUT, NORM = "input", "model.norm"
-# Modules before and behind the block, as published files call them, and GGUF files behind the block's number.
+# Modules before and behind the block: names in published files, and in GGUF files behind the block's number.
 FOLDER = {"fc": INPUT, "pre_fc_norm_embedding": SIDES[0], "pre_fc_norm_hidden": SIDES[1], "norm": NORM}
 PREFIXES = ("mtp.", "model.mtp.")
 GGUF = {"eh_proj": INPUT, "enorm": SIDES[0], "hnorm": SIDES[1], "shared_head_norm": NORM}
@@ -41,21 +41,21 @@ GGUF = {"eh_proj": INPUT, "enorm": SIDES[0], "hnorm": SIDES[1], "shared_head_nor
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The block of a checkpoint. decoder: it alone, as a model that ends with its norm. source: by our names."""
+    """The MTP block of a checkpoint. decoder: it alone, as a model that ends with its norm. source: by our names."""
 
     decoder: Spec
     source: Source
 
     @property
     def side_offset(self) -> float:
-        """What is added to the stored weights of the norms before the product, as of the model's other norms."""
+        """The offset of the stored weights of the norms before the projection, as in the model's other norms."""
         return (self.decoder.final_norm or Norm()).offset
 
 
 def find(opened: OpenedCheckpoint) -> NextTokens | None:
-    """Return the block of a checkpoint; None where its files have none, or one that would be computed otherwise.
+    """Return the MTP block of a checkpoint; None where its files have none, or one that is computed differently.
 
-    Its files must be there: of the hub's models they are fetched before.
+    Its files must be there: fetch them before, for a hub model.
     """
     source, spec = opened.source, opened.spec
     if source is None:
@@ -76,13 +76,13 @@ def find(opened: OpenedCheckpoint) -> NextTokens | None:
 
 
 def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Names | None) -> dict[str, HostTensor]:
-    """Return the weights of a block by the names that `find` reads in a folder. names: of the model's own tensors.
+    """Return the weights of a block under the names that `find` reads in a folder. names: of the model's tensors.
 
-    weights: by our names, of the block as layer 0, its norm, and of what is before it.
+    weights: by our names: the block as layer 0, its norm, and the modules before it.
     """
     names = names or USUAL
     outer, offset = {ours: theirs for theirs, ours in FOLDER.items()}, (decoder.final_norm or Norm()).offset
-    found, inner = dict[str, HostTensor](), dict[str, HostTensor]()
+    around, inner = dict[str, HostTensor](), dict[str, HostTensor]()
     for name, weight in weights.items():
         module, _, ending = name.rpartition(".")
         if module not in outer:
@@ -90,16 +90,16 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
             continue
         if module in SIDES and offset:
             weight = HostTensor.of(weight.float32() - np.float32(offset)).to(weight.dtype)
-        found[f"{PREFIXES[0]}{outer[module]}.{ending}"] = weight
+        around[f"{PREFIXES[0]}{outer[module]}.{ending}"] = weight
     start = names.prefix + names.block.format(0)
     of_block = {name.removeprefix(start): weight for name, weight in published(names, decoder, inner).items()}
-    return {f"{PREFIXES[0]}layers.0.{name}": weight for name, weight in of_block.items()} | found
+    return {f"{PREFIXES[0]}layers.0.{name}": weight for name, weight in of_block.items()} | around
 
 
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a copy of a folder of safetensors with this block in place of any other, in a shard of its own.
+    """Write a copy of a safetensors folder with this block in place of any other, in a separate shard.
 
-    tensors: the block's, see `published_block`. Shards that were copied before stay, so that a run may write the block
+    tensors: the block's, see `published_block`. Shards from an earlier copy stay, so that a run may write the block
     again and again.
     """
     assert original.source is not None
@@ -129,7 +129,7 @@ def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[s
 
 
 def _write(file: Path, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     partial = file.with_name(f"{file.name}.partial")
     safetensors_file.write(partial, tensors, {"format": "pt"})
     partial.replace(file)
@@ -140,7 +140,7 @@ def _without_block(entries: Mapping[str, safetensors_file.Entry]) -> dict[str, s
 
 
 def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) -> None:
-    """Copy a shard without its block, unless that was done before: a copy bears the time of its shard."""
+    """Copy a shard without its block, unless an earlier copy is there, which has its shard's modification time."""
     kept, changed_ns = _without_block(entries), shard.stat().st_mtime_ns
     is_whole, is_there = len(kept) == len(entries), to.exists() and to.stat().st_mtime_ns == changed_ns
     if is_whole and not (is_there and to.stat().st_size == shard.stat().st_size):
@@ -150,11 +150,11 @@ def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) 
         os.utime(to, ns=(changed_ns, changed_ns))
 
 
-SMALL = (".json", ".jinja", ".txt", ".model")  # endings of files beside weights that a model needs
+SMALL = (".json", ".jinja", ".txt", ".model")  # endings of the files that a model needs beside weights
 
 
 def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
-    """Whether each weight is there, in its shape, and no other one."""
+    """Whether exactly the wanted weights are there, each in its shape."""
     h = decoder.hidden_size
     wanted = {weight.name: weight.shape for weight in weights(replace(decoder, own_embedding=False))}
     wanted.pop("model.embed_tokens.weight", None)
@@ -164,9 +164,9 @@ def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
 
 
 class _Renamed:
-    """The tensors of a block under the names that the model's own blocks have in the same files.
+    """The tensors of an MTP block under the names that the model's blocks have in the same files.
 
-    theirs: of these names the ones in the files. outer: of our names of what is before and behind the block.
+    theirs: these names -> names in the files. outer: our names of the modules around the block -> names in the files.
     """
 
     def __init__(self, source: Source, tensors: Mapping[str, Stored], theirs: dict[str, str], outer: dict[str, str]):
@@ -174,7 +174,7 @@ class _Renamed:
 
     @classmethod
     def of(cls, source: Source, spec: Spec, names: Names) -> _Renamed | None:
-        """Look through the tensors of a source; None where it has no such block, or several. names: of its tensors."""
+        """Find the block among the tensors of a source; None where it has none, or several. names: of its tensors."""
         tensors: Mapping[str, Stored] = getattr(source, "next_tensors", None) or source.tensors
         theirs, outer = dict[str, str](), dict[str, str]()
         is_gguf = source.names is not None
@@ -193,7 +193,7 @@ class _Renamed:
             elif match[2] in known:
                 outer[f"{known[match[2]]}.{match[3]}"] = name
             else:
-                return None  # embeddings or a head of its own, or a further block
+                return None  # separate embeddings, a separate head, or a further block
         return cls(source, tensors, theirs, outer) if theirs and f"{INPUT}.weight" in outer else None
 
     @property
@@ -208,7 +208,7 @@ class _Renamed:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """See `Source.tensors`: those of the block."""
+        """See `Source.tensors`: the block's tensors."""
         return {name: self._tensors[theirs] for name, theirs in self._theirs.items()}
 
     @cached_property
@@ -225,12 +225,12 @@ class _Renamed:
         return cast(QuantisedSource, self.source).quantised(self._theirs.get(name) or self._outer[name])
 
     def beside(self, named: Source) -> _Joined:
-        """Return the block's tensors by our names, and those beside it."""
+        """Return the tensors of the block and of the modules around it, by our names."""
         return _Joined(named, self)
 
 
 class _Joined:
-    """A block's tensors and those beside it, all by our names."""
+    """The tensors of a block and of the modules around it, all by our names."""
 
     def __init__(self, named: Source, beside: _Renamed) -> None:
         self.named, self._beside = named, beside
@@ -255,6 +255,6 @@ class _Joined:
         return (self._beside if name in self._beside.joining else self.named).blocks(name)
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `QuantisedSource.quantised`. Raises UnsupportedModel for what is stored the other way round."""
-        own = self._beside if name in self._beside.joining else self.named
-        return cast(QuantisedSource, own).quantised(name)
+        """See `QuantisedSource.quantised`. Raises UnsupportedModel for a matrix that is stored transposed."""
+        holder = self._beside if name in self._beside.joining else self.named
+        return cast(QuantisedSource, holder).quantised(name)

@@ -12,10 +12,10 @@ from forerun.host_tensor import Array, empty
 
 
 class OpenFile:
-    """A file that is opened at the first look into it, and closed when its weights are in memory or it is forgotten.
+    """A file that is opened at the first read, and closed when its weights are in memory or it is garbage-collected.
 
-    Nothing of it is mapped into memory, where pages that were read would stay. What is read behind `close` opens it
-    again. Raises OSError as `open` does.
+    It is not mapped into memory, where pages that were read would stay resident. A read after `close` opens it again.
+    Raises OSError as `open` does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class OpenFile:
 
     @property
     def stream(self) -> BinaryIO:
-        """The file, at whatever place was read last."""
+        """The open file, positioned wherever the last read ended."""
         if self._stream is None:
             self._stream = self.path.open("rb")
             self._end = weakref.finalize(self, self._stream.close)
@@ -38,14 +38,14 @@ class OpenFile:
         return self.stream.fileno()
 
     def read(self, start: int, num_bytes: int) -> Array:
-        """Return bytes from a place on, uint8: fewer where the file ends before."""
+        """Return the bytes from `start` on, uint8; fewer where the file ends before."""
         numbers = empty((num_bytes,), np.uint8)
         self.stream.seek(start)
         num_read = self.stream.readinto(numbers)  # type: ignore[attr-defined]
         return numbers[:num_read]
 
     def close(self) -> None:
-        """Close it, if it is open."""
+        """Close the file, if it is open."""
         if self._stream is not None:
             self._end()
             self._stream = None

@@ -1,6 +1,6 @@
 """A checkpoint before its weights are read: a folder, a file or a model of the hub, opened once.
 
-Each of its small files is read when it is first asked for, and kept. `load_checkpoint` loads what was opened here.
+Each of its small files is read at the first request, and kept. `load_checkpoint` loads opened checkpoints.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class OpenedCheckpoint:
-    """What the small files of a checkpoint say. It has no weight.
+    """The small files of a checkpoint, read and checked. It holds no weights.
 
-    asked: its name as a caller gave it. path: of its folder or file. raw: config.json without the keys that are to be
-    ignored. spec: the same, read by its family. source: where its tensors are; None = they are in memory, or nowhere.
-    small: its small files; None = those of the source. original: what it was loaded from, where it is in memory and has
-    its sizes, for what else lies in those files.
+    asked: its name as a caller gave it. path: of its folder or file. raw: config.json without ignored keys. spec: the
+    same, read by its family. source: where its tensors are; None = they are in memory, or nowhere. small: its small
+    files; None = the source's. original: for a model in memory with the sizes of a checkpoint on disk, that
+    checkpoint, for whatever else lies in its files.
     """
 
     original: OpenedCheckpoint | None = None
@@ -62,11 +62,11 @@ class OpenedCheckpoint:
         config_only: bool = False,
         with_tokenizer: bool = True,
     ) -> OpenedCheckpoint:
-        """Open a folder, a file or a model of the hub, of which all but the weights is fetched.
+        """Open a folder, a file or a model of the hub; everything but the weights is fetched.
 
-        config_only: nothing but config.json is fetched and looked at, which may then be named by itself.
-        with_tokenizer: whether a tokenizer that is not read here is refused. Raises UserError for all that its small
-        files show; NotFound where one is missing that a model needs, or its weights are.
+        config_only: only config.json is fetched and read; `name` may then be that file. with_tokenizer: whether to
+        refuse a tokenizer that is not readable here. Raises UserError for all faults of its small files; NotFound where
+        a necessary file or the weights are missing.
         """
         if config_only and Path(name).suffix == ".json" and Path(name).is_file():
             raw = without(read_json(Path(name)), ignore_config_keys)
@@ -85,14 +85,14 @@ class OpenedCheckpoint:
     def in_memory(
         cls, config: Any, tokenizer: Tokenizer | None = None, end_ids: Collection[int] = (), name: str = "model"
     ) -> OpenedCheckpoint:
-        """Return a model that somebody made as if it had been opened. config: its sizes, such as a Spec."""
+        """Return a model that was made in memory as if it had been opened. config: its sizes, such as a Spec."""
         raw = {"eos_token_id": sorted(end_ids)}
         opened = cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
         opened.tensors = {}
         return opened
 
     def as_model(self) -> OpenedCheckpoint:
-        """Return this checkpoint. Raises BadOption where it only drafts for another one."""
+        """Return this checkpoint. Raises BadOption where it can only draft for another model."""
         if (method := run_by(self.raw)) is not None:
             raise BadOption(
                 f"{shown(str(self.asked))} is no model by itself, but drafts for one: name its target, and it as the "
@@ -101,7 +101,7 @@ class OpenedCheckpoint:
         return self
 
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
-        """Return what is known of a model that is made of this one in memory. tokenizer: None = this one's."""
+        """Return the opened form of a model that is made from this one in memory. tokenizer: None = this one's."""
         small = self.small if tokenizer is None else self.small.with_tokenizer(tokenizer)
         widened = OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)
         if (spec.hidden_size, spec.vocab_size) == (self.spec.hidden_size, self.spec.vocab_size):
@@ -110,7 +110,7 @@ class OpenedCheckpoint:
 
     @property
     def name(self) -> str:
-        """The name that is shown: the folder's or the file's, or the hub id."""
+        """The name to show: the folder's or the file's, or the hub id."""
         return str(self.asked) if self.is_of_hub else self.path.resolve().name
 
     @cached_property
@@ -125,17 +125,17 @@ class OpenedCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """Where the small files lie."""
+        """The folder of the small files."""
         return self.path if self.small.folder is None else self.small.folder
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where ids are all there is."""
+        """The tokenizer; None where the checkpoint has only ids."""
         return self.small.tokenizer
 
     @property
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer, for who needs one. Raises NotFound where there is none."""
+        """The tokenizer. Raises NotFound where there is none."""
         if self.tokenizer is None:
             raise NotFound(f"there is no tokenizer.json in {self.folder}: name a checkpoint folder that holds one")
         return self.tokenizer
@@ -162,18 +162,18 @@ class OpenedCheckpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """What headers say of the weights, else config.json: loading explains why headers cannot be read."""
+        """The weights' headers, else the tensors that config.json implies; loading explains unreadable headers."""
         try:
-            found = {} if self.source is None else self.weights.tensors
+            headers = {} if self.source is None else self.weights.tensors
         except (UserError, OSError):
-            found = {}
-        return found or said_tensors(self.spec, self.raw)
+            headers = {}
+        return headers or said_tensors(self.spec, self.raw)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What identifies a model in any number of bits, hexadecimal: its sizes, norms and biases, in bfloat16.
+        """A hex digest that identifies a model at any quantisation: of its sizes, norms and biases, in bfloat16.
 
-        Quantised files leave vectors as they were. Raises as `weights`.
+        Quantised files leave vectors unchanged. Raises as `weights`.
         """
         spec, digest = self.spec, xxhash.xxh3_128()
         digest.update(f"{spec.hidden_size} {spec.vocab_size} {spec.num_layers}".encode())
@@ -189,18 +189,18 @@ class OpenedCheckpoint:
             fetch_weights(str(self.asked), self.path)
 
     def close(self) -> None:
-        """Let go of the files with weights, which are in memory now."""
+        """Close the files with weights, which are in memory now."""
         if self.source is not None:
             self.source.close()
 
 
 def spec_of(name: str | Path) -> Spec:
-    """Read the spec of a folder, a file or a model of the hub, of which nothing but config.json is looked at."""
+    """Read the spec of a folder, a file or a model of the hub from config.json alone."""
     return OpenedCheckpoint.of(name, config_only=True).spec
 
 
 def under_our_names(source: Source, spec: Spec) -> Source:
-    """The same source with the names of blocks.weights, where its family has others, or a further block is there."""
+    """Return the source under the names of blocks.weights; wrapped if it has other names or a next-token block."""
     names = source.names or published_names(source.config, spec)
     if naming.says_next_tokens(source.config):
         names = naming.USUAL if names is None else replace(names, beside=(*names.beside, *naming.NEXT))
@@ -208,14 +208,14 @@ def under_our_names(source: Source, spec: Spec) -> Source:
 
 
 def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
-    """Return config.json as if it did not have these keys."""
+    """Return config.json without the keys in `ignore`."""
     return {key: value for key, value in config.items() if key not in ignore}
 
 
 def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
-    """config.json, read by the family that it names. Raises UnsupportedModel for what would be computed wrongly.
+    """Read config.json by the family that it names. Raises UnsupportedModel for what would be computed wrongly.
 
-    path: of the folder or file that it comes from, where that is known.
+    path: the folder or file that it comes from, where that is known.
     """
     try:
         refusals.refuse_code(raw, model_types(), computes(raw))
@@ -223,13 +223,13 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
         packings.layout_of(raw)
         return module.read({key: value for key, value in raw.items() if key not in refusals.KEYS})
     except UnsupportedModel as error:
-        if path is not None and path.is_file():  # its config.json is made here, and nobody would find it
+        if path is not None and path.is_file():  # its config.json is generated, and nobody would find it
             raise UnsupportedModel(f"{path}, whose metadata is read as a config.json: {error}") from error
         raise
 
 
 def said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """Return what config.json says of tensors; embedding and LM head are dense in most quantised checkpoints."""
+    """Return the tensors that config.json implies; embedding and LM head are dense in most quantised checkpoints."""
     file = Path("config.json")
     return {w.name: Stored(file, w.shape, "float32", _said_scheme(w, raw)) for w in weights(config)}
 

@@ -1,4 +1,4 @@
-"""A checkpoint as far as it is known before its weights are read: what the memory plan is computed from."""
+"""The facts about a checkpoint that are known before its weights are read, for the memory plan."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from forerun.ops.quantised import Scheme
 
 @dataclass(frozen=True)
 class Outline:
-    """A checkpoint, and the option under which it is to be loaded.
+    """A checkpoint, and the quantization with which it is to be loaded.
 
-    raw: its config.json. schemes: of the matrices that are quantised then, by name. is_made: it is made of another
-    model in memory, of which it has the weights or, with a quantization, rounds them.
+    raw: its config.json. schemes: of the matrices that will be quantised, by name. is_made: it is made from another
+    model in memory, whose weights it shares or, with a quantization, rounds.
     """
 
     raw: Mapping[str, Any]
@@ -36,24 +36,24 @@ class Outline:
         quantization: str | None = None,
         packs: Callable[[Scheme], bool] = lambda _: False,
     ) -> Outline:
-        """Return the outline of a checkpoint: of the files with weights only headers are read.
+        """Return the outline of a checkpoint; only the headers of its weights are read.
 
-        Where they are not here, config.json says how matrices are quantised, as far as it does. packs: what the
-        operators compute with as integers. Raises BadOption as `load_checkpoint` would.
+        Without the weights, config.json says how matrices are quantised, as far as it does. packs: whether the
+        operators compute with a scheme's integers. Raises BadOption as `load_checkpoint` would.
         """
         if quantization == AUTO:
             quantization = usual_rounding(opened.tensors, packs)
         return cls(opened.raw, opened.spec, quantization, _schemes(opened.tensors, opened.spec, quantization))
 
     def widened(self, config: Spec) -> Outline:
-        """Return the outline of a model that is made of this one in memory; its weights are dense until then."""
+        """Return the outline of a model that is made from this one in memory; its weights are dense until then."""
         schemes = _schemes(said_tensors(config, {}), config, self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
 
     def made(self, quantization: str | None, layers: Seq[int] | None, config: Spec | None = None) -> Outline:
-        """Return the outline of a model that this one rounds, or of some of its layers. layers: None = all.
+        """Return the outline of a model made from this one: rounded, or some of its layers. layers: None = all.
 
-        config: of layers that stand beside this one's instead.
+        config: the spec, for layers that stand beside this model's layers.
         """
         if config is None:
             config = self.config if layers is None else self.config.only(layers)
@@ -62,6 +62,6 @@ class Outline:
 
 
 def _schemes(tensors: Mapping[str, Stored], spec: Spec, quantization: str | None) -> Mapping[str, Scheme]:
-    made = tensors if quantization is None else planned(tensors, spec, Quantization.parse(quantization))
-    known = {name: stored.scheme or stored.floats for name, stored in made.items()}
+    loaded = tensors if quantization is None else planned(tensors, spec, Quantization.parse(quantization))
+    known = {name: stored.scheme or stored.floats for name, stored in loaded.items()}
     return {name: scheme for name, scheme in known.items() if scheme is not None}

@@ -1,6 +1,6 @@
-"""How GPTQ, AWQ, FP8, MXFP4 and compressed-tensors store matrices: which tensors belong together, and what they mean.
+"""How GPTQ, AWQ, FP8, MXFP4 and compressed-tensors store matrices: which tensors belong together, and their meaning.
 
-What is read is chosen by config.json (`layout_of`). A `Layout` stores a matrix as codes, scales and zero points, in
+config.json chooses the layout (`layout_of`). A `Layout` stores a matrix as codes, scales and zero points, in
 tensors that share the matrix's name; nothing is rounded on the way to QuantisedRows. `Floats` stores floats of 8 bits
 and scales, which no operator computes with, so they become numbers. Sources: AutoGPTQ's and AutoAWQ's packers of 2024,
 compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the model card of gpt-oss for MXFP4.
@@ -24,30 +24,30 @@ from forerun.ops.quantised import MXFP4, QuantisedRows, Scheme, mxfp4
 SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 FLOAT8 = "F8_E4M3"  # as safetensors names it
 INTEGERS, BYTES = frozenset({"I8", "I32", "I64"}), frozenset({"U8"})
-BLOCKS = "_blocks"  # how the name of a tensor with the codes of MXFP4 ends
+BLOCKS = "_blocks"  # suffix of tensors with the codes of MXFP4
 SCALES, INPUT_SCALES = ("weight_scale_inv", "weight_scale"), frozenset({"input_scale", "input_scale_ub"})
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ puts output channel i of 8 among the nibbles of a word
 
-Read = Callable[[str, slice, slice], HostTensor]  # (part, rows, columns) of a stored tensor
+Read = Callable[[str, slice, slice], HostTensor]  # (part, rows, columns) -> that slice of a stored tensor
 Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
 
 
 @dataclass(frozen=True)
 class Layout:
-    """codes: the name of the tensor with a matrix's integers. parts: of those beside it."""
+    """A layout of quantised matrices. codes: the name of the tensor with the integers. parts: of the others."""
 
     method: str
     codes: str
     parts: frozenset[str]
-    bits: int | None = None  # as the configuration says; None = as the shapes say
-    zero_shift: int = 0  # what is added to a stored zero point
-    may_permute: bool = False  # whether inputs are said to be in another order than groups
-    types: frozenset[str] = INTEGERS  # of tensors with integers
+    bits: int | None = None  # from the configuration; None = from the shapes
+    zero_shift: int = 0  # added to a stored zero point
+    may_permute: bool = False  # whether inputs may be in another order than groups
+    types: frozenset[str] = INTEGERS  # of the tensor with the integers
 
     def matrix_of(self, name: str, dtype: str) -> tuple[str, dict[str, str]] | None:
-        """Return the matrix whose integers a tensor has, and the names of its parts; None where it has none.
+        """Return the name of the matrix whose integers this tensor has, and its parts' names; None for other tensors.
 
-        A matrix of MXFP4 is one of all experts: it has the name of its tensor, as no other has its shape.
+        An MXFP4 matrix stacks all experts, and is called by the name of its tensor.
         """
         if dtype not in self.types:
             return None
@@ -87,10 +87,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Floats:
-    """Matrices of FLOAT8, each with a scale of its own, of each row, or of each block.
+    """Matrices of FLOAT8 with one scale per matrix, per row, or per block.
 
-    scales: how tensors with scales may end, one of which each matrix has. others: those beside them, which round
-    inputs and are not needed. block: rows and columns that share a scale; None = the shape of the scales says it.
+    scales: possible names of the tensor with scales; each matrix has one of them. others: names of tensors that round
+    inputs, and are not needed. block: rows and columns that share a scale; None = the shape of the scales says it.
     """
 
     method: str
@@ -110,7 +110,7 @@ class Floats:
 
     @staticmethod
     def scheme(num_in: int, group: int, scales: str) -> Scheme | None:
-        """Return the scheme of a matrix for operators that compute with floats of 8 bits; None = groups divide no row.
+        """Return the scheme of a matrix for operators with 8-bit floats; None = groups do not divide a row.
 
         group: columns that share a scale. scales: their type in the file.
         """
@@ -121,8 +121,8 @@ def floats(
     numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int], scheme: Scheme
 ) -> QuantisedRows:
     """Return some rows of a matrix of `Floats`; see `widened`."""
-    own = scales[np.arange(first, first + len(numbers)) // spans[0]]
-    return QuantisedRows(scheme, np.ascontiguousarray(numbers.values), own, np.zeros(own.shape, np.uint8))
+    row_scales = scales[np.arange(first, first + len(numbers)) // spans[0]]
+    return QuantisedRows(scheme, np.ascontiguousarray(numbers.values), row_scales, np.zeros(row_scales.shape, np.uint8))
 
 
 def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int]) -> Float32:
@@ -133,16 +133,16 @@ def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[in
 
 
 def in_order(rows: QuantisedRows, groups: npt.NDArray[np.int64]) -> Float32:
-    """Return weights in float32 whose inputs are in another order than their groups. groups: int64 [I], of each."""
+    """Return float32 weights whose inputs are in another order than their groups. groups: int64 [I], of each input."""
     assert rows.zeros is not None
     zeros = rows.zeros.astype(np.float32)
     return (rows.codes.astype(np.float32) - zeros[:, groups]) * rows.scales.float32()[:, groups]
 
 
 def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
-    """Return how config.json says that weights are quantised; None where they are not.
+    """Return the layout of quantised weights from config.json; None where they are not quantised.
 
-    Raises UnsupportedModel for what is not read, naming the setting.
+    Raises UnsupportedModel for a setting that is not read, naming it.
     """
     for key in KEYS:
         value = raw.get(key)
@@ -157,10 +157,10 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
 
 
 def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False) -> Scheme | None:
-    """Return the scheme of a layer's matrices as far as config.json says it, for a plan made without the weights.
+    """Return the scheme of a layer's matrices according to config.json, for a plan without the weights; None = dense.
 
-    is_expert: whether they are those of experts; no others are MXFP4. None where they are dense. Of several groups of
-    settings it is the one with the most bits. Raises as `layout_of`.
+    is_expert: whether they belong to experts; only experts are MXFP4. Of several groups of settings the one with the
+    most bits counts. Raises as `layout_of`.
     """
     layout = layout_of(raw)
     if not isinstance(layout, Layout) or layout.may_permute:
@@ -188,7 +188,7 @@ class _Settings:
     values: Mapping[str, Any]
 
     def want(self, name: str, *allowed: object, why: str = "is not read") -> Any:
-        """Return a setting that has one of these values. Raises UnsupportedModel, naming it."""
+        """Return a setting, which must have one of these values. Raises UnsupportedModel, naming it."""
         value = self.values.get(name)
         if value not in allowed:
             raise UnsupportedModel(f"config.json sets {name}={value!r:.60} in {self.where}, which {why}: {_WAY_OUT}")
@@ -196,7 +196,7 @@ class _Settings:
 
 
 def _gptq(settings: _Settings) -> Layout:
-    """desc_act=true puts inputs into groups by g_idx; version 1 stores a zero point less one."""
+    """Read GPTQ: desc_act=true puts inputs into groups by g_idx; version 1 stores a zero point less one."""
     permutes = settings.want("desc_act", False, True, None)
     version = settings.want("checkpoint_format", None, "gptq", "gptq_v2")
     bits = settings.want("bits", 4, 8)
@@ -213,7 +213,7 @@ def _awq(settings: _Settings) -> Layout:
 
 
 def _fp8(settings: _Settings) -> Floats:
-    """DeepSeek's: blocks, whose scales end with _inv and are multiplied by all the same. vLLM's: one scale."""
+    """Read FP8: DeepSeek's with blocks, whose scales end with _inv but are multiplied by; vLLM's with one scale."""
     settings.want("activation_scheme", None, "dynamic", "static")
     block = settings.values.get("weight_block_size")
     is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
@@ -265,10 +265,10 @@ def _compressed_tensors(settings: _Settings) -> Layout | Floats:
     overall = settings.want("format", *formats, "float-quantized", "mixed-precision")
     if overall == "float-quantized":
         return _float_quantized(settings, groups)
-    found, orders = set(), set()
+    used, orders = set(), set()
     for name, group in groups.items():
         inner = _Settings(f"{name} of {settings.where}", group)
-        found.add(inner.want("format", *formats, None) or overall)
+        used.add(inner.want("format", *formats, None) or overall)
         weights = _Settings(f"weights of {inner.where}", group.get("weights") or {})
         weights.want("num_bits", 4, 8)
         weights.want("type", "int")
@@ -277,9 +277,9 @@ def _compressed_tensors(settings: _Settings) -> Layout | Floats:
         inner.want("output_activations", None)
         if inputs := group.get("input_activations"):
             _Settings(f"input_activations of {inner.where}", inputs).want("dynamic", True)
-    if len(found) != 1 or not found <= set(formats):
+    if len(used) != 1 or not used <= set(formats):
         settings.want("format", *formats, why="mixes formats and is not read")
-    codes = "weight_packed" if found == {"pack-quantized"} else "weight"
+    codes = "weight_packed" if used == {"pack-quantized"} else "weight"
     parts = frozenset({"weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"})
     return Layout("compressed-tensors", codes, parts, may_permute=not orders.isdisjoint({"group", "dynamic"}))
 
@@ -297,7 +297,7 @@ _READERS: Mapping[str, Callable[[_Settings], Layout | Floats]] = {
 
 
 def _sizes_qweight(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
-    """GPTQ packs words along the inputs [I / 8, O], AWQ along the outputs [I, O / 8]; scales are [I / group, O]."""
+    """Read sizes. GPTQ packs words along inputs [I / 8, O], AWQ along outputs [I, O / 8]; scales: [I / group, O]."""
     bits = layout.bits or 4
     per_word = 32 // bits
     rows, columns = shapes["qweight"]
@@ -309,12 +309,12 @@ def _sizes_qweight(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
 
 
 def _sizes_packed(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
-    """compressed-tensors packs words along the inputs [O, I * bits / 32], zero points along the outputs."""
+    """Read the sizes. compressed-tensors packs words along inputs [O, I * bits / 32], zero points along outputs."""
     num_out, num_words = shapes["weight_packed"]
     num_groups = shapes["weight_scale"][1]
     _want(shapes, "weight_scale", (num_out, num_groups))
     zeros = shapes.get("weight_zero_point")
-    num_in = shapes["weight_shape"][1]  # the numbers in it, not its shape
+    num_in = shapes["weight_shape"][1]  # the tensor's numbers, not its shape
     bits = next((b for b in (4, 8) if -(-num_in * b // 32) == num_words), 0)
     if shapes["weight_shape"][0] != num_out or (zeros is not None and zeros != (-(-num_out * bits // 32), num_groups)):
         raise ValueError(f"its shapes {sorted(shapes.items())} contradict each other")
@@ -334,7 +334,7 @@ _SIZES = {"qweight": _sizes_qweight, "weight_packed": _sizes_packed, "weight": _
 
 
 def _blocks_of_floats(shapes: Shapes, scales: str) -> tuple[int, int]:
-    """MXFP4 has two codes in a byte, the first in its lower half: [O, I / 32, 16]; scales are [O, I / 32]."""
+    """Read sizes. MXFP4 has two codes in a byte, the first in its lower half: [O, I / 32, 16]; scales: [O, I / 32]."""
     num_out, num_groups, num_bytes = shapes["blocks"]
     if num_bytes != MXFP4.group // 2 or scales not in BYTES:
         raise ValueError(f"its blocks have {num_bytes} bytes, and its scales the type {scales}")
@@ -402,7 +402,7 @@ def _rows_packed(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, 
 
 
 def _rows_int(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
-    """int8 from -128 on becomes uint8 from 0 on."""
+    """Read rows of int8, which starts at -128, as uint8, which starts at 0."""
     rows = slice(chosen.start, chosen.stop)
     scales = read("weight_scale", rows, ALL)
     zeros = np.full(scales.shape, 128, np.uint8)

@@ -1,7 +1,7 @@
 """Weights that are quantised while they are read.
 
-Every matrix of the layers gets the bits that are asked for; the embedding and the LM head get 8 bits at least, because
-their rounding shows in every logit. Biases and the final norm stay as they are.
+Every matrix of the layers gets the requested bits; the embedding and the LM head get at least 8 bits, because their
+rounding affects every logit. Biases and the final norm stay unchanged.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from forerun.models.source import QuantisedSource, Source, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import BLOCK_WEIGHTS, is_rounded, quantise, scheme_for, scheme_of
 
-LARGE_WEIGHTS = 1 << 26  # of a draft model that is rounded by default
-LARGE_BITS = 4.5  # per weight, of one
+LARGE_WEIGHTS = 1 << 26  # a draft model with so many weights,
+LARGE_BITS = 4.5  # and so many bits per weight, is rounded by default
 
 
 class QuantisingSource:
@@ -63,8 +63,8 @@ class QuantisingSource:
         num_out, num_in = stored.shape
         place = None
         if self.source.tensors[name].scheme is not None and stored.scheme.bits == 4:
-            found = cast(QuantisedSource, self.source).quantised(name).stored
-            place = None if found is None else replace(found, rounded=stored.scheme.group)
+            rows = cast(QuantisedSource, self.source).quantised(name).stored
+            place = None if rows is None else replace(rows, rounded=stored.scheme.group)
         return QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._rows, name, stored.scheme), place)
 
     def _rows(self, name: str, scheme: Scheme) -> Iterator[QuantisedRows]:
@@ -82,9 +82,9 @@ class QuantisingSource:
 
 
 def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantization) -> dict[str, Stored]:
-    """Return the tensors of a source as they are when matrices have been rounded. Raises as `QuantisingSource`."""
+    """Return the tensors of a source as they are after rounding. Raises as `QuantisingSource`."""
     rounded = {weight.name: weight for weight in weights(spec) if is_rounded(weight)}
-    made = dict(tensors)
+    after = dict(tensors)
     for name, stored in tensors.items():
         if stored.scheme is not None and not quantization.again:
             raise BadOption(
@@ -94,23 +94,23 @@ def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantizatio
             )
         if name in rounded and not _stays(stored, quantization):
             scheme = scheme_for(rounded[name], quantization)
-            made[name] = Stored(stored.file, stored.shape, "float32", scheme)
-    return made
+            after[name] = Stored(stored.file, stored.shape, "float32", scheme)
+    return after
 
 
 def _stays(stored: Stored, quantization: Quantization) -> bool:
-    """Whether a matrix is left as it is stored where others are rounded again."""
+    """Whether a matrix stays as stored while others are rounded again."""
     has_few_bits = stored.scheme is not None and stored.scheme.bits <= quantization.bits
     return quantization.again and (has_few_bits or stored.shape[-1] % quantization.group > 0)
 
 
 def usual_rounding(tensors: Mapping[str, Stored], packs: Callable[[Scheme], bool]) -> str | None:
-    """What a draft model of these matrices is rounded to where nothing is said, None where that would not pay.
+    """Return the default quantization of a draft model with these matrices, None where rounding would not pay.
 
     packs: whether the operators compute with a scheme's integers.
 
-    A pass over large weights takes as long as their bytes take to come from memory. Those of a small model stay in the
-    processor's caches, where its calls and barriers take the time.
+    A pass over large weights takes as long as their bytes take to come from memory. A small model's weights stay in the
+    processor's caches, and calls and barriers take the time.
     """
     matrices = [stored for stored in tensors.values() if len(stored.shape) == 2]
     num_weights = sum(math.prod(stored.shape) for stored in matrices)

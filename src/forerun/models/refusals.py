@@ -1,7 +1,7 @@
-"""Checkpoints that forerun does not read: each is refused in one sentence that says how to get one that it does.
+"""Refusals of checkpoints that forerun does not read, each in one sentence that says how to get a readable one.
 
-A checkpoint is known here by the names of its files, whether they lie in a folder or are listed by the hub. Nothing
-here reads a weight: a name that means nothing is refused before.
+A checkpoint is judged by the names of its files, in a folder or in the hub's listing. Nothing here reads a weight, so
+that a bad name is refused before.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from forerun.text.json_files import read_json
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-KEYS = ("quantization_config", "compression_config")  # of config.json, where it says how weights are quantised
+KEYS = ("quantization_config", "compression_config")  # keys of config.json that say how weights are quantised
 READABLE = "GPTQ, AWQ, FP8, MXFP4 or compressed-tensors of 4 or 8 bits"
-# Files that quantisers of earlier years leave instead of a key in config.json -> where they name their method.
+# Files that older quantisers leave instead of a key in config.json -> their key that names the method.
 QUANTISERS = {
     "quantize_config.json": "quant_method",
     "quant_config.json": "version",
@@ -38,7 +38,7 @@ ReadJson = Callable[[str], Mapping[str, Any]]
 
 
 def refuse_path(path: Path) -> NoReturn:
-    """Raise for a folder without config.json, or a single file where a folder is wanted, in the words of its kind."""
+    """Raise for a folder without config.json, or for a file where a folder is wanted, with advice for its kind."""
     if path.is_dir():
         refuse_without_weights(names_in(path), str(path), lambda name: read_json(path / name))
         raise _no_config(str(path))
@@ -53,23 +53,23 @@ def refuse_path(path: Path) -> NoReturn:
 
 
 def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise where there is no model.safetensors and no index of shards, in the words of what is there instead.
+    """Raise where there is no model.safetensors and no index of shards, with advice for the files that are there.
 
-    where: the folder or hub id, for messages. read: the object in one of the JSON files.
+    where: the folder or hub id, for messages. read: returns the object in a JSON file of this name.
     """
     if SINGLE in names or INDEX in names:
         return
     if ADAPTER in names:
         raise UnsupportedModel(_adapter(where, read(ADAPTER).get("base_model_name_or_path")))
-    if found := _with_suffix(names, GGUF):
-        models = list(models_of(found))
+    if files := _with_suffix(names, GGUF):
+        models = list(models_of(files))
         named = Path(where, models[0]) if Path(where).is_dir() else f"{where}:{models[0]}"
         raise UnsupportedModel(f"{where} has weights in {_few(models)} only: name one such file, as {named}")
-    if found := _with_suffix(names, PICKLES):
-        raise UnsupportedModel(f"{where} has weights in {_few(found)} only, {_pickle_way_out(where)}")
-    if found := _with_suffix(names, OTHERS):
+    if files := _with_suffix(names, PICKLES):
+        raise UnsupportedModel(f"{where} has weights in {_few(files)} only, {_pickle_way_out(where)}")
+    if files := _with_suffix(names, OTHERS):
         raise UnsupportedModel(
-            f"{where} has weights in {_few(found)} only, and forerun reads {SINGLE}, or the shards that {INDEX} names: "
+            f"{where} has weights in {_few(files)} only, and forerun reads {SINGLE}, or the shards that {INDEX} names: "
             "name a checkpoint that has them, as save_pretrained of transformers writes it"
         )
     if CONFIG in names:
@@ -77,14 +77,14 @@ def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -
 
 
 def refuse_without_config(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise where there is no config.json; if weights of a foreign format are there, in their words."""
+    """Raise where there is no config.json, with advice for weights of a foreign format."""
     if CONFIG not in names:
         refuse_without_weights(names, where, read)
         raise _no_config(where)
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies in a folder. Raises NotFound for one that may not be looked into."""
+    """Return the names in a folder. Raises NotFound for an unreadable folder."""
     try:
         return [path.name for path in folder.iterdir()]
     except OSError as error:
@@ -92,7 +92,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names.
+    """Return the files that an index names.
 
     Raises NotFound for a name that is no plain file name: a path, `..`, nothing, or control characters.
     """
@@ -114,9 +114,9 @@ def refuse_without_tokenizer(names: Collection[str], where: str) -> None:
 
 
 def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
-    """Raise where there are files of a slow tokenizer alone, which can be converted.
+    """Raise where there are only the files of a slow tokenizer, which can be converted.
 
-    A folder without any is a model of token ids, which may stand for something else than text.
+    A folder without any tokenizer is a model of token ids, which may stand for something else than text.
     """
     slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt") if name in names]
     if TOKENIZER in names or not slow:
@@ -129,9 +129,9 @@ def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
 
 
 def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | None = None) -> None:
-    """Raise where config.json names code of the checkpoint's own for the model, or for a type that is not known.
+    """Raise where config.json names the checkpoint's own code for its model, or any code for an unknown type.
 
-    computed: the class that published checkpoints of the type name, where it is known to be what is computed here.
+    computed: the class that published checkpoints of the type name, if it computes the same as forerun does.
     """
     auto_map = raw.get("auto_map")
     classes = auto_map if isinstance(auto_map, Mapping) else {}
@@ -150,17 +150,17 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | 
 
 def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -> None:
     """Raise where a quantiser left its own file instead of a key in config.json, naming the method if it does."""
-    found = sorted(QUANTISERS.keys() & set(names))
-    if found and CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):
+    left = sorted(QUANTISERS.keys() & set(names))
+    if left and CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):
         return  # which says it all
-    for name in found:
+    for name in left:
         method = read(name).get(QUANTISERS[name])
         said = f" ({QUANTISERS[name]}={shown(method)})" if method is not None else ""
         raise UnsupportedModel(f"{where} holds {name}{said}, {_QUANTISED}")
 
 
 def quantised_tensor(name: str, file: Path, dtype: str) -> UnsupportedModel:
-    """The refusal of a tensor whose type no unquantised checkpoint has."""
+    """Return the refusal of a tensor whose type no unquantised checkpoint has."""
     return UnsupportedModel(f"{name} in {file} has type {dtype}, {_QUANTISED}")
 
 

@@ -1,7 +1,7 @@
 """A model at work: packs runs of new tokens into one ragged batch, runs it, and hands out logits by run.
 
-Target and draft model are run by the same class, so that a prompt chunk, a plain step, a verified draft and a
-drafter catching up are one thing.
+The same class runs target and draft model, so that a prompt chunk, a plain step, the verification of a draft and a
+drafter's catching up are one operation.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from forerun.ops.passes import RanAhead
 from forerun.sampling.largest import Rows
 from forerun.types import Draw, Probs, RaggedBatch, Stop, ancestor_words
 
-NO_NUMBERS = -1  # in place of the largest logit's id, where logits are no numbers
+NO_NUMBERS = -1  # in place of the largest logit's id, where logits are not finite
 
 
 class Run(NamedTuple):
     """New tokens of one sequence for one pass.
 
-    parents [n]: each token's parent as an index among the pending rows of the slot and then the run's own, -1 = the
-    kept rows; None = a chain behind all that is there. pending: the rows stay as pending ones (KVCache.hold), so that
-    the next run of the slot goes on behind them; others are overwritten by it, unless `keep` comes before.
-    logits: of every row, of the last row only, or of none. best_only: the id of the largest logit is all that is asked
-    for, of the same rows; only where the runner `finds_best`. draws: of each of these rows how the device is to draw
-    from it, and asked: ids whose probabilities are wanted with it; only where the runner `draws_rows`. vectors: by row
-    of the run, what the first layer gets in place of the embedding of its token [H]; the token must be an id all the
-    same.
+    parents [n]: each token's parent, as an index into the slot's pending rows followed by the run's rows, -1 = the kept
+    rows; None = a chain behind all rows that are there. pending: the rows stay pending (KVCache.hold), so that the next
+    run of the slot continues behind them; without it that run overwrites them, unless `keep` comes before.
+    logits: of every row, of the last row only, or of none. best_only: only the id of the largest logit of these rows is
+    wanted; only where the runner `finds_best`. draws: for each of these rows how the device is to draw from it, and
+    asked: ids whose probabilities are wanted with it; only where the runner `draws_rows`. vectors: by row of the run,
+    what the first layer gets in place of its token's embedding [H]; the token must be a valid id all the same.
     """
 
     slot: int
@@ -55,7 +54,7 @@ class Run(NamedTuple):
     asked: Seq[Seq[int]] = ()
 
     def behind(self, num_pending: int) -> Seq[int]:
-        """The parents, of a chain too."""
+        """Return the parents, for a chain too."""
         return range(num_pending - 1, num_pending - 1 + len(self.tokens)) if self.parents is None else self.parents
 
 
@@ -63,10 +62,10 @@ class Run(NamedTuple):
 class Scores:
     """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
 
-    logits[b] [wanted rows, ids], on the host; or best[b] [wanted rows] for a run that asked for the best ids only
-    (NO_NUMBERS where logits are no numbers), or drawn[b] [wanted rows] and best[b] for a run that said how to draw.
-    taps: by k, the residual stream before layer k of every row, float32 [T, H], as Runner.taps has asked for it. runs:
-    what was asked for. num_experts: that some row chose, on average over the layers that have experts; 0 = none has.
+    logits[b] [wanted rows, ids], on the host; or best[b] [wanted rows] for a run with best_only (NO_NUMBERS where
+    logits are not finite), or drawn[b] [wanted rows] and best[b] for a run with draws. taps: by k, the residual stream
+    before layer k of every row, float32 [T, H], for the layers in Runner.taps. runs: the runs of the pass. num_experts:
+    experts that some row chose, averaged over the layers with experts; 0 = no layer has any.
     """
 
     hidden: Any
@@ -85,10 +84,10 @@ class Runner:
 
     num_ids: ids that have a token; matrix rows beyond it are padding. holes: ids below num_ids without a token. Both
     get probability 0: they are cut off, or set to -inf. A draft model may have fewer rows than its target has ids: its
-    logits end where its rows do, and ids beyond the end of a distribution have probability 0. layers: those that run,
-    ascending; None = all. The final norm and the LM head read what the last of them leaves, so that a model is a draft
-    model of its own. taps: inner layers whose rows every pass returns; may be set later. head_rows: the first rows of
-    the LM head, where no others are to be read; None = all. has_experts: whether rows choose experts in some layer.
+    logits end where its rows do, and ids beyond the end of a distribution have probability 0. layers: the layers to
+    run, ascending; None = all. The final norm and the LM head read the output of the last of them, so that a model can
+    draft for itself. taps: inner layers whose rows every pass returns; may be set later. head_rows: read only so many
+    first rows of the LM head; None = all. has_experts: whether rows choose experts in some layer.
     """
 
     def __init__(
@@ -111,11 +110,11 @@ class Runner:
         self.has_experts = model.config.has_experts
         self.num_ids = model.config.vocab_size if num_ids is None else num_ids
         self._all_holes = holes
-        self._random = random.Random(0)  # of tokens for passes that measure
+        self._random = random.Random(0)  # draws tokens for passes that measure
         self.narrow(head_rows)
 
     def narrow(self, head_rows: int | None) -> None:
-        """Compute the logits of the first ids alone from now on, None = of all."""
+        """Compute only the logits of the first `head_rows` ids from now on; None = all."""
         self.head_rows = head_rows
         self.width = min(self.num_ids, head_rows or self.num_ids, self.model.config.vocab_size)  # of a row of logits
         self._none: Rows = np.empty((0, self.width), np.float32)
@@ -134,11 +133,11 @@ class Runner:
         for run in runs:
             self.cache.reserve(run.slot, len(run.tokens))
         batch = pack(runs, self.cache, self.sources)
-        # Before the pass: behind it the interpreter's own code has to come from memory again.
+        # Before the pass, which evicts the interpreter's code from the processor's caches.
         rows = list(itertools.starmap(range, itertools.pairwise(batch.run_starts)))
         full, few, drawn = list[int](), list[int](), list[int]()
-        for own, run in zip(rows, runs, strict=True):
-            wanted = own if run.logits == "all" else own[-1:] if run.logits == "last" else ()
+        for run_rows, run in zip(rows, runs, strict=True):
+            wanted = run_rows if run.logits == "all" else run_rows[-1:] if run.logits == "last" else ()
             (drawn if run.draws else few if run.best_only else full).extend(wanted)
         passed = self.model.forward(batch, self.cache, self.layers, self._inputs(runs, batch), self.taps)
         hidden = self.model.norm(passed.hidden) if self._ends_early else passed.hidden
@@ -152,14 +151,14 @@ class Runner:
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, passed.taps, runs, num_experts, probs)
 
     def _drawn(self, hidden: Any, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
-        """The distributions of the rows that are drawn from on the device, by run; their likeliest ids go into best."""
+        """Return the distributions that the device draws from, by run; write their likeliest ids into best."""
         draws = [draw for run in runs for draw in run.draws]
-        asked = [own for run in runs for own in run.asked or [()] * len(run.draws)]
+        asked = [ids for run in runs for ids in run.asked or [()] * len(run.draws)]
         assert self._drawer is not None
-        found, likeliest = self._drawer.draw(hidden, rows, self.width, draws, asked)
+        distributions, likeliest = self._drawer.draw(hidden, rows, self.width, draws, asked)
         probs, at = list[Seq[Probs]](), 0
         for b, run in enumerate(runs):
-            probs.append(found[at : at + len(run.draws)])
+            probs.append(distributions[at : at + len(run.draws)])
             if run.draws:
                 best[b] = likeliest[at : at + len(run.draws)]
             at += len(run.draws)
@@ -167,17 +166,17 @@ class Runner:
 
     @property
     def finds_best(self) -> bool:
-        """Whether the largest logit can be had without the others being written."""
+        """Whether the model can return the largest logit without writing the others."""
         return not self.holes and self._finder is not None
 
     @property
     def draws_rows(self) -> bool:
-        """Whether the device can draw from rows, so that their logits need not come to the host."""
+        """Whether the device can draw from rows, so that their logits stay off the host."""
         return not self.holes and self._drawer is not None
 
     @property
     def tells_confidence(self) -> bool:
-        """Whether the probabilities of what it finds are known, so that `run_ahead` takes stops."""
+        """Whether the probabilities of the best ids are known, so that `run_ahead` takes stops."""
         return self.finds_best and self._ahead is not None and self._ahead.tells_confidence
 
     @property
@@ -193,13 +192,13 @@ class Runner:
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead:
-        """The continuation of each run, in one call; only where this `finds_best`.
+        """Return the continuation of each run, in one call; only where this `finds_best`.
 
-        Feeds the tokens, then what was found, one by one: `lengths[b]` are found, and all but the last are fed. Their
-        cache rows are reserved here, and not kept. stops: of each run when it ends earlier, () = none does. layer_rows:
-        of what a head makes the vectors of all runs, the target's rows behind each layer [T, H]; () = they have some.
-        draws: of each run how its tokens are drawn, if it `draws_ahead`; () = they are the likeliest ones.
-        Raises CapacityError where the pool is exhausted, InternalError where logits are no numbers or a tree is
+        Feeds the run's tokens, then its new tokens one by one: run b gets `lengths[b]` new tokens, and all but the last
+        are fed. Their cache rows are reserved here, and not kept. stops: for each run when it ends earlier, () = never.
+        layer_rows: the target's rows behind each layer [T, H], from which a head makes the runs' vectors; () = the runs
+        have vectors. draws: for each run how its tokens are drawn, if it `draws_ahead`; () = the likeliest tokens.
+        Raises CapacityError where the pool is exhausted, InternalError where logits are not finite or a tree is
         pending.
         """
         if not runs:
@@ -219,9 +218,9 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """What the time of a pass depends on: processor, operators, threads, the model's shape, layers and weights.
+        """Everything that the time of a pass depends on: processor, operators, threads, shape, layers and weights.
 
-        The bytes that a pass reads tell weights of fewer bits from those that they were rounded from.
+        The bytes that a pass reads distinguish rounded weights from the original ones.
         """
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
@@ -231,21 +230,21 @@ class Runner:
         return repr((processor, *ops, *shape, *weights, model.device))
 
     def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
-        """Run a pass over rows that are forgotten at once, as a verification runs it. Raises CapacityError.
+        """Run a pass like a verification over rows that are dropped at once. Raises CapacityError.
 
-        num_behind: rows of the cache that they read besides, with whatever is in them.
+        num_behind: cache rows that they also read, with whatever is in them.
         """
         with self.scratch(num_behind) as run:
             run(num_rows, True)
 
     @contextmanager
     def scratch(self, num_behind: int = 0) -> Iterator[Callable[[int, bool], float]]:
-        """Give passes over rows that are forgotten at once: `run(num_rows, is_alike)`. Both raise CapacityError.
+        """Yield a function that runs passes over rows that are dropped at once: `run(num_rows, is_alike)`.
 
-        num_behind: rows of the cache that they read besides, with whatever is in them; zeros where rows choose experts,
-        for what is in memory need be no numbers, of which all rows would choose the first experts. is_alike: whether
-        all rows are one token or unlike ones: those of each pass are others, as in a text. A pass returns how many
-        experts its rows chose, on average over the layers that have some; 0 where none has.
+        num_behind: cache rows that they also read, with whatever is in them; zeros where rows choose experts, because
+        memory may hold NaN, with which all rows would choose the first experts. is_alike: whether all rows are one
+        token; else they are random tokens, new ones in each pass, as in a text. A pass returns how many experts its
+        rows chose, averaged over the layers with experts; 0 where no layer has any. Both raise CapacityError.
         """
         self.cache.open(SCRATCH_SLOT)
         try:
@@ -280,7 +279,7 @@ class Runner:
             raise CapacityError(f"the model has {self.model.config.max_positions} positions, {num_positions} asked")
 
     def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Any:
-        """What the first layer gets [T, H]; None where no run has vectors."""
+        """Return the inputs of the first layer [T, H]; None where no run has vectors."""
         if not any(run.vectors for run in runs):
             return None
         rows = self.model.embed(batch.ids()[0])
@@ -292,7 +291,7 @@ class Runner:
         return rows
 
     def _best(self, hidden: Any, rows: list[int]) -> list[int]:
-        """Ids of the largest logits, lowest id on ties; NO_NUMBERS for a row whose logits are no numbers."""
+        """Return the ids of the largest logits, lowest id on ties; NO_NUMBERS for a row whose logits are not finite."""
         if not rows:
             return []
         assert self._finder is not None
@@ -312,12 +311,12 @@ class Runner:
 
 
 def float_type(model: Model) -> type[np.floating[Any]]:
-    """Return the type of a model's logits: float64 where its rows are, as a toy's for proofs, else float32."""
+    """Return the type of a model's logits: float64 where its rows are float64, as in a toy for proofs, else float32."""
     return np.float64 if str(model.activation_dtype).endswith("float64") else np.float32
 
 
 def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[list[Rows], list[list[int]]]:
-    """What was computed for the wanted rows, one after the other, as the two lists of `Scores`; none: of no row."""
+    """Split the results of the wanted rows into the two lists of `Scores`. none: logits of no row."""
     some_logits, some_best = list[Rows](), list[list[int]]()
     at = at_best = 0
     for run in runs:
@@ -337,7 +336,7 @@ def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[
 
 
 def pack(runs: Seq[Run], cache: KVCache, sources: Sources | None = None) -> RaggedBatch:
-    """Runs -> one ragged batch; nothing is padded. sources: of an encoder-decoder."""
+    """Pack runs into one ragged batch without padding. sources: of an encoder-decoder."""
     starts, tokens, positions = [0], list[int](), list[int]()
     cached, trees = list[int](), dict[int, list[int]]()
     for b, run in enumerate(runs):

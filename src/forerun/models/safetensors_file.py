@@ -1,9 +1,9 @@
-"""Files in the format of safetensors: a header that names tensors, and their bytes.
+"""Safetensors files: a header that names tensors, and their bytes.
 
-github.com/huggingface/safetensors describes the format: eight bytes with the length of the header, a JSON object that
-has the type, shape and place of each tensor, then all bytes. The library of that name opens a file anew for each look,
-parses its whole header, and maps it into memory, where what is read stays resident. With tensors by the ten thousand,
-as of experts, that is most of the work. So a header is read here, once, and its tensors by their places.
+github.com/huggingface/safetensors describes the format: eight bytes with the length of the header, a JSON object with
+the type, shape and offsets of each tensor, then all bytes. The library of that name opens a file anew for each access,
+parses the whole header, and maps the file into memory, where pages that were read stay resident. With tens of thousands
+of tensors, as in models with experts, that is most of the work. So here a header is read once, and tensors by offset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forerun.host_tensor import HELD_AS, HostTensor
 from forerun.models.open_file import OpenFile
 from forerun.text.files import unreadable
 
-TYPES = {  # as files name them -> as HostTensor does
+TYPES = {  # safetensors' names of types -> HostTensor's names
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -37,12 +37,12 @@ TYPES = {  # as files name them -> as HostTensor does
 }
 WORDS = {name: word for word, name in TYPES.items()}
 METADATA, LENGTH_BYTES = "__metadata__", 8
-MOST_HEADER_BYTES = 100_000_000  # as the library reads; that of 30,000 tensors has some 5 MB
+MOST_HEADER_BYTES = 100_000_000  # as in the library; a header of 30,000 tensors has some 5 MB
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, as its header has it. dtype: safetensors' word for it. start: its first byte in the file."""
+    """A tensor of a file, from its header. dtype: safetensors' name of it. start: its first byte in the file."""
 
     file: OpenFile
     shape: tuple[int, ...]
@@ -51,12 +51,12 @@ class Entry:
     num_bytes: int
 
     def rows(self, first: int, end: int) -> HostTensor:
-        """Read some rows. Raises UnsupportedModel where the file has them no more."""
+        """Read some rows. Raises UnsupportedModel where the file has become shorter."""
         row_bytes = self.num_bytes // max(1, self.shape[0])
         return self._read(first * row_bytes, (end - first) * row_bytes).reshape(end - first, *self.shape[1:])
 
     def whole(self) -> HostTensor:
-        """Read all of it. Raises as `rows`."""
+        """Read the whole tensor. Raises as `rows`."""
         return self._read(0, self.num_bytes).reshape(*self.shape)
 
     def _read(self, start: int, num_bytes: int) -> HostTensor:
@@ -69,7 +69,7 @@ class Entry:
 
 
 def read_header(file: OpenFile) -> dict[str, Entry]:
-    """Read where a file has its tensors, by name. Raises NotFound or UnsupportedModel where it cannot be read."""
+    """Read the header: map names to tensors. Raises NotFound or UnsupportedModel where it cannot be read."""
     try:
         num_bytes = int.from_bytes(file.read(0, LENGTH_BYTES).tobytes(), "little")
         size = file.stream.seek(0, 2)
@@ -84,7 +84,7 @@ def read_header(file: OpenFile) -> dict[str, Entry]:
 
 
 def _entry(file: OpenFile, first: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
-    """Return a tensor of a header. first: where the bytes of tensors begin. Raises ValueError for what is no place."""
+    """Return a tensor of a header. first: where the tensors' bytes begin. Raises ValueError for impossible offsets."""
     begin, end = data_offsets
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end - begin)):
         raise ValueError("a tensor has a size or a place that is no number")
@@ -95,7 +95,7 @@ def _entry(file: OpenFile, first: int, dtype: str, shape: list[int], data_offset
 
 
 def _check_places(entries: Mapping[str, Entry], first: int, size: int) -> None:
-    """Raise ValueError where tensors do not lie one behind the other to the end of the file."""
+    """Raise ValueError unless the tensors are contiguous up to the end of the file."""
     end = first
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != end:
@@ -106,7 +106,7 @@ def _check_places(entries: Mapping[str, Entry], first: int, size: int) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, HostTensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file. The widest types come first, so that every tensor is aligned to its numbers."""
+    """Write a file. The widest types come first, so that every tensor is aligned."""
     names = sorted(tensors, key=lambda name: (-tensors[name].values.itemsize, name))
     header: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0

@@ -1,4 +1,4 @@
-"""Writing a standard checkpoint folder: config.json, safetensors, generation_config.json, the tokenizer's files."""
+"""Write a standard checkpoint folder: config.json, safetensors, generation_config.json, the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.models.naming import published
 from forerun.models.opened import read_config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-BEGINNING = ("pad_token_id", "decoder_start_token_id")  # of an encoder-decoder, as its family writes them
+BEGINNING = ("pad_token_id", "decoder_start_token_id")  # ids of an encoder-decoder that its family writes
 SHARD_BYTES = 4 << 30
 
 
@@ -58,7 +58,7 @@ def save_checkpoint(
 
 
 def config_to_dict(spec: Spec) -> dict[str, Any]:
-    """config.json of a model, as its family writes it; `read_config` gives the same spec back.
+    """Return the config.json of a model, from which `read_config` gives the same spec back.
 
     Raises UnsupportedModel where the family has no key for what the model does.
     """
@@ -69,7 +69,7 @@ def config_to_dict(spec: Spec) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> None:
-    """Write tensors as safetensors, in shards with an index where they are many. dtype: None = each in its own."""
+    """Write tensors as safetensors, in shards with an index beyond `shard_bytes`. dtype: None = each in its own."""
     shards = list(_shards(weights, dtype, shard_bytes))
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else ["model.safetensors"]
@@ -89,7 +89,7 @@ def _num_bytes(weight: HostTensor, dtype: str | None) -> int:
 
 
 def _shards(weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> Iterator[list[str]]:
-    """Names in order, cut before a shard would exceed shard_bytes."""
+    """Yield the names of each shard in order, cut before a shard would exceed shard_bytes."""
     names: list[str] = []
     filled = 0
     for name, weight in weights.items():

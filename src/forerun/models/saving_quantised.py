@@ -1,7 +1,7 @@
-"""Writing a quantised checkpoint as compressed-tensors has it (pack-quantized): it loads without rounding again.
+"""Write a quantised checkpoint in the pack-quantized format of compressed-tensors: it loads without rounding again.
 
-Each matrix is several tensors, see packings.py. The other tensors, config.json and the small files are those of the
-source. transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), but not the two schemes of int4.
+Each matrix is several tensors, see packings.py. The other tensors, config.json and the small files are the source's.
+ transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), but not the two schemes of int4.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from forerun.ops.quantised import QuantisedMatrix
 def quantise_checkpoint(
     name: str | Path, folder: Path, quantization: Quantization, ignore_config_keys: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Quantise a checkpoint, a folder or a hub id, into a new folder; returns its weights' bytes before and after.
+    """Quantise a checkpoint (a folder or a hub id) into a new folder; return its weights' bytes before and after.
 
-    Raises UserError for a checkpoint that would not load, and for one that is quantised already.
+    Raises UserError for a checkpoint that would not load or is quantised already.
     """
     opened = OpenedCheckpoint.of(name, ignore_config_keys, with_tokenizer=False).as_model()
     config = opened.spec
@@ -54,9 +54,9 @@ def quantise_checkpoint(
 
 
 def save_quantised(source: QuantisingSource, folder: Path, names: Names | None = None) -> int:
-    """Write a checkpoint folder that loads without rounding again; returns the bytes of its weights.
+    """Write a checkpoint folder that loads without rounding again; return the bytes of its weights.
 
-    names: published names of its tensors, where they are not ours. Raises BadOption for a folder that is not empty.
+    names: published names of its tensors, where they differ from ours. Raises BadOption for a folder that is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
@@ -77,7 +77,7 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
 
 
 def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, HostTensor]:
-    """Return a weight as compressed-tensors stores it, by ending: several tensors for a matrix, see packings.py."""
+    """Return a weight as compressed-tensors stores it, by name ending: several tensors for a matrix."""
     stored = source.tensors[name]
     if stored.scheme is None:
         return {ending: HostTensor.joined([block.copy() for block in source.blocks(name)])}
@@ -85,31 +85,31 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Host
 
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
-    """Return a rounded matrix as compressed-tensors stores it, by the ends of names."""
+    """Return a rounded matrix as compressed-tensors stores it, by name ending."""
     bits, codes, scales, zeros = matrix.scheme.bits, list[Array](), list[HostTensor](), list[Array]()
     for rows in matrix.blocks():
         assert rows.zeros is not None
         codes.append(pack(rows.codes, bits))
         scales.append(rows.scales)
         zeros.append(rows.zeros)
-    made = {
+    tensors = {
         "weight_packed": HostTensor.of(np.concatenate(codes)),
         "weight_scale": HostTensor.joined(scales),
         "weight_shape": HostTensor.of(np.array(matrix.shape, np.int64)),
     }
     if bits == 4:  # 8 bits are symmetric
-        made["weight_zero_point"] = HostTensor.of(pack(np.concatenate(zeros).T, bits)).T.contiguous()
-    return made
+        tensors["weight_zero_point"] = HostTensor.of(pack(np.concatenate(zeros).T, bits)).T.contiguous()
+    return tensors
 
 
 def quantization_config(source: QuantisingSource, names: Names | None = None) -> dict[str, Any]:
-    """Return what config.json says of weights that `save_quantised` writes."""
+    """Return the quantization_config of weights that `save_quantised` writes."""
     whole = [name.rpartition(".")[0] for name, stored in source.tensors.items() if _is_whole_matrix(stored)]
     return said_of(source.quantization, whole if names is None else [names.published(module) for module in whole])
 
 
 def said_of(quantization: Quantization, whole: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what config.json says of rounded weights. whole: modules whose matrices are as they were."""
+    """Return the quantization_config of rounded weights. whole: modules whose matrices are not rounded."""
     bits, group = quantization.bits, quantization.group
     if bits == 8:
         groups = {"group_0": _config_group(["Linear", "Embedding"], 8, group)}

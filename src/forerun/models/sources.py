@@ -1,10 +1,10 @@
-"""The sources of an encoder-decoder's sequences: what the encoder has made of them, in the decoder's own KV cache.
+"""The sources of an encoder-decoder's sequences: the encoder's output for them, in the decoder's KV cache.
 
-A source has a slot of its own, whose rows the blocks that read an encoder have for keys and values. They are written
-once, all of them, and never cut. Every row depends on the whole source, so the rows of one are shared by sequences
-whose sources are equal, and are found again under a salt that names all of it, which no text has: one that copies its
-source would be taken for it. Rows are filled up to whole blocks, because full blocks alone can be found; the last ones
-hold nothing, and no run reads them.
+A source has its own slot, whose rows are the keys and values of the cross-attention blocks. All rows are written once
+and never cut. Every row depends on the whole source, so only sequences with equal sources share rows. They are found
+again under a salt that names the whole source and that no text has, because a text that copies its source would match
+it otherwise. Rows are padded to whole blocks, because only full blocks can be found; the padding holds nothing, and no
+run reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Known:
 
 
 class Sources:
-    """Which sequences have which sources. model: an encoder-decoder; cache: the decoder's, in which sources lie."""
+    """The source of each sequence. model: an encoder-decoder; cache: the decoder's, which also holds the sources."""
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model: Any = model
@@ -37,14 +37,14 @@ class Sources:
         self._known: dict[int, _Known] = {}
 
     def open(self, slot: int, ids: Seq[int], salt: str | None) -> None:
-        """Begin a sequence's source, with the rows of an equal one that was run before, if they are there still."""
+        """Begin a sequence's source, with the rows of an equal source that was run before, if they are still cached."""
         if slot in self._known:
             raise InternalError(f"slot {slot} has a source already")
-        own = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
-        padded = self._padded(own)
-        found = self._cache.open(source_slot(slot), [*padded, 0], own.salt)
-        own.is_run = found == len(padded)
-        if not own.is_run:  # every row needs the whole source
+        source = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
+        padded = self._padded(source)
+        num_cached = self._cache.open(source_slot(slot), [*padded, 0], source.salt)
+        source.is_run = num_cached == len(padded)
+        if not source.is_run:  # every row needs the whole source
             self._cache.truncate_to(source_slot(slot), 0)
 
     def release(self, slot: int) -> None:
@@ -53,8 +53,8 @@ class Sources:
             self._cache.release(source_slot(slot))
 
     def slots(self, slots: Iterable[int]) -> list[int]:
-        """Return these slots and those of their sources, in the cache."""
-        return [own for slot in slots for own in ((slot, source_slot(slot)) if slot in self._known else (slot,))]
+        """Return these slots and the cache slots of their sources."""
+        return [each for slot in slots for each in ((slot, source_slot(slot)) if slot in self._known else (slot,))]
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the blocks that a source of so many tokens takes."""
@@ -62,16 +62,16 @@ class Sources:
 
     def missing_blocks(self, slot: int) -> int:
         """Return how many blocks a sequence's source will still take."""
-        own = self._known.get(slot)
-        return 0 if own is None or own.is_run else self.num_blocks(len(own.ids))
+        source = self._known.get(slot)
+        return 0 if source is None or source.is_run else self.num_blocks(len(source.ids))
 
     def num_unrun(self, slot: int) -> int:
         """Return the tokens of a sequence's source that the encoder has to run: all of them or none."""
-        own = self._known.get(slot)
-        return 0 if own is None or own.is_run else len(own.ids)
+        source = self._known.get(slot)
+        return 0 if source is None or source.is_run else len(source.ids)
 
     def run(self, slots: Seq[int]) -> None:
-        """Run the sources of these sequences, those that are equal once. Raises CapacityError without room."""
+        """Run the sources of these sequences, equal ones only once. Raises CapacityError without room."""
         first: dict[str, int] = {}
         for slot in slots:
             first.setdefault(self._known[slot].salt, slot)
@@ -79,26 +79,26 @@ class Sources:
             self._cache.reserve(source_slot(slot), len(self._padded(self._known[slot])))
         self._model.begin({source_slot(slot): self._known[slot].ids for slot in first.values()}, self._cache)
         for slot in first.values():
-            own = self._known[slot]
-            self._cache.keep({source_slot(slot): range(len(self._padded(own)))})
-            self._cache.publish(source_slot(slot), self._padded(own))
-            own.is_run = True
+            source = self._known[slot]
+            self._cache.keep({source_slot(slot): range(len(self._padded(source)))})
+            self._cache.publish(source_slot(slot), self._padded(source))
+            source.is_run = True
         for slot in slots:
-            if not (own := self._known[slot]).is_run:  # an equal one was run just now
+            if not (source := self._known[slot]).is_run:  # an equal one was run just now
                 self._cache.release(source_slot(slot))
-                self._cache.fork(source_slot(first[own.salt]), source_slot(slot))
-                own.is_run = True
+                self._cache.fork(source_slot(first[source.salt]), source_slot(slot))
+                source.is_run = True
 
     def of(self, slots: Iterable[int]) -> list[Source]:
-        """Return where the sources of these sequences lie. Raises InternalError for one that was not run."""
-        found = []
+        """Return where the sources of these sequences lie. Raises InternalError for a source that was not run."""
+        sources = []
         for slot in slots:
-            own = self._known.get(slot)
-            if own is None or not own.is_run:
+            source = self._known.get(slot)
+            if source is None or not source.is_run:
                 raise InternalError(f"the source of slot {slot} was not run")
-            found.append(Source(source_slot(slot), len(own.ids)))
-        return found
+            sources.append(Source(source_slot(slot), len(source.ids)))
+        return sources
 
     def _padded(self, own: _Known) -> list[int]:
-        """Return its tokens, and zeros up to the end of a block."""
+        """Return the tokens of a source, padded with zeros to whole blocks."""
         return [*own.ids, *[0] * (-len(own.ids) % self._cache.block_tokens)]

@@ -1,8 +1,8 @@
 """A model whose exact probabilities are known, behind the same interface as the real ones.
 
 It keeps each token's id and position in the KV cache and reads its history back from the rows that the cache view
-names, so a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes what it says. Its
-distribution is a random table over contexts, made on demand from a seed; `logits_after` states it directly, for tests.
+names, so a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes its output. Its
+distribution is a random table over contexts, made on demand from a seed; `logits_after` returns it directly, for tests.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class ToyConfig:
 
 @dataclass(frozen=True)
 class ToyTable:
-    """What the random table looks like.
+    """The parameters of the random table.
 
-    order: how many last tokens decide; None = the whole history. scale: standard deviation of the logits, so 0 is
+    order: how many last tokens count; None = the whole history. scale: standard deviation of the logits, so 0 is
     uniform and 8 is peaked. zero_share: share of ids that a context excludes (logit -inf; one always stays).
-    tie_step: logits are rounded to multiples of it, 0 = not at all. distance: logits = those of `near` plus noise of
+    tie_step: logits are rounded to multiples of it, 0 = not at all. distance: the logits are `near`'s plus noise of
     this standard deviation (a draft model that resembles its target).
     """
 
@@ -78,7 +78,7 @@ class ToyTable:
 
 
 class ToyOps(Operators):
-    """What computes a toy: Python."""
+    """The operators of a toy: Python."""
 
     name, row_invariant = "reference", True
 
@@ -91,13 +91,13 @@ class ToyOps(Operators):
 
     @property
     def loader(self) -> Callable[..., Any]:
-        """What makes a head of a toy, which needs torch."""
+        """The function that makes a toy's head, which needs torch."""
         from forerun.models.toy_heads import load
 
         return load
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
-        """Return what multiplies rows by a matrix [O, I], in the toy's type, one row at a time."""
+        """Return a function that multiplies rows by a matrix [O, I], in the toy's type, one row at a time."""
         columns = matrix.float32().astype(self._dtype).T
         added = 0 if bias is None else bias.float32().astype(self._dtype)
         return lambda rows: np.stack([row @ columns for row in rows]) + added
@@ -106,9 +106,9 @@ class ToyOps(Operators):
 class ToyModel:
     """A random context-dependent table with one layer. Hidden states are the logits themselves (H = V).
 
-    An embedding is 1 at its id and 0 elsewhere, and stands for the id where it is largest; the final norm does nothing.
-    source: makes it an encoder-decoder, whose logits depend on all tokens of a source; it is the source of which
-    `logits_after` tells, whereas a pass reads the one that the cache has.
+    An embedding is 1 at its id and 0 elsewhere, and its largest dimension gives the id; the final norm does nothing.
+    source: makes it an encoder-decoder, whose logits depend on all tokens of a source; `logits_after` uses this source,
+    whereas a pass reads the source in the cache.
     """
 
     weight_bits: tuple[int, ...] = ()
@@ -169,9 +169,9 @@ class ToyModel:
             for i in range(len(batch.run(b))):
                 seen = batch.visible(b, i)
                 rows.append(self._at([tokens[j] for j in seen], [positions[j] for j in seen], source))
-        found = np.stack(rows) if rows else np.empty((0, self.config.vocab_size), self._float)
+        all_logits = np.stack(rows) if rows else np.empty((0, self.config.vocab_size), self._float)
         inputs = hidden if hidden is not None or not taps else self.embed(batch.ids()[0])
-        return Passed(found, {k: (inputs, found)[k] for k in taps})
+        return Passed(all_logits, {k: (inputs, all_logits)[k] for k in taps})
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
         """Write the ids and positions of sources, by slot."""
@@ -180,7 +180,7 @@ class ToyModel:
             cache.pools[0].write(cache.rows(slot, 0, len(ids)), *written)
 
     def _source_of(self, batch: RaggedBatch, b: int, cache: BlockCache) -> tuple[int, ...]:
-        """The source of a run, as it was read back; a position that is not its index spoils it visibly."""
+        """Return the source of a run, as it was read back; a position that is not its index spoils it visibly."""
         if not self.source:
             return ()
         slot, num_tokens = batch.sources[b]
@@ -189,23 +189,23 @@ class ToyModel:
         return (*(int(x) for x in ids[:, 0, 0].tolist()), *filter(None, shifts))
 
     def embed(self, ids: Seq[int]) -> Row:
-        """One row for each id [n, V]."""
+        """Return one row for each id [n, V]."""
         return np.eye(self.config.vocab_size, dtype=self._float)[list(ids)]
 
     def head(self, ids: Seq[int]) -> Row:
-        """Rows of the LM head, which is the identity [n, V]."""
+        """Return rows of the LM head, which is the identity [n, V]."""
         return self.embed(ids)
 
     def norm(self, hidden: Row) -> Row:
-        """hidden [R, V], a copy."""
+        """Return hidden [R, V], a copy."""
         return hidden.copy()
 
     def logits(self, hidden: Row, num_ids: int | None = None) -> Row:
-        """hidden [R, V] -> logits [R, V], or [R, num_ids] of the first ids; a copy in the toy's own dtype."""
+        """Map hidden [R, V] to logits [R, V], or [R, num_ids] of the first ids; a copy in the toy's dtype."""
         return hidden[:, :num_ids].copy()
 
     def wait(self) -> None:
-        """Everything is computed when a call returns."""
+        """Do nothing: everything is computed when a call returns."""
 
     def rounded(self, quantization: Quantization) -> ToyModel:
         """Return a toy whose logits are these, rounded to multiples of 2^(4 - bits); the same one each time."""
@@ -221,7 +221,7 @@ class ToyModel:
     # ----------------------------------------------------------------------------------------------- as an oracle
 
     def logits_after(self, history: Seq[int]) -> Row:
-        """Logits [V] after this history, by the definition: no cache, no positions."""
+        """Return the logits [V] after this history by definition, without cache and positions."""
         return self._logits(self.source, history)
 
     def _logits(self, source: tuple[int, ...], history: Seq[int]) -> Row:
@@ -233,7 +233,7 @@ class ToyModel:
         return self._table[key]
 
     def _at(self, tokens: list[int], positions: list[int], source: tuple[int, ...] = ()) -> Row:
-        """The logits after a history as it was read back; a position that is not its index spoils it visibly."""
+        """Return the logits after a history that was read back; a position that is not its index spoils it visibly."""
         shifts = [p - i for i, p in enumerate(positions)]
         logits = self._logits(source, tokens)
         return np.roll(logits, 1 + sum(map(abs, shifts))) if any(shifts) else logits

@@ -1,4 +1,4 @@
-"""Heads of a toy, which torch's reference operators compute in the toy's type: enumeration is exact for them, too."""
+"""Heads of a toy, computed by torch's reference operators in the toy's type, so that enumeration stays exact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load(
 
 
 class _Tensors:
-    """What a head uses of a toy, as tensors."""
+    """The methods of a toy that a head calls, with tensors."""
 
     def __init__(self, toy: Any) -> None:
         self._toy = toy
@@ -48,7 +48,7 @@ class _Tensors:
 
 
 class _TensorPools:
-    """What a toy keeps, as tensors."""
+    """The cache of a toy, read as tensors."""
 
     native = None
 
@@ -65,16 +65,16 @@ class _TensorPools:
 
 
 class ToyHead:
-    """A head whose rows are numpy's, as its target's are; all else is that of a model of torch."""
+    """A head whose rows are numpy's, like its target's; all else is a torch model."""
 
     in_torch: TorchModel
 
     def __init__(self, spec: Spec, weights: Mapping[str, Any], lent: Lent | None, dtype: str) -> None:
-        own = {name: tensor.to(torch_dtype(dtype)) for name, tensor in placed(spec, weights, "cpu").items()}
+        tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in placed(spec, weights, "cpu").items()}
         if lent is not None:
             target = lent.target
             lent = Lent(target.in_torch if isinstance(target, ToyHead) else _Tensors(target), lent.ids)
-        self.in_torch = TorchModel(spec, own, ReferenceOps(), lent=lent)
+        self.in_torch = TorchModel(spec, tensors, ReferenceOps(), lent=lent)
         self.rows = HostRows()
 
     def __getattr__(self, name: str) -> Any:

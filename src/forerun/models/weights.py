@@ -1,4 +1,4 @@
-"""The weights of a source on the host: each is read when it is asked for, checked, and kept nowhere."""
+"""The weights of a source on the host: each is read on demand, checked, and not cached."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
 
 class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """Name -> a new tensor of this type, by reading the file each time.
+    """Map each name to a new tensor of type `dtype`, read from the file each time.
 
-    packs_scheme: which quantised tensors are given as they are stored, to be read when they are packed; the others are
-    dequantised. Raises UnsupportedModel for weights that are no finite numbers, CapacityError where there is no memory.
+    packs_scheme: which quantised tensors are returned as stored, to be read when they are packed; the others are
+    dequantised. Raises UnsupportedModel for weights that are not finite, CapacityError without memory.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
         return len(self.source.tensors)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of a tensor in order, in the type of all; let each go before the next is asked for."""
+        """Yield the rows of a tensor in order, in type `dtype`; drop each block before you ask for the next."""
         for block in self.source.blocks(name):
             rows = block.to(self.dtype)
             if not rows.is_finite():
@@ -61,7 +61,7 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
     def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
         """Return a matrix that checks scales and minimums as they are read: if they are finite, so are all weights.
 
-        A scale counts with the largest number that it is multiplied by: one of float32 can be finite where a weight is
+        A scale is checked times the largest number that it multiplies: a float32 scale can be finite where a weight is
         not.
         """
         most = np.float32(matrix.scheme.most)

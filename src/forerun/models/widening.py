@@ -1,8 +1,8 @@
-"""Widening: a trained llama becomes a larger llama that computes the same function.
+"""Widen a trained llama into a larger llama that computes the same function.
 
 A speed measurement needs a large model, and a real acceptance rate needs a trained one. Widening gives both: the
-result has the shape, the bytes and the time of the larger model, and says what the small one says. Call it by its
-name wherever a number comes from it: *a widened small model*.
+result has the shape, the bytes and the time of the larger model, and the output of the small one. Wherever a number
+comes from it, call it *a widened small model*.
 
 How the function survives, with d -> D the residual widths:
 
@@ -17,20 +17,20 @@ How the function survives, with d -> D the residual widths:
   they are spread over several groups, each with a copy of that key-value head. New heads and feed-forward units are
   noise whose outputs meet zero columns of o_proj and down_proj.
 * New layers are noise with o_proj = down_proj = 0: they add exact zeros to the residual stream.
-* New ids get probability 0, in tied models too, by one of the new residual dimensions, the last, which is not zero. It
+* New ids get probability 0, in tied models too, by the last of the new residual dimensions, which is not zero. It
   holds a small constant c at every token; that adds c^2 to every sum of squares, and eps' = (eps d - c^2) / D takes it
-  away again. Only the final norm reads it, with a weight that makes h of it, about the size of the other dimensions.
-  There the rows of new ids in the LM head hold -n, and zeros against all that is not zero: their logits are -n h,
-  at least 2^15 below 0 wherever a run of random ids led, so float32 softmax gives exact zeros even at temperature 100.
-  The rows of old ids hold 0, or c where the head is the embedding: then all their logits rise by one and the same c h,
-  some 1e-3, which softmax does not see. Feed no new id to a tied model: what follows it has no meaning.
+  away again. Only the final norm reads it, with a weight that turns it into h, about the size of the other dimensions.
+  In this dimension the LM head's rows of new ids hold -n, and zeros in all other dimensions that are not zero: their
+  logits are -n h, at least 2^15 below 0 wherever a run of random ids led, so float32 softmax gives exact zeros even at
+  temperature 100. The rows of old ids hold 0, or c where the head is the embedding: then all their logits rise by the
+  same c h, some 1e-3, which softmax does not see. Feed no new id to a tied model: the output has no meaning.
 
 In float32 the results agree up to the order of summation. In bfloat16 the factors sqrt(d/D) and sqrt(f) are exact
 where they are powers of two (D = 4 d, S = 4 s). Elsewhere each norm and query weight is rounded once more, by up to
-0.2 %: the function is that of a slightly disturbed model, as after any rounding to bfloat16.
+0.2 %: the result is a slightly disturbed model, as after any rounding to bfloat16.
 
 Noise is no larger than the trained weights, and is there because memory full of zeros would not be an honest stand-in:
-a dense checkpoint of the same shape must take the same time. What has to be zero is written as zeros, page by page.
+a dense checkpoint of the same shape must take the same time. Weights that have to be zero are written, page by page.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner
 from forerun.sampling.largest import Ids
 
-NOISE_NUMBERS = (1 << 20) + 7  # of the block that is repeated; no row length divides it, so no two rows are equal
+NOISE_NUMBERS = (1 << 20) + 7  # in the repeated block; no row length divides it, so no two rows are equal
 OFFSET_STEP = 104_729  # a prime: hundreds of tensors begin at as many places
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LARGEST_CARRIED = 2.0**-10  # c is a power of two, exact in every type
@@ -62,7 +62,7 @@ MARGIN = 2.0**15  # logits of new ids lie at least this far below 0: at temperat
 
 @dataclass(frozen=True)
 class WideShape:
-    """The sizes to reach, in elements; each at least the trained model's. None leaves it as it is."""
+    """The sizes to reach, in elements; each at least the trained model's. None keeps the trained size."""
 
     hidden_size: int
     num_layers: int
@@ -76,19 +76,19 @@ class WideShape:
 def widen(
     spec: Spec, weights: Mapping[str, HostTensor], shape: WideShape, *, seed: int = 0
 ) -> tuple[Spec, dict[str, HostTensor]]:
-    """The same function in a larger shape: (spec, weights) with the type of the weights given.
+    """Return (spec, weights) of the same function in a larger shape; the weights keep their type.
 
     Takes no memory beyond the result and some MB; for new ids, a copy of the weights meanwhile. Raises BadOption for a
-    shape that the model does not fit into, UnsupportedModel for QK norm (its eps is the one that has to change) and for
-    what is no model like Llama.
+    shape that the model does not fit into, UnsupportedModel for QK norm (it shares the eps that has to change) and for
+    models unlike Llama.
     """
     config, wide = Plain.of(spec), Plain.of(wide_config(spec, shape))
     trained = weights["model.layers.0.mlp.gate_proj.weight"]
     block = _noise(trained, seed)
     heads = _HeadPlaces.of(config, wide)
     scale = math.sqrt(config.hidden_size / wide.hidden_size)
-    made = {name: HostTensor.empty(sizes, trained.dtype) for name, sizes in weight_shapes(wide.spec).items()}
-    for i, (name, out) in enumerate(made.items()):
+    widened = {name: HostTensor.empty(sizes, trained.dtype) for name, sizes in weight_shapes(wide.spec).items()}
+    for i, (name, out) in enumerate(widened.items()):
         is_norm = name.endswith("norm.weight")
         if _must_be_zero(name):
             out.values[...] = 0  # writes every page: memory that was never written is not read from memory at all
@@ -99,15 +99,15 @@ def widen(
         if name in weights:
             _place(out, _times(weights[name], scale) if is_norm else weights[name], name, heads)
     if wide.vocab_size > config.vocab_size:
-        _separate(made, config, _spare_lane(config, weights, wide, seed))
-    return wide.spec, made
+        _separate(widened, config, _spare_lane(config, weights, wide, seed))
+    return wide.spec, widened
 
 
 # ------------------------------------------------------------------------------------------------------- the config
 
 
 def wide_config(spec: Spec, shape: WideShape) -> Spec:
-    """The spec of the widened model. Raises as `widen`."""
+    """Return the spec of the widened model. Raises as `widen`."""
     config = Plain.of(spec)
     if config.qk_norm:
         raise UnsupportedModel(
@@ -149,17 +149,17 @@ def _check_heads(config: Plain, wide: Plain) -> None:
 
 
 def _group(config: Plain) -> int:
-    """Query heads per key-value head."""
+    """Return the query heads per key-value head."""
     return config.num_heads // config.num_kv_heads
 
 
 def _copies(config: Plain, wide: Plain) -> int:
-    """Wide key-value heads for each trained one: as many as its query heads need groups."""
+    """Return the wide key-value heads for each trained one: as many as its query heads need groups."""
     return math.ceil(_group(config) / _group(wide))
 
 
 def _carried(config: Plain) -> float:
-    """c, the constant of the spare dimension: its square is at most a quarter of what eps adds to a sum of squares."""
+    """Return c, the spare dimension's constant; its square is at most a quarter of eps' part in a sum of squares."""
     limit = math.sqrt(config.norm_eps * config.hidden_size / 4)
     return min(LARGEST_CARRIED, 2.0 ** math.floor(math.log2(limit)))
 
@@ -173,7 +173,7 @@ def _wide_eps(config: Plain, wide: Plain) -> float:
 
 
 def _noise(trained: HostTensor, seed: int) -> HostTensor:
-    """Uniform numbers with half the standard deviation of the trained feed-forward weights."""
+    """Return uniform numbers with half the standard deviation of the trained feed-forward weights."""
     limit = float(trained.float32().std()) * math.sqrt(3) / 2
     numbers = (np.random.default_rng(seed).random(NOISE_NUMBERS, np.float32) * 2 - 1) * np.float32(limit)
     return HostTensor.of(numbers).to(trained.dtype)
@@ -190,10 +190,10 @@ def _times(weight: HostTensor, factor: float) -> HostTensor:
 
 
 def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
-    """The block again and again: drawing a billion numbers would take longer than all the rest.
+    """Fill a tensor with the repeated block: drawing a billion numbers would take longer than all the rest.
 
-    It begins elsewhere in every tensor: two that are equal byte for byte can be stored, and cached, once by another
-    engine, and would no longer cost what they stand for.
+    It begins elsewhere in every tensor: another engine could store and cache two equal tensors once, and they would no
+    longer cost what they stand for.
     """
     flat = out.values.reshape(-1)
     start = min(len(block) - offset, len(flat))
@@ -205,7 +205,7 @@ def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
 
 
 def _must_be_zero(name: str) -> bool:
-    """What writes into the residual stream, and biases, whose noise would buy nothing."""
+    """Whether a tensor writes into the residual stream, or is a bias, whose noise would be useless."""
     return name.endswith((EMBEDDING, "o_proj.weight", "down_proj.weight", ".bias"))
 
 
@@ -214,10 +214,10 @@ def _must_be_zero(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _HeadPlaces:
-    """Where trained heads go. Rows of the wide q_proj are columns of the wide o_proj, too.
+    """The places of trained heads. Rows of the wide q_proj are columns of the wide o_proj, too.
 
     q_rows: wide row of each trained row of q_proj. q_new_rows: the new lanes of the same heads. kv_rows: wide rows of
-    k_proj and v_proj, and kv_sources: the trained row that each of them gets.
+    k_proj and v_proj, and kv_sources: the trained row for each of them.
     """
 
     q_rows: Ids
@@ -245,7 +245,7 @@ class _HeadPlaces:
 
 
 def _lanes(head_dim: int, wide: int) -> list[int]:
-    """Wide lane of each trained lane: rotary pair i, lanes i and i + head_dim / 2, becomes pair i * wide / head_dim."""
+    """Return each lane's wide lane: rotary pair i, lanes i and i + head_dim / 2, becomes pair i * wide / head_dim."""
     step, half = wide // head_dim, head_dim // 2
     return [step * i for i in range(half)] + [step * i + wide // 2 for i in range(half)]
 
@@ -255,7 +255,7 @@ def _query_scale(config: Plain, wide: Plain) -> float:
 
 
 def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Ids:
-    """Rows of these lanes of these heads of `size` lanes, head by head."""
+    """Return the rows of `lanes` in `heads`, head by head; a head has `size` lanes."""
     return (np.array(heads, np.int64)[:, None] * size + np.array(lanes, np.int64)).ravel()
 
 
@@ -279,7 +279,7 @@ def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) 
 
 @dataclass(frozen=True)
 class _SpareLane:
-    """Numbers of the last residual dimension: c at every token, the final norm's weight, -n in the rows of new ids."""
+    """The last residual dimension's numbers: c at every token, the final norm's weight, -n in the rows of new ids."""
 
     carried: float
     norm_weight: float
@@ -302,7 +302,7 @@ def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) 
 
 
 def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, seed: int) -> _SpareLane:
-    """Measured on a run of the trained model over random ids: how large its residual stream gets differs by model.
+    """Measure the numbers on a run of the trained model over random ids; how large the residual stream gets differs.
 
     Raises BadOption where the type of the weights cannot hold the numbers (float16).
     """
@@ -322,7 +322,7 @@ def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, s
 
 
 def _last_stream(config: Plain, weights: Mapping[str, HostTensor], seed: int) -> tuple[Floats, Floats]:
-    """The residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
+    """Return the residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
     spec = config.spec
     num, end = min(PROBE_TOKENS, config.max_positions), config.num_layers
     if weights[FINAL_NORM].dtype not in COMPUTED:

@@ -1,4 +1,4 @@
-"""The families of models: each is one file of this folder, named as the checkpoint's model_type, found by scanning."""
+"""The model families: each is one file of this folder, named like the checkpoint's model_type, found by scanning."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from forerun.models.naming import Gguf, Names
 
 
 class Family(Protocol):
-    """What a file of this folder must define to be a family.
+    """The interface of a file of this folder.
 
-    It may have `NAMES`, of published tensors where they are not the usual ones, or `names(spec)` where they depend on
-    the model, and `GGUF`, if there are such files; `CODE` is the class that published checkpoints bring along, where
-    what it computes is what is computed here. `RUN_BY` is the method that runs its checkpoints, where they are no
-    models by themselves. A family of checkpoints that hold more than a text model reads as the
-    spec of the family of its text part.
+    A family may have `NAMES`, its published tensor names where they are not the usual ones, or `names(spec)` where they
+    depend on the model; `GGUF`, if there are such files; and `CODE`, the class that published checkpoints bring along,
+    if it computes the same as forerun. `RUN_BY` is the method that runs its checkpoints, where they are no models by
+    themselves. A family of multimodal checkpoints reads the spec of its text model's family.
     """
 
     def read(self, raw: Mapping[str, Any]) -> Spec: ...
@@ -34,7 +33,7 @@ def model_types() -> tuple[str, ...]:
 
 
 def family(model_type: object) -> Family:
-    """The file named like the checkpoint's `model_type`. Raises UnsupportedModel with the list of known ones."""
+    """Import the file named like the checkpoint's `model_type`. Raises UnsupportedModel with the list of known ones."""
     if model_type is None:
         raise UnsupportedModel(
             f"config.json has no model_type: fetch it again, or add the one that it is, of {list(model_types())}"
@@ -47,15 +46,15 @@ def family(model_type: object) -> Family:
 
 
 def names_of(spec: Spec) -> Names | None:
-    """What published tensors of a model are called; None = as here."""
+    """Return the published tensor names of a model; None = same as ours."""
     if spec.model_type not in model_types():
         return None
-    own = family(spec.model_type)
-    return cast("Names | None", own.names(spec) if hasattr(own, "names") else getattr(own, "NAMES", None))
+    module = family(spec.model_type)
+    return cast("Names | None", module.names(spec) if hasattr(module, "names") else getattr(module, "NAMES", None))
 
 
 def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
-    """What the tensors of a checkpoint with this config.json are called, which reads as this spec; None = as here."""
+    """Return the tensor names of a checkpoint with this config.json, which reads as `spec`; None = same as ours."""
     kind = raw.get("model_type")
     if kind == spec.model_type or kind not in model_types():
         return names_of(spec)
@@ -63,23 +62,23 @@ def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
 
 
 def computes(raw: Mapping[str, Any]) -> str | None:
-    """The class that checkpoints of this model_type bring along, where it computes what is computed here."""
+    """Return the class that checkpoints of this model_type bring along, if it computes the same as forerun."""
     kind = raw.get("model_type")
     return cast("str | None", getattr(family(kind), "CODE", None)) if kind in model_types() else None
 
 
 def run_by(raw: Mapping[str, Any]) -> str | None:
-    """The method that runs checkpoints of this model_type; None where they are models."""
+    """Return the method that runs checkpoints of this model_type; None where they are models."""
     kind = raw.get("model_type")
     return cast("str | None", getattr(family(kind), "RUN_BY", None)) if kind in model_types() else None
 
 
 @cache
 def gguf_families() -> Mapping[str, tuple[str, Gguf]]:
-    """By general.architecture, the model_type of the family whose GGUF files have it, and how they are read."""
-    found = {}
+    """Map general.architecture to the model_type of the family with such GGUF files, and how they are read."""
+    families = {}
     for name in model_types():
         gguf = getattr(family(name), "GGUF", None)
         if gguf is not None:
-            found[gguf.architecture] = name, gguf
-    return found
+            families[gguf.architecture] = name, gguf
+    return families

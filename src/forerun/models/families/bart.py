@@ -20,7 +20,7 @@ FEED_FORWARD = {"fc1": "mlp.up_proj", "fc2": "mlp.down_proj", "final_layer_norm"
 
 
 def names_of_layers(outer: Mapping[str, str]) -> Names:
-    """Return the published names of layers as BART's. A layer of the decoder is two blocks."""
+    """Return the published names of BART's layers. A layer of the decoder is two blocks."""
     return Names(
         {"shared": "model.embed_tokens", **outer},
         "decoder.layers.{}.",
@@ -62,17 +62,17 @@ INERT = {"dropout", "activation_dropout", "classifier_dropout", "classif_dropout
          "static_position_embeddings", "extra_pos_embeddings"}  # fmt: skip
 AGAIN = {"num_hidden_layers": "encoder_layers"}
 EPS = 1e-5
-OFFSET = 2  # rows before that of position 0
+OFFSET = 2  # rows before the row of position 0
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     positions = Positions(size(raw, "max_position_embeddings"), OFFSET)
     return spec_of(raw, positions, Norm("layer", EPS, bias=True))
 
 
 def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapping[str, str] | None = None) -> Spec:
-    """Return a model of layers as BART's. again: more keys that repeat others. Raises UnsupportedModel for unknown."""
+    """Return the spec of a model with BART's layers. again: more keys that repeat others. Raises as `read`."""
     norms = {"normalize_before": False, "normalize_embedding": embed_norm is not None, "add_final_layer_norm": False}
     for key, wanted in norms.items():
         configs.require(raw.get(key, wanted) is wanted, raw, key, str(wanted).lower())
@@ -111,14 +111,14 @@ def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapp
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    ids = {"pad_token_id": 1, "decoder_start_token_id": 2}  # of all that are published
+    """Return the config.json of a spec."""
+    ids = {"pad_token_id": 1, "decoder_start_token_id": 2}  # in all published checkpoints
     return {"architectures": ["BartForConditionalGeneration"], **sizes_of(spec), **ids}
 
 
 def sizes_of(spec: Spec) -> dict[str, Any]:
-    """Return what config.json says of layers as BART's."""
-    found: dict[str, Any] = {
+    """Return the keys of config.json for BART's layers."""
+    raw: dict[str, Any] = {
         "model_type": spec.model_type,
         "is_encoder_decoder": True,
         "vocab_size": spec.vocab_size,
@@ -127,9 +127,9 @@ def sizes_of(spec: Spec) -> dict[str, Any]:
         "scale_embedding": spec.embed_scale != 1,
         "tie_word_embeddings": spec.tied,
     }
-    for part, own in zip(PARTS, (spec.encoder or spec, spec), strict=True):
-        mlp, a = own.blocks[-1].mlp or Mlp(1), own.blocks[-1].attention or Attention(1, 1, 1)
-        found[f"{part}_layers"] = own.num_layers // (2 if part == "decoder" else 1)
-        found[f"{part}_ffn_dim"], found[f"{part}_attention_heads"] = mlp.size, a.heads
-        found["activation_function"] = next(name for name, act in ACTS.items() if act == mlp.act)
-    return found
+    for part, side in zip(PARTS, (spec.encoder or spec, spec), strict=True):
+        mlp, a = side.blocks[-1].mlp or Mlp(1), side.blocks[-1].attention or Attention(1, 1, 1)
+        raw[f"{part}_layers"] = side.num_layers // (2 if part == "decoder" else 1)
+        raw[f"{part}_ffn_dim"], raw[f"{part}_attention_heads"] = mlp.size, a.heads
+        raw["activation_function"] = next(name for name, act in ACTS.items() if act == mlp.act)
+    return raw

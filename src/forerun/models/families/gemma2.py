@@ -1,6 +1,6 @@
-"""Gemma 2 (google/gemma-2-2b, -9b, -27b): norms behind both parts too, caps of scores and logits, windows in turn.
+"""Gemma 2 (google/gemma-2-2b, -9b, -27b): norms also behind both parts, capped scores and logits, alternating windows.
 
-The first layer and every second after it have a window. Norms are multiplied by one more than is stored, and embeddings
+The first layer and every second after it have a window. Norms add 1 to their stored weights, and embeddings are scaled
 by the square root of their width.
 """
 
@@ -25,7 +25,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """llama.cpp's files leave out the scale of scores: that of a head's size, but in the one model of 46 layers."""
+    """Add the scale of scores, which llama.cpp's files leave out: by head size, except in the model of 46 layers."""
     of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
     scalar = of_rows if own.get("block_count") == 46 else own.get("attention.key_length", 256)
     return {"query_pre_attn_scalar": scalar, "sliding_window": own.get("attention.sliding_window")}
@@ -43,7 +43,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS, AGAIN, nullable=CAPS)
     for key in ("hidden_activation", "hidden_act"):
         configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
@@ -70,9 +70,9 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    found = [block.attention for block in spec.blocks if block.attention is not None]
-    a, windows = found[0], [own.window for own in found]
+    """Return the config.json of a spec."""
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
+    a, windows = attentions[0], [layer.window for layer in attentions]
     return {
         **configs.usual_config(spec, "Gemma2ForCausalLM"),
         **configs.rope_config(a.rope),

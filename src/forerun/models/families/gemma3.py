@@ -1,4 +1,4 @@
-"""Gemma 3 as published from 4B on, which sees images: the text model in it alone."""
+"""Gemma 3 as published from 4B on, with vision: only its text model is read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ NAMES = nested(gemma3_text.NORMS.values(), beside=("vision_tower", "multi_modal_
 KEYS = {"model_type", "text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
         "image_token_index", "boi_token_id", "eoi_token_id", "image_token_id", "tie_word_embeddings", "torch_dtype",
         "dtype"}  # fmt: skip
-# What published files leave out of text_config.
+# Keys that published files leave out of text_config.
 USUAL = {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": True}
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     configs.refuse_unknown(raw, KEYS)
     text = configs.text_part(raw, USUAL)
     configs.require(text["model_type"] == "gemma3_text", text, "model_type", "'gemma3_text' in text_config")
-    cap = gemma3_text.CAP  # which transformers leaves out here and computes in the text model by itself
+    cap = gemma3_text.CAP  # transformers ignores it here, and computes it in the text model by itself
     configs.require(text.get(cap) is None, text, cap, "null in text_config")
     return gemma3_text.read(text)
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return gemma3_text.write(spec)

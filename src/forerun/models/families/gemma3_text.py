@@ -1,7 +1,7 @@
-"""Gemma 3 of text (google/gemma-3-270m, -1b): norms behind both parts too, GELU, a window in five of six layers.
+"""Text models of Gemma 3 (google/gemma-3-270m, -1b): norms also behind both parts, GELU, windows in five of six layers.
 
-Windowed layers and the others have rotary positions of their own. Norms are multiplied by one more than is stored, and
-embeddings by the square root of their width.
+Windowed layers and the others have different rotary positions. Norms add 1 to their stored weights, and embeddings are
+scaled by the square root of their width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "head_dim":
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """llama.cpp's files leave out the scale of scores: that of a head's size, but in the one model of 62 layers."""
+    """Add the scale of scores, which llama.cpp's files leave out: by head size, except in the model of 62 layers."""
     of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
     scalar = of_rows if own.get("block_count") == 62 else own.get("attention.key_length", 256)
     return {"query_pre_attn_scalar": scalar, "sliding_window": own.get("attention.sliding_window")}
@@ -44,7 +44,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS)
     for key in ("hidden_activation", "hidden_act"):
         configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
@@ -72,17 +72,17 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    found = [block.attention for block in spec.blocks if block.attention is not None]
-    ropes = {LAYER_KINDS[a.window is not None]: a.rope for a in found if a.rope is not None}
+    """Return the config.json of a spec."""
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
+    ropes = {LAYER_KINDS[a.window is not None]: a.rope for a in attentions if a.rope is not None}
     turned = {kind: {"rope_theta": r.theta, **(configs.rope_scaling(r) or {})} for kind, r in ropes.items()}
     return {
         **configs.usual_config(spec, "Gemma3ForCausalLM"),
         "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": found[0].o_bias,
+        "attention_bias": attentions[0].o_bias,
         "rope_parameters": turned,
-        "layer_types": [LAYER_KINDS[a.window is not None] for a in found],
-        "sliding_window": next((a.window for a in found if a.window is not None), None),
-        "query_pre_attn_scalar": configs.whole((found[0].scale or 0.0625) ** -2),
+        "layer_types": [LAYER_KINDS[a.window is not None] for a in attentions],
+        "sliding_window": next((a.window for a in attentions if a.window is not None), None),
+        "query_pre_attn_scalar": configs.whole((attentions[0].scale or 0.0625) ** -2),
         CAP: spec.logit_softcap,
     }

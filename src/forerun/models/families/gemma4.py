@@ -1,4 +1,4 @@
-"""Gemma 4 as published, which sees images, or hears as well: the text model in it alone."""
+"""Gemma 4 as published, with vision, or vision and audio: only its text model is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = {"model_type", "text_config", "vision_config", "audio_config", "tie_word_
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     configs.refuse_unknown(raw, KEYS)
     text = configs.text_part(raw, {"model_type": "gemma4_text", "tie_word_embeddings": True})
     configs.require(text["model_type"] == "gemma4_text", text, "model_type", "'gemma4_text' in text_config")
@@ -33,5 +33,5 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return gemma4_text.write(spec)

@@ -1,8 +1,8 @@
-"""The assistants of Gemma 4 (google/gemma-4-E2B-it-assistant and others), drafters that have no keys of their own.
+"""The assistants of Gemma 4 (google/gemma-4-E2B-it-assistant and others), drafters without keys and values.
 
-Their blocks are Gemma 4's, and each reads the keys and values of the last of its target's layers that sees as far. What
-they begin with is made of the embedding and the row of the target's last token, and what they leave is made as wide as
-the target's rows again. They are no models by themselves: the drafter `assistant` runs them.
+Their blocks are Gemma 4's, and each reads the keys and values of the target's last layer of the same kind. Their input
+is made from the embedding and the hidden state of the target's last token, and their output is projected to the width
+of the target's rows. They are no models by themselves: the drafter `assistant` runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.models.configs import Raw, flag, size
 from forerun.models.families import gemma4_text
 from forerun.models.naming import Names, Own
 
-RUN_BY = "assistant"  # which runs such checkpoints: they are no models by themselves
+RUN_BY = "assistant"  # the drafter that runs such checkpoints, which are no models by themselves
 WIDTH, ORDERED, GROUPS, TAKEN = (
     "backbone_hidden_size",
     "use_ordered_embeddings",
@@ -30,7 +30,7 @@ KEYS = {"model_type", "text_config", "tie_word_embeddings", "torch_dtype", "dtyp
         WIDTH, ORDERED, GROUPS, TAKEN}  # fmt: skip
 USUAL = {WIDTH: 1536, ORDERED: False, GROUPS: 2048, TAKEN: 32}
 TEXTS = ("gemma4_text", "gemma4_unified_text")
-HEADS = "masked_embedding."  # tensors that say which rows of the LM head are worth a look
+HEADS = "masked_embedding."  # tensors that choose promising rows of the LM head
 OUTER_NAMES = {"model.embed_tokens": "lm_head", "lm_head": "lm_head", "model.norm": "model.norm",
                "pre_projection": "fc", "post_projection": "output"}  # fmt: skip
 NAMES = Names(
@@ -39,7 +39,7 @@ NAMES = Names(
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """llama.cpp's files are Gemma 4's without keys and values, and say how wide the target's rows are."""
+    """Return Gemma 4's keys without keys and values, and the width of the target's rows."""
     width, num, heads = (own.get(key) for key in ("embedding_length_out", "block_count", "attention.head_count_kv"))
     if type(width) is not int or type(num) is not int or not 0 < num <= len(tensors):
         raise UnsupportedModel(
@@ -66,11 +66,11 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec, whose blocks read what another model keeps for them. Raises UnsupportedModel."""
+    """Read config.json into a spec whose blocks read another model's KV cache. Raises UnsupportedModel."""
     if "text_config" in raw:
         configs.refuse_unknown(raw, KEYS)
         text = configs.text_part(raw, {"model_type": TEXTS[0], "tie_word_embeddings": True})
-    else:  # of a GGUF file, which has no such part
+    else:  # from a GGUF file, which has no such part
         text = {key: value for key, value in raw.items() if key != WIDTH} | {"model_type": TEXTS[0]}
     c = {**USUAL, **{key: value for key, value in raw.items() if value is not None}}
     configs.require(text["model_type"] in TEXTS, text, "model_type", f"one of {list(TEXTS)} in text_config")
@@ -88,14 +88,14 @@ def read(raw: Raw) -> Spec:
 
 
 def _reader(block: Block, index: int) -> Block:
-    """Return a block of Gemma 4 that reads what another model keeps for it."""
+    """Return a block of Gemma 4 that reads another model's KV cache."""
     assert block.attention is not None
     reads = replace(block.attention, shares_kv_of=index, k_norm=None, v_norm=None, k_is_v=False)
     return replace(block, attention=reads)
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     assert spec.features is not None
     text = {**gemma4_text.write(spec), "model_type": TEXTS[0], "tie_word_embeddings": True}
     text |= {gemma4_text.SHARES: spec.num_layers, "use_double_wide_mlp": False, "vocab_size_per_layer_input": 0}

@@ -1,9 +1,9 @@
-"""Gemma 4 of text (google/gemma-4-31B, -26B-A4B, -E2B, -E4B): Gemma 3 with two sizes of heads, and norms of values.
+"""Text models of Gemma 4 (google/gemma-4-31B, -26B-A4B, -E2B, -E4B): Gemma 3 with two head sizes and norms of values.
 
-Layers with a window have small heads, the others large ones, of which rotary positions turn a part. Scores are not
-scaled. Large heads may have their keys for values, before norm and rotation. The last layers may read the keys and
-values of an earlier one. E2B and E4B have embeddings of each layer, 26B-A4B experts beside each feed-forward part.
-Where transformers and llama.cpp compute the same they are followed alike; neither adds one to the norms' weights.
+Layers with a window have small heads, the others large heads, whose rotary positions turn a part. Scores are not
+scaled. Large heads may use their keys as values, before norm and rotation. The last layers may read the keys and values
+of an earlier layer. E2B and E4B have per-layer embeddings, 26B-A4B has experts beside each feed-forward part.
+Where transformers and llama.cpp agree, this follows both; neither adds one to the norms' weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Filled, Raw, flag, 
 from forerun.models.naming import EXPERTS, INNER, OUTER, ROPE_FREQS, SIZES, Fused, Gguf, Names, Own
 
 FULL, LOCAL = LAYER_KINDS
-NEVER = 1e29  # a factor of rotary frequencies beyond it means that a pair is not turned
+NEVER = 1e29  # a larger factor of rotary frequencies means that the pair is not rotated
 CAP, SHARES = "final_logit_softcapping", "num_kv_shared_layers"
 INPUT, GLOBAL = "hidden_size_per_layer_input", ("global_head_dim", "num_global_key_value_heads")
 OWN_KEYS = {"hidden_activation", "attention_bias", "sliding_window", CAP, SHARES, INPUT, *GLOBAL,
@@ -50,7 +50,7 @@ BARE: Mapping[str, str | Fused] = {
 
 
 def names_at(start: str) -> Names:
-    """Names of the text model's tensors, which begin with `start`."""
+    """Return the names of the text model's tensors, which begin with `start`."""
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm", *OUTER_INPUTS)}
     inner = {name: name for name in SAME} | {"router.proj": "mlp.gate", **BARE}
     return Names(outer, f"{start}layers.{{}}.", inner, bare=frozenset(BARE))
@@ -64,9 +64,9 @@ def _by_layer(value: Any, num: int) -> list[Any]:
 
 
 def _turned_part(own: Own) -> float:
-    """The share of a head that is turned: pairs whose frequency is divided by 1, where others have a huge factor."""
-    found = own.get(ROPE_FREQS)
-    factors: list[float] = found if isinstance(found, list) else []
+    """Return the rotated share of a head: the pairs whose frequency factor is 1, where the others' is huge."""
+    stored = own.get(ROPE_FREQS)
+    factors: list[float] = stored if isinstance(stored, list) else []
     num = sum(factor == 1 for factor in factors)
     if not num or not all(type(factor) is float and factor >= NEVER for factor in factors[num:]):
         raise UnsupportedModel(
@@ -76,13 +76,13 @@ def _turned_part(own: Own) -> float:
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """llama.cpp's files have heads, their sizes and windows by layer, and large heads in the usual keys."""
+    """Return further keys of config.json: llama.cpp lists heads and windows by layer, large heads under usual keys."""
     num, shared = own.get("block_count"), own.get("attention.shared_kv_layers", 0)
     local = own.get("attention.sliding_window_pattern")
     if type(num) is not int or type(shared) is not int or not isinstance(local, list) or len(local) != num:
         raise UnsupportedModel("a GGUF file of gemma4 has no list of its layers with a window: fetch it again")
     heads, sizes = (_by_layer(own.get(key), num) for key in ("attention.head_count_kv", "feed_forward_length"))
-    if not len(heads) == len(sizes) == num > shared >= 0 or not all(type(found) is int for found in (*heads, *sizes)):
+    if not len(heads) == len(sizes) == num > shared >= 0 or not all(type(num) is int for num in (*heads, *sizes)):
         raise UnsupportedModel("a GGUF file of gemma4 has no numbers of heads or sizes of its layers: fetch it again")
     of = {bool(is_local): count for is_local, count in zip(local, heads, strict=False)}
     wide = [sizes[0] * 2 if sizes[-1] != sizes[0] and i >= num - shared else sizes[0] for i in range(num)]
@@ -158,7 +158,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, (SHARED_KEYS - {*configs.TURNED}) | OWN_KEYS, DEFAULTS)
     for key in ("hidden_activation", "hidden_act"):
         configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
@@ -214,7 +214,7 @@ def _layer_input(raw: Raw, c: Raw, norm: Norm) -> LayerInput | None:
 
 
 def _heads(c: Filled, i: int, kind: str) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the size of each, of a layer."""
+    """Return the number of query heads, of key-value heads, and the head size of a layer."""
     given = c.get("per_layer_config")
     fits = given is None or (isinstance(given, Mapping) and all(str(key).isdecimal() for key in given))
     configs.require(fits, c, "per_layer_config", "a mapping of numbers of layers")
@@ -236,16 +236,16 @@ def _rope(c: Filled, kind: str, head_dim: int) -> Rope:
     configs.require(
         fits and not c.get("rope_scaling"), c, "rope_parameters", f"a mapping for each of {list(LAYER_KINDS)}"
     )
-    own = {key: value for key, value in given[kind].items() if value is not None}
-    if own.get("rope_type") != "proportional":
-        return configs.read_rope({"rope_theta": ROPES[kind]["rope_theta"], **own}, c)
+    rope = {key: value for key, value in given[kind].items() if value is not None}
+    if rope.get("rope_type") != "proportional":
+        return configs.read_rope({"rope_theta": ROPES[kind]["rope_theta"], **rope}, c)
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
-    configs.require(own.keys() <= known, {"rope_parameters": own}, "rope_parameters", f"of the keys {sorted(known)}")
-    own = {"rope_theta": ROPES[kind]["rope_theta"], "partial_rotary_factor": 1.0, "factor": 1.0, **own}
-    dims = 2 * int(number(own, "partial_rotary_factor") * head_dim // 2)
-    configs.require(dims > 0, own, "partial_rotary_factor", f"at least a pair of a head's {head_dim}")
+    configs.require(rope.keys() <= known, {"rope_parameters": rope}, "rope_parameters", f"of the keys {sorted(known)}")
+    rope = {"rope_theta": ROPES[kind]["rope_theta"], "partial_rotary_factor": 1.0, "factor": 1.0, **rope}
+    dims = 2 * int(number(rope, "partial_rotary_factor") * head_dim // 2)
+    configs.require(dims > 0, rope, "partial_rotary_factor", f"at least a pair of a head's {head_dim}")
     return Rope(
-        number(own, "rope_theta"), "proportional", number(own, "factor"), dims=None if dims == head_dim else dims
+        number(rope, "rope_theta"), "proportional", number(rope, "factor"), dims=None if dims == head_dim else dims
     )
 
 
@@ -260,12 +260,12 @@ def _with_experts(block: Block, c: Raw, norm: Norm, hidden: int) -> Block:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    found = [block.attention for block in spec.blocks if block.attention is not None]
-    kinds = [LAYER_KINDS[a.window is not None] for a in found]
-    first = next((a for a in found if a.window is not None), found[0])
-    ropes = {kind: _rope_config(a.rope or Rope(), a.head_dim) for kind, a in zip(kinds, found, strict=True)}
-    own, mlp, experts = spec.layer_input, spec.blocks[0].mlp, spec.blocks[0].experts
+    """Return the config.json of a spec."""
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
+    kinds = [LAYER_KINDS[a.window is not None] for a in attentions]
+    first = next((a for a in attentions if a.window is not None), attentions[0])
+    ropes = {kind: _rope_config(a.rope or Rope(), a.head_dim) for kind, a in zip(kinds, attentions, strict=True)}
+    layer_input, mlp, experts = spec.layer_input, spec.blocks[0].mlp, spec.blocks[0].experts
     raw = {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": spec.model_type,
@@ -279,7 +279,7 @@ def write(spec: Spec) -> Raw:
         "head_dim": first.head_dim,
         "per_layer_config": {
             str(i): {"head_dim": a.head_dim, "num_key_value_heads": a.kv_heads}
-            for i, a in enumerate(found)
+            for i, a in enumerate(attentions)
             if a.window is None
         },
         "rms_norm_eps": (spec.final_norm or Norm()).eps,
@@ -290,10 +290,10 @@ def write(spec: Spec) -> Raw:
         "rope_parameters": {**ROPES, **ropes},
         "layer_types": kinds,
         "sliding_window": first.window or DEFAULTS["sliding_window"],
-        "attention_k_eq_v": any(a.k_is_v for a in found),
-        SHARES: sum(a.shares_kv_of is not None for a in found),
+        "attention_k_eq_v": any(a.k_is_v for a in attentions),
+        SHARES: sum(a.shares_kv_of is not None for a in attentions),
         "use_double_wide_mlp": spec.blocks[-1].mlp != mlp,
-        INPUT: 0 if own is None else own.size,
+        INPUT: 0 if layer_input is None else layer_input.size,
         CAP: spec.logit_softcap,
         "enable_moe_block": experts is not None,
         **configs.UNTRAINED,

@@ -1,4 +1,4 @@
-"""Gemma 4 12B as published, which sees images and hears without towers: the text model in it alone."""
+"""Gemma 4 12B as published, with vision and audio but no towers: only its text model is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = replace(gemma4.NAMES, beside=tuple(f"{start}{part}." for part in PARTS f
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     configs.refuse_unknown(raw, gemma4.KEYS)
     kind = "gemma4_unified_text"
     text = configs.text_part(raw, {"model_type": kind, "tie_word_embeddings": True})
@@ -23,5 +23,5 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return gemma4_unified_text.write(spec)

@@ -1,4 +1,4 @@
-"""The assistants of Gemma 4 12B (google/gemma-4-12B-it-assistant), which are those of the other Gemma 4."""
+"""The assistants of Gemma 4 12B (google/gemma-4-12B-it-assistant), built like the other Gemma 4 assistants."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NAMES, RUN_BY = gemma4_assistant.NAMES, gemma4_assistant.RUN_BY
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     return gemma4_assistant.read(raw)
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     return gemma4_assistant.write(spec)

@@ -1,4 +1,4 @@
-"""Gemma 4 12B of text: Gemma 4 of text without experts, and without embeddings of each layer."""
+"""Text model of Gemma 4 12B: Gemma 4's without experts and per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LACKING = ("enable_moe_block", gemma4_text.INPUT)
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     configs.require(not flag(raw, LACKING[0]), raw, LACKING[0], "false")
     configs.require(not raw.get(LACKING[1]), raw, LACKING[1], "0")
     said = {key: value for key, value in raw.items() if value is not None or key not in USUAL}
@@ -23,6 +23,6 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     raw = {key: value for key, value in gemma4_text.write(spec).items() if key not in LACKING}
     return {**raw, "architectures": ["Gemma4UnifiedForCausalLM"]}

@@ -1,4 +1,4 @@
-"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): norms behind both parts too; half of a head is turned, neighbour pairs.
+"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): norms also behind both parts; half of a head rotates, in neighbour pairs.
 
 Its files join gate and up. The older glm-4-9b-chat-hf is another family, glm, without those norms.
 """
@@ -44,7 +44,7 @@ DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, SHARED_KEYS | {"attention_bias"}, DEFAULTS, nullable={"partial_rotary_factor"})
     full_attention_only(c)
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
@@ -59,7 +59,7 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     a = spec.blocks[0].attention
     assert a is not None
     return {

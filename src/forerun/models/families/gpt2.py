@@ -1,4 +1,4 @@
-"""GPT-2: layer norms, learned positions, biases everywhere, GELU without a gate. Its files join and turn matrices."""
+"""GPT-2: layer norms, learned positions, biases everywhere, plain GELU. Its files join and transpose matrices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ USUAL = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_posit
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     hidden, heads, num = size(c, "n_embd"), size(c, "n_head"), size(c, "n_layer")
     configs.require(hidden % heads == 0, c, "n_head", f"a divisor of {hidden}")
@@ -77,7 +77,7 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     first = spec.blocks[0]
     mlp, norm, a = first.mlp or Mlp(1), spec.final_norm or Norm(), first.attention or Attention(1, 1, 1)
     scales = [block.attention.scale for block in spec.blocks if block.attention is not None]

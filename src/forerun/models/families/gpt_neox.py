@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: both parts of a layer read the same rows; a quarter of each head is turned.
+"""GPT-NeoX and Pythia: both parts of a layer read the same rows; a quarter of each head is rotated.
 
 Layer norms, biases everywhere, GELU without a gate. Files join q, k and v head by head.
 """
@@ -73,7 +73,7 @@ NAMED_HERE = dict(zip(configs.TURNED, ("rotary_emb_base", "rotary_pct"), strict=
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, KEYS | INERT, DEFAULTS)
     configs.require(c["hidden_act"] in list(ACTS), c, "hidden_act", f"one of {list(ACTS)}")
     heads, kv_heads, head_dim = configs.head_sizes(c)
@@ -89,7 +89,7 @@ def read(raw: Raw) -> Spec:
 
 
 def _rope(c: Filled, head_dim: int) -> Rope:
-    """Rotary positions; the names that other families have for them are no more than copies here."""
+    """Return the rotary positions; other families' names for them are only copies here."""
     rope = configs.rope_of(c, head_dim, NAMED_HERE)
     said = c.get("rope_scaling") or c.get("rope_parameters") or {}
     for ours, theirs in NAMED_HERE.items():
@@ -98,7 +98,7 @@ def _rope(c: Filled, head_dim: int) -> Rope:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     first = spec.blocks[0]
     mlp, norm, a = first.mlp or Mlp(1), spec.final_norm or Norm(), first.attention or Attention(1, 1, 2)
     rope = configs.rope_config(a.rope, a.head_dim)

@@ -1,8 +1,8 @@
 """gpt-oss (gpt-oss-20b, -120b): experts with biases, a sink in each head's scores, and windows in every other layer.
 
-A row takes the experts of the largest scores, whose softmax their shares are. Gate and up of an expert are bounded, and
-their rows stand in turn. The frequencies of YaRN are not rounded to whole dimensions, as in transformers; llama.cpp
-rounds them.
+A row takes the experts with the largest scores, weighted by the softmax of these. Gate and up of an expert are clamped,
+and their rows alternate. As in transformers, YaRN's frequencies are not rounded to whole dimensions; llama.cpp rounds
+them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ BARE: dict[str, str | Fused] = {
     "mlp.experts.gate_up_proj_bias.{}": Fused(PARTS, in_turn=True),
     "mlp.experts.down_proj.{}": Fused(("mlp.experts.{}.down_proj",), transposed=True),
     "mlp.experts.down_proj_bias.{}": "mlp.experts.{}.down_proj",
-    "mlp.experts.gate_up_proj_blocks.{}": Fused(PARTS, in_turn=True),  # of MXFP4, stored as outputs x inputs
+    "mlp.experts.gate_up_proj_blocks.{}": Fused(PARTS, in_turn=True),  # MXFP4, stored as outputs x inputs
     "mlp.experts.down_proj_blocks.{}": "mlp.experts.{}.down_proj",
 }
 NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=frozenset(BARE))
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """A file without a kind of scaling has none, where a config.json has YaRN. Its windows are in the usual layers."""
+    """Add windows in the usual layers, and plain rotary positions where a file sets no scaling; the default is YaRN."""
     kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor", 1)
     is_plain = kind == "none" or (kind == "linear" and factor == 1)
     rope = {"rope_type": "default"} if is_plain else None
@@ -60,7 +60,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = Filled(raw, DEFAULTS)
     for key, value in ((LIMIT, BOUND), (ALPHA, GAIN)):
         configs.require(c.get(key, value) == value, c, key, f"{value}, which is what is computed")
@@ -91,8 +91,8 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    found = [block.attention for block in spec.blocks if block.attention is not None]
+    """Return the config.json of a spec."""
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
     blocks = [block if (a := block.attention) is None else replace(block, attention=replace(a, sinks=False))
               for block in spec.blocks]  # fmt: skip
     dense, experts = without_experts(replace(spec, blocks=tuple(blocks)))
@@ -104,7 +104,7 @@ def write(spec: Spec) -> Raw:
         NUM: experts.num,
         PER_TOKEN: experts.chosen,
         LIMIT: BOUND,
-        "attention_bias": found[0].o_bias,
-        "layer_types": [LAYER_KINDS[a.window is not None] for a in found],
-        "sliding_window": next((a.window for a in found if a.window is not None), DEFAULTS["sliding_window"]),
+        "attention_bias": attentions[0].o_bias,
+        "layer_types": [LAYER_KINDS[a.window is not None] for a in attentions],
+        "sliding_window": next((a.window for a in attentions if a.window is not None), DEFAULTS["sliding_window"]),
     }

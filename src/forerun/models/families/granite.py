@@ -1,4 +1,4 @@
-"""Granite 3 (dense): Llama with four numbers more, of embeddings, scores, what each part adds, and logits."""
+"""Granite 3 (dense): Llama with four multipliers, for embeddings, scores, the output of each part, and logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
     honoured = {"attention_bias", "mlp_bias", *SCALES}
@@ -51,7 +51,7 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     first = spec.blocks[0]
     a, mlp = first.attention, first.mlp
     assert a is not None

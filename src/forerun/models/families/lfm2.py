@@ -1,7 +1,7 @@
 """LFM2 (LFM2-350M, -1.2B, -2.6B): most layers are short convolutions between two gates, the others attention.
 
-Older files say how wide a feed-forward part is by a number that two thirds are taken of, and which layers have
-attention by their numbers. The norm behind the last layer is called that of the embedding.
+Older files give the feed-forward width before it is cut to two thirds, and list the layers with attention by number.
+The norm behind the last layer is called `embedding_norm`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names, Own
 FULL, CONV = "full_attention", "conv"
 NUMBERS, LENGTH, BIAS = "full_attn_idxs", "conv_L_cache", "conv_bias"
 ADJUSTS, TIMES, MULTIPLE = "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"
-# Keys that say again what another one does -> that one.
+# Keys that repeat another key -> that key.
 AGAIN = {"block_norm_eps": "norm_eps", "rms_norm_eps": "norm_eps", "conv_dim": "hidden_size",
          "conv_dim_out": "hidden_size", "block_dim": "hidden_size", "num_heads": "num_attention_heads"}  # fmt: skip
-# What is always so, and how weights began before training.
+# Keys with only one possible value; and keys about weights before training.
 FIXED = ("block_use_swiglu", "use_pos_enc")
 UNREAD = {"block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"}
 CONV_KEYS = {"norm_eps", NUMBERS, LENGTH, BIAS, "tie_embedding", "theta", *FIXED, *UNREAD}
@@ -67,7 +67,7 @@ GGUF_KEYS = {
 
 
 def conv_keys(kind: str, own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return what a GGUF file says of its layers, by their tensors."""
+    """Return the config.json keys for layers, from the tensors of a GGUF file."""
     num = own.get("block_count")
     if type(num) is not int or not 0 < num <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -88,7 +88,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     if "block_ff_dim" in c:
         configs.agree(c, "intermediate_size", c["block_ff_dim"], "block_ff_dim")
@@ -110,7 +110,7 @@ def _feed_forward_size(c: Filled) -> int:
 
 
 def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
-    """Return config.json with its usual values; what it says of what is always so is checked."""
+    """Return config.json with usual values, after a check of the keys in FIXED."""
     c = configs.understood(raw, (SHARED_KEYS - {"rms_norm_eps"}) | set(own), usual, AGAIN, nullable={TIMES})
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
     for key in FIXED:
@@ -119,7 +119,7 @@ def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
 
 
 def layer_kinds(c: Filled) -> list[str]:
-    """Return the kind of each layer, by name, or by the numbers of those with attention; all have it where none is."""
+    """Return the kind of each layer, from `layer_types` or the attention layers' numbers; without both all are full."""
     num = size(c, "num_hidden_layers")
     numbers = c.get(NUMBERS, list(range(num)))
     fits = isinstance(numbers, list) and all(type(i) is int and 0 <= i < num for i in numbers)
@@ -135,7 +135,7 @@ def layer_kinds(c: Filled) -> list[str]:
 
 
 def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
-    """Return a model of layers of both kinds. fed: the feed-forward part or the experts of each layer, as a block."""
+    """Return the spec of a model with both kinds of layers. fed: a layer's feed-forward part or experts, as a block."""
     heads, eps, rope = configs.head_sizes(c), number(c, "norm_eps"), configs.rope_of(c)
     configs.agree(c, "theta", rope.theta, "rope_theta")
     norm, per_head = Norm(eps=eps), Norm(eps=eps, span="head")
@@ -163,7 +163,7 @@ def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 
 
 def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return config.json of a model of layers of both kinds, without its feed-forward parts."""
+    """Return config.json of a model with both kinds of layers, without its feed-forward parts."""
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = Recurrence("short_conv", 3)
     r = next((block.recurrence for block in spec.blocks if block.recurrence is not None), usual)
@@ -190,7 +190,7 @@ def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json, with the width of a feed-forward part as it is."""
+    """Return the config.json of a spec, with the actual feed-forward width."""
     mlp = spec.blocks[0].mlp
-    own = {"intermediate_size": 0 if mlp is None else mlp.size, ADJUSTS: False}
-    return {**convolved_config(spec, "Lfm2ForCausalLM"), **own}
+    width = {"intermediate_size": 0 if mlp is None else mlp.size, ADJUSTS: False}
+    return {**convolved_config(spec, "Lfm2ForCausalLM"), **width}

@@ -1,7 +1,7 @@
 """LFM2 with experts (LFM2-8B-A1B): behind the first layers a row takes a few of many small feed-forward parts.
 
-The scores of experts are sigmoids. A stored number is added to each for the choice alone, and the shares of the chosen
-ones are their scores without it.
+The scores of experts are sigmoids. A stored bias is added for the choice alone; chosen experts are weighted by their
+scores without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SIGMOID = 2  # expert_gating_func
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Files may leave out that shares add to 1, which they always do in llama.cpp."""
+    """Add that shares sum to 1, which files may leave out and llama.cpp always does."""
     if own.get("expert_gating_func") != SIGMOID:
         raise UnsupportedModel(
             f"a GGUF file of lfm2moe sets expert_gating_func={own.get('expert_gating_func')!r:.80}, which forerun does "
@@ -72,7 +72,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp, experts = Mlp(size(c, "intermediate_size")), _experts_of(c)
     num_dense = size(c, NUM_DENSE, least=0)
@@ -93,7 +93,7 @@ def _experts_of(c: Filled) -> Experts:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     dense, experts = without_experts(spec)
     mlp = dense.blocks[0].mlp
     num_dense = next((i for i, block in enumerate(spec.blocks) if block.experts is not None), spec.num_layers)

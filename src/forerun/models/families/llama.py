@@ -11,7 +11,7 @@ from forerun.models.naming import Gguf, Own, has_bias
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Files of Mistral have the same architecture: a sliding window makes one of it."""
+    """Add biases and the window. Files of Mistral have the same architecture; a sliding window marks them."""
     window = own.get("attention.sliding_window")
     kind = {"model_type": "mistral", "sliding_window": window} if window else {}
     biases = {"attention_bias": has_bias(tensors, "attn_q"), "mlp_bias": has_bias(tensors, "ffn_gate")}
@@ -22,7 +22,7 @@ GGUF = Gguf("llama", more=_more, turned=True)
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
     defaults, honoured = {"max_position_embeddings": 2048}, {"attention_bias", "mlp_bias"}
@@ -30,6 +30,6 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    own = Plain.of(spec)
-    return {**plain_config(spec, "LlamaForCausalLM"), "attention_bias": own.o_bias, "mlp_bias": own.mlp_bias}
+    """Return the config.json of a spec."""
+    plain = Plain.of(spec)
+    return {**plain_config(spec, "LlamaForCausalLM"), "attention_bias": plain.o_bias, "mlp_bias": plain.mlp_bias}

@@ -1,4 +1,4 @@
-"""Marian: translation models (Opus-MT). BART's layers with positions of sines, and no norm of embeddings."""
+"""Marian: translation models (Opus-MT). BART's layers with sinusoidal positions, and no norm of embeddings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ AGAIN = {"decoder_vocab_size": "vocab_size"}
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     configs.require(raw.get(SHARES, True) is True, raw, SHARES, "true")
     positions = Positions(size(raw, "max_position_embeddings"), kind="sinusoidal")
     return bart.spec_of({key: value for key, value in raw.items() if key != SHARES}, positions, None, AGAIN)
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    last = spec.vocab_size - 1  # pads, and begins a text, in all that are published
+    """Return the config.json of a spec."""
+    last = spec.vocab_size - 1  # pads, and begins a text, in all published checkpoints
     ids = {"pad_token_id": last, "decoder_start_token_id": last}
     return {"architectures": ["MarianMTModel"], **bart.sizes_of(spec), **ids}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, plain_config, plain_spec, same_window, size
 
-DEFAULT_WINDOW = 4096  # tokens; what the first release meant by leaving the key out. null = no window
+DEFAULT_WINDOW = 4096  # tokens; the first release's window, whose config leaves the key out. null = no window
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     window = DEFAULT_WINDOW
     is_off = raw.get("sliding_window", window) is None
     per_layer = same_window(raw, None if is_off else size({"sliding_window": window, **raw}, "sliding_window"))
@@ -18,6 +18,6 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     windows = Plain.of(spec).windows
     return {**plain_config(spec, "MistralForCausalLM"), "sliding_window": windows[0] if windows else None}

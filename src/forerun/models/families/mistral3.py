@@ -1,4 +1,4 @@
-"""Mistral Small 3.1, Ministral 3 and their kin as published, which see images: the text model in them alone."""
+"""Mistral Small 3.1, Ministral 3 and their kin as published, with vision: only their text model is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = ("mistral", "ministral3")
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     configs.refuse_unknown(raw, KEYS)
     text = configs.text_part(raw, {"model_type": "mistral"})
     configs.require(text["model_type"] in TEXTS, text, "model_type", f"one of {list(TEXTS)} in text_config")
@@ -24,5 +24,5 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return family(spec.model_type).write(spec)

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts. A row takes the two of the largest scores, whose softmax their shares are."""
+"""Mixtral: Mistral with experts. A row takes the two with the largest scores, weighted by the softmax of these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = Names(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     full_attention_only(raw)
     c = Filled(raw, {NUM: 8, PER_TOKEN: 2})
     num = size(c, "num_hidden_layers")
@@ -38,9 +38,9 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    dense, found = without_experts(spec)
+    """Return the config.json of a spec."""
+    dense, experts = without_experts(spec)
     attention = spec.blocks[0].attention
     window = None if attention is None else attention.window
-    own: dict[str, Any] = {NUM: found.num, PER_TOKEN: found.chosen, "sliding_window": window}
-    return {**plain_config(dense, "MixtralForCausalLM"), **own}
+    keys: dict[str, Any] = {NUM: experts.num, PER_TOKEN: experts.chosen, "sliding_window": window}
+    return {**plain_config(dense, "MixtralForCausalLM"), **keys}

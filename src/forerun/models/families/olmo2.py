@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms behind its parts instead of before them, and over all of q and of k at once."""
+"""OLMo 2: Llama with norms behind its parts instead of before them, and norms over all heads of q and k at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GGUF = Gguf("olmo2", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     full_attention_only(raw)
     bias = flag(raw, "attention_bias")
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
@@ -38,8 +38,8 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     a = spec.blocks[0].attention
     assert a is not None
-    own = {**configs.UNPADDED, "hidden_act": "silu", "attention_bias": a.o_bias}
-    return {**configs.usual_config(spec, "Olmo2ForCausalLM"), **configs.rope_config(a.rope), **own}
+    more = {**configs.UNPADDED, "hidden_act": "silu", "attention_bias": a.o_bias}
+    return {**configs.usual_config(spec, "Olmo2ForCausalLM"), **configs.rope_config(a.rope), **more}

@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama whose files join q, k and v, and gate and up.
 
-Phi-4-mini turns three quarters of a head. Long contexts have longrope's two lists of factors: see `blocks.reaching` for
-which of them a model has.
+Phi-4-mini rotates three quarters of a head. Long contexts have longrope's two lists of factors; `blocks.reaching`
+chooses one for a model.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ GGUF = Gguf(
     names=Names(OUTER, "blk.{}.", {**INNER, "attn_qkv": QKV, "ffn_up": GATE_UP}),
     turned_part="partial_rotary_factor",
 )
-CODE = "modeling_phi3.Phi3ForCausalLM"  # what published checkpoints bring along is what transformers has
+CODE = "modeling_phi3.Phi3ForCausalLM"  # the class in published checkpoints is the same as in transformers
 TRAINED = "original_max_position_embeddings"
 OWN_KEYS = frozenset({"sliding_window", TRAINED, "full_attn_mod", "interpolate_factor"})
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     for key in ("full_attn_mod", "interpolate_factor"):
         configs.require(raw.get(key, 1) in (1, None), raw, key, "1")
     window = None if raw.get("sliding_window") is None else size(raw, "sliding_window")
@@ -44,7 +44,7 @@ def read(raw: Raw) -> Spec:
 
 
 def _renamed(raw: Raw) -> Raw:
-    """Longrope was called su; the length of training stands beside the rotary positions, and is what counts."""
+    """Rename su and yarn to longrope, with the trained length that stands beside the rotary positions."""
     changed = dict(raw)
     trained = 4096 if raw.get(TRAINED) is None else raw[TRAINED]
     for key in ("rope_parameters", "rope_scaling"):
@@ -60,10 +60,10 @@ def _renamed(raw: Raw) -> Raw:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json. Rotary positions are said as files of every version of transformers say them."""
-    own = Plain.of(spec)
+    """Return the config.json of a spec, with rotary positions that every version of transformers reads."""
+    plain = Plain.of(spec)
     raw = plain_config(spec, "Phi3ForCausalLM")
-    trained = own.rope.original_max_positions if own.rope.kind == "longrope" else spec.max_positions
+    trained = plain.rope.original_max_positions if plain.rope.kind == "longrope" else spec.max_positions
     if scaling := raw["rope_scaling"]:
         is_usual = scaling.get("factor") == spec.max_positions / trained
         kept = ("short_factor", "long_factor", *([] if is_usual else ["factor"]), "attention_factor")
@@ -72,6 +72,6 @@ def write(spec: Spec) -> Raw:
         **raw,
         **configs.UNPADDED,
         TRAINED: trained,
-        "partial_rotary_factor": configs.share(own.rope.dims or own.head_dim, own.head_dim),
-        "sliding_window": own.windows[0] if own.windows else None,
+        "partial_rotary_factor": configs.share(plain.rope.dims or plain.head_dim, plain.head_dim),
+        "sliding_window": plain.windows[0] if plain.windows else None,
     }

@@ -10,7 +10,7 @@ from forerun.models.naming import Gguf, Own
 
 
 def window_of(own: Own) -> dict[str, Any]:
-    """What a GGUF file says of a sliding window, in the keys of config.json."""
+    """Return the config.json keys for a GGUF file's sliding window."""
     window = own.get("attention.sliding_window")
     keys = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
     return {**keys, "hidden_act": "silu"}
@@ -21,18 +21,18 @@ WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_lay
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     defaults = {"max_position_embeddings": 32768}
     return plain_spec(raw, honoured=WINDOW_KEYS, defaults=defaults, qkv_bias=True, windows=qwen_windows(raw))
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     return {**plain_config(spec, "Qwen2ForCausalLM"), **window_keys(spec)}
 
 
 def qwen_windows(raw: Raw) -> tuple[int | None, ...]:
-    """Per layer: `sliding_window` from layer `max_window_layers` on, where `use_sliding_window` says so at all."""
+    """Return the window of each layer: `sliding_window` from `max_window_layers` on, if `use_sliding_window` is set."""
     window = None
     if flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None:
         window = size({"sliding_window": 4096, **raw}, "sliding_window")
@@ -41,7 +41,7 @@ def qwen_windows(raw: Raw) -> tuple[int | None, ...]:
 
 
 def window_keys(spec: Spec) -> Raw:
-    """The keys that `qwen_windows` reads."""
+    """Return the keys that `qwen_windows` reads."""
     windows = Plain.of(spec).windows or (None,) * spec.num_layers
     kinds = [LAYER_KINDS[window is not None] for window in windows]
     first = next((i for i, window in enumerate(windows) if window is not None), spec.num_layers)

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts (Qwen1.5-MoE-A2.7B): one more expert, behind a gate of its own, counts for every row."""
+"""Qwen 1.5 and 2 with experts (Qwen1.5-MoE-A2.7B): a shared expert with a separate gate counts for every row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARED = "shared_expert_intermediate_size"
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Older files leave out the size of the shared expert: it is the usual one of a feed-forward part."""
+    """Add the shared expert's size, which older files leave out: the feed-forward size."""
     size = own.get("expert_shared_feed_forward_length", own.get("feed_forward_length"))
     return {**window_of(own), SHARED: size}
 
@@ -33,7 +33,7 @@ GGUF = Gguf("qwen2moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     given = raw.get("layer_types") is not None or not flag(raw, "use_sliding_window")
     require(given, raw, "use_sliding_window", "false where layer_types does not say which layers have a window")
     spec = plain_spec(
@@ -50,14 +50,14 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    dense, found = without_experts(spec)
-    shared = found.mlp.size if found.shared is None else found.shared.size
+    """Return the config.json of a spec."""
+    dense, experts = without_experts(spec)
+    shared = experts.mlp.size if experts.shared is None else experts.shared.size
     attention = spec.blocks[0].attention
     return {
         **plain_config(dense, "Qwen2MoeForCausalLM"),
         **window_keys(dense),
-        **expert_keys(spec, found),
+        **expert_keys(spec, experts),
         SHARED: shared,
         "qkv_bias": attention is not None and attention.qkv_bias,
     }

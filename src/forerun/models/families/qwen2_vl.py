@@ -1,6 +1,6 @@
-"""Qwen 2 VL, which sees images and videos: the text model in it alone, which is a Qwen 2.
+"""Qwen 2 VL, which sees images and videos: only its text model, which is a Qwen 2.
 
-A token has three positions, and each turns its own section of a head. In a text the three are equal, so that sections
+A token has three positions, and each rotates one section of a head. In a text the three are equal, so that sections
 change nothing, and rotary positions are the usual ones.
 """
 
@@ -26,7 +26,7 @@ THETA = 1e6
 
 
 def sections_of(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """What a GGUF file says of positions and of a sliding window, in the keys of config.json."""
+    """Return the config.json keys for a GGUF file's positions and sliding window."""
     return {**qwen2.window_of(own), SECTIONS: own.get("rope.dimension_sections")}
 
 
@@ -34,9 +34,9 @@ GGUF = Gguf("qwen2vl", more=sections_of, by_more=frozenset({"rope.dimension_sect
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     part = raw.get("text_config")
-    is_tied = flag(raw, TIED) or (isinstance(part, Mapping) and flag(part, TIED))  # as transformers 5 has it
+    is_tied = flag(raw, TIED) or (isinstance(part, Mapping) and flag(part, TIED))  # as in transformers 5
     return text_model({**raw, TIED: is_tied}, USUAL, THETA, _read)
 
 
@@ -47,14 +47,14 @@ def _read(text: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return qwen2.write(spec)
 
 
 def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Spec]) -> Spec:
-    """Read the text model: config.json describes it in text_config, among its other keys as first files do, or in both.
+    """Read the text model, which config.json describes in text_config, among its other keys (as in old files), or both.
 
-    usual, theta: the values that it leaves out. read_text: reads the keys of the text model alone.
+    usual, theta: values of missing keys. read_text: reads the keys of the text model alone.
     """
     kind = f"{raw.get('model_type')}_text"
     beside = {key: value for key, value in raw.items() if key not in {*SEEN, "text_config", "model_type", TIED}}
@@ -75,7 +75,7 @@ def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Sp
 
 
 def _plainly_turned(text: Raw, theta: float) -> Raw:
-    """Return the keys with the rotary positions of text, after a look at their sections."""
+    """Return the keys with the rotary positions of text, after a check of their sections."""
     half = configs.head_sizes(Filled(text, {}))[2] // 2
     ropes = {key: part for key in ROPES if isinstance(part := text.get(key), Mapping)}
     for part in (text, *ropes.values()):

@@ -16,11 +16,11 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 
 
 GGUF = Gguf("qwen3", more=_more)
-NORMED = "use_qk_norm"  # as it always is
+NORMED = "use_qk_norm"  # always true
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     bias = flag(raw, "attention_bias")
     require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     return plain_spec(
@@ -35,6 +35,6 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     bias = Plain.of(spec).o_bias
     return {**plain_config(spec, "Qwen3ForCausalLM"), "attention_bias": bias, **window_keys(spec)}

@@ -1,4 +1,4 @@
-"""Qwen 3.5 with experts as published, which sees images: the text model in it alone."""
+"""Qwen 3.5 with experts as published, with vision: only its text model is read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NAMES = qwen3_5_text.nested_names(qwen3_5_moe_text.MORE, qwen3_5_moe_text.STACKE
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     return read_text(raw, "qwen3_5_moe_text", qwen3_5_moe_text.read)
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return qwen3_5_moe_text.write(spec)

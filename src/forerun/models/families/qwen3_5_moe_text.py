@@ -1,7 +1,7 @@
-"""Qwen 3.5 of text with experts (Qwen3.5-35B-A3B): in place of each feed-forward part many small ones and a shared one.
+"""Text models of Qwen 3.5 with experts (Qwen3.5-35B-A3B): many small feed-forward parts and a shared one in a layer.
 
-A row takes the experts of the largest softmax, whose shares add to 1. Published files have one tensor of all experts,
-those that transformers writes have one of each.
+A row takes the experts with the largest softmax, whose shares sum to 1. Published files have one tensor of all experts,
+files that transformers writes have one of each expert.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     configs.require(c["norm_topk_prob"] is True, c, "norm_topk_prob", "true")
     configs.require(c.get("decoder_sparse_step", 1) == 1, c, "decoder_sparse_step", "1")
@@ -89,5 +89,5 @@ def expert_sizes(spec: Spec) -> dict[str, Any]:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     return {**hybrid_config(spec, "Qwen3_5MoeForCausalLM"), **expert_sizes(spec)}

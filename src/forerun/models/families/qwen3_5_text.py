@@ -1,8 +1,8 @@
-"""Qwen 3.5 of text (Qwen3.5-0.8B to -27B): three of four layers keep a state, the others have a gate behind attention.
+"""Text models of Qwen 3.5 (Qwen3.5-0.8B to -27B): three of four layers are recurrent, the others have gated attention.
 
-The state is that of the gated delta rule, see blocks.Recurrence. A quarter of each head is turned. Norms add 1 to
-their weights, but for the one behind a state. The rows of an attention's gate follow those of its query, head by head.
-Images would have positions of three parts each (mrope); those of texts are equal, and so plain ones.
+The recurrence is the gated delta rule, see blocks.Recurrence. A quarter of each head is rotated. Norms add 1 to their
+weights, except the norm behind a recurrence. Head by head, the rows of an attention's gate follow the query's.
+Images would have positions of three parts each (mrope); for text all three are equal, so they are plain positions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FULL, LINEAR = "full_attention", "linear_attention"
 INTERVAL = "full_attention_interval"
 LINEAR_SIZES = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
                 "linear_value_head_dim")  # fmt: skip
-# How decays and value heads are stored. Published files have the first way, and say nothing of it; what is made of a
-# GGUF file says that it has the other one.
+# How decays and value heads are stored. Published files use the first way without saying so; the config that is made
+# from a GGUF file says that it uses the second.
 DECAY, HEADS = "linear_decay", "linear_value_heads"
 STORED = {DECAY: ("log", "negative"), HEADS: ("grouped", "tiled")}
-# Of the block that guesses further tokens, which is no part of the model.
+# Keys of the multi-token prediction block, which is no part of the model.
 MTP_KEYS = {SAID, "mtp_use_dedicated_embeddings", "num_mtp_layers", "mtp_layer_types"}
-# What published files say of what is always so.
+# Keys of published files with only one possible value, and that value in words.
 FIXED = {"attn_output_gate": (True, "true"), "mamba_ssm_dtype": ("float32", "'float32'"),
          "output_gate_type": ("swish", "'swish'")}  # fmt: skip
 LINEAR_KEYS = {"attention_bias", INTERVAL, *LINEAR_SIZES, *STORED, *MTP_KEYS, *FIXED}
@@ -54,16 +54,16 @@ PARTS = {f"{AT}{name}": f"{AT}{name}" for name in ("in_proj_qkv", "in_proj_z", "
 def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Collection[str] = ()) -> Names:
     """Return the names of the text model's tensors, which begin with `start`.
 
-    more: what its blocks have beside what those of Qwen 3.5 have; bare: those of it that are names of tensors.
+    more: names that its blocks have in addition to Qwen 3.5's; bare: names in `more` that name a tensor, not a module.
     """
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm")}
     usual = {name: name for name in INNER.values() if isinstance(name, str)}
-    inner = {**(more or {}), **usual, **PARTS, **SPECIAL}  # what is first is written
+    inner = {**(more or {}), **usual, **PARTS, **SPECIAL}  # the first of several names is the one to write
     return Names(outer, f"{start}layers.{{}}.", inner, beside=NEXT, bare=frozenset({*BARE, *bare}))
 
 
 def nested_names(more: Mapping[str, str | Fused] | None = None, bare: Collection[str] = ()) -> Names:
-    """Return the names of the tensors of a checkpoint that sees images, of which the text model is read."""
+    """Return the names of the text model's tensors in a checkpoint with vision."""
     plain = names_at("language_model.model.", more, bare)
     return replace(
         plain,
@@ -73,7 +73,7 @@ def nested_names(more: Mapping[str, str | Fused] | None = None, bare: Collection
     )
 
 
-# A text model by itself may have the names that it has inside of one that sees.
+# A text model by itself may keep its names from a checkpoint with vision.
 NAMES = replace(names_at("model."), more=(names_at("model.language_model."),))
 
 GGUF_INNER: Mapping[str, str | Fused] = {
@@ -100,7 +100,7 @@ BY_MORE = frozenset(_BY_MORE.split())
 
 
 def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> dict[str, Any]:
-    """Return what a GGUF file says of states, layers and positions. heads: how its value heads are stored."""
+    """Return the config.json keys for recurrences, layers and positions. heads: how the file stores value heads."""
     whole, further = own.get("block_count"), own.get("nextn_predict_layers", 0)
     if type(whole) is not int or type(further) is not int or not 0 <= further < whole <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -131,9 +131,9 @@ def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> di
 
 
 def heads_of_layers(kind: str, own: Own, has_heads: list[bool]) -> Any:
-    """Return how many heads of keys a layer with attention has, from one number or a list by layer.
+    """Return the number of key heads in a layer with attention, from one number or a list by layer.
 
-    A list says 0 of other layers, and may go on with blocks that guess further tokens.
+    A list has 0 for other layers, and may continue with multi-token prediction blocks.
     """
     said = own.get("attention.head_count_kv")
     if not isinstance(said, list):
@@ -161,14 +161,14 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     return hybrid(c, "qwen3_5_text", lambda i: Block(mlp=mlp))
 
 
 def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
-    """Return config.json with its usual values, without the parts of positions, which are checked here."""
+    """Return config.json with usual values, without the mrope keys, which are checked here."""
     turned = raw.get("rope_parameters")
     sections = None
     if isinstance(turned, Mapping):
@@ -192,12 +192,12 @@ def _are_sections(sections: object) -> bool:
 
 
 def rope_of(c: Filled) -> Rope:
-    """Return the rotary positions, of a part of each head."""
+    """Return the rotary positions, which rotate a part of each head."""
     return configs.rope_of(c, configs.head_sizes(c)[2])
 
 
 def layer_kinds(c: Filled) -> list[str]:
-    """Return the kind of each layer: those of `layer_types`, else attention in every fourth, or another interval."""
+    """Return the kind of each layer: from `layer_types`, else attention in every fourth layer, or another interval."""
     num = size(c, "num_hidden_layers")
     every = size({INTERVAL: c.get(INTERVAL, 4)}, INTERVAL)
     usual = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num)]
@@ -212,7 +212,7 @@ def layer_kinds(c: Filled) -> list[str]:
 
 
 def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
-    """Return a model of layers of both kinds. fed: the feed-forward part or the experts of each layer, as a block."""
+    """Return the spec of a model with both kinds of layers. fed: a layer's feed-forward part or experts, as a block."""
     configs.require(configs.is_silu(c["hidden_act"]), c, "hidden_act", "'silu'")
     heads, bias = configs.head_sizes(c), flag(c, "attention_bias")
     eps = number(c, "rms_norm_eps")
@@ -244,7 +244,7 @@ def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 
 
 def recurrence_of(c: Filled) -> Recurrence:
-    """Return what a layer keeps a state for."""
+    """Return the recurrence of a recurrent layer."""
     conv, key_heads, value_heads, key_dim, value_dim = LINEAR_SIZES
     num_keys, num_values = size(c, key_heads), size(c, value_heads)
     configs.require(num_values % num_keys == 0, c, value_heads, f"a multiple of {num_keys}, the key heads")
@@ -262,9 +262,9 @@ def recurrence_of(c: Filled) -> Recurrence:
 
 
 def hybrid_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return config.json of a model of layers of both kinds, without its feed-forward parts.
+    """Return config.json of a model with both kinds of layers, without its feed-forward parts.
 
-    Raises UnsupportedModel for one that is stored as GGUF files are, which other programs would read wrongly.
+    Raises UnsupportedModel for a recurrence stored as in GGUF files, which other programs would read wrongly.
     """
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = recurrence_of(Filled({}, LINEAR_DEFAULTS))
@@ -304,6 +304,6 @@ def hybrid_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     mlp = spec.blocks[0].mlp
     return {**hybrid_config(spec, "Qwen3_5ForCausalLM"), "intermediate_size": 0 if mlp is None else mlp.size}

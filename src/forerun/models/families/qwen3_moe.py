@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Qwen3-30B-A3B): in place of a feed-forward part, a row's share of a few of many small ones."""
+"""Qwen 3 with experts (Qwen3-30B-A3B): in place of a feed-forward part, each row takes a few of many small ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from forerun.models.families.qwen3 import NORMED
 from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Gguf, Names, Own
 
 EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
-NUM_TOO = "num_local_experts"  # what transformers 5 calls num_experts
-# Which layers have experts; what only training reads.
+NUM_TOO = "num_local_experts"  # the name of num_experts in transformers 5
+# Keys that choose the layers with experts, and keys for training.
 LAYER_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef"})
 EXPERT_SIZES = {**SIZES, "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
@@ -30,7 +30,7 @@ GGUF = Gguf("qwen3moe", keys=EXPERT_SIZES, more=_more, names=Names(OUTER, "blk.{
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     bias = flag(raw, "attention_bias")
     configs.require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     spec = plain_spec(
@@ -51,21 +51,21 @@ def read(raw: Raw) -> Spec:
 
 
 def _windows(raw: Raw) -> tuple[int | None, ...]:
-    """Of each layer the same one: transformers reads no `max_window_layers` here."""
+    """Return one window for all layers: transformers does not read `max_window_layers` here."""
     has_window = flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None
     window = size({"sliding_window": 4096, **raw}, "sliding_window") if has_window else None
     return (window,) * size(raw, "num_hidden_layers")
 
 
 def numbers_of(raw: Raw, key: str = "num_experts") -> tuple[int, int]:
-    """Return how many experts there are, and how many a row takes."""
+    """Return the number of experts, and how many a row takes."""
     num, chosen = size(raw, key), size(raw, "num_experts_per_tok")
     configs.require(chosen <= num, raw, "num_experts_per_tok", f"at most {num}, the number of experts")
     return num, chosen
 
 
 def mixed(spec: Spec, raw: Raw, experts: Experts) -> Spec:
-    """Return a decoder with experts in those of its layers that `mlp_only_layers` and `decoder_sparse_step` leave."""
+    """Put experts into the layers that `mlp_only_layers` and `decoder_sparse_step` allow."""
     dense = raw.get("mlp_only_layers") or []
     step = size(Filled(raw, {"decoder_sparse_step": 1}), "decoder_sparse_step")
     is_list = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
@@ -78,12 +78,12 @@ def mixed(spec: Spec, raw: Raw, experts: Experts) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    dense, found = without_experts(spec)
+    """Return the config.json of a spec."""
+    dense, experts = without_experts(spec)
     window = next(iter(Plain.of(dense).windows), None)
     return {
         **plain_config(dense, "Qwen3MoeForCausalLM"),
-        **expert_keys(spec, found),
+        **expert_keys(spec, experts),
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "attention_bias": Plain.of(dense).o_bias,
@@ -92,19 +92,19 @@ def write(spec: Spec) -> Raw:
 
 def without_experts(spec: Spec) -> tuple[Spec, Experts]:
     """Return the decoder with a feed-forward part in each layer, and its experts. Raises UnsupportedModel for none."""
-    found = {block.experts for block in spec.blocks if block.experts is not None}
-    if len(found) != 1:
+    kinds = {block.experts for block in spec.blocks if block.experts is not None}
+    if len(kinds) != 1:
         raise UnsupportedModel(
-            f"a {spec.model_type} checkpoint has experts of one size, and this model has {len(found)}"
+            f"a {spec.model_type} checkpoint has experts of one size, and this model has {len(kinds)}"
         )
-    [experts] = found
+    [experts] = kinds
     mlp = next((block.mlp for block in spec.blocks if block.mlp is not None), experts.mlp)
     blocks = [replace(block, mlp=mlp, experts=None) for block in spec.blocks]
     return replace(spec, blocks=tuple(blocks)), experts
 
 
 def expert_keys(spec: Spec, experts: Experts) -> Raw:
-    """The keys that `numbers_of` and `mixed` read."""
+    """Return the keys that `numbers_of` and `mixed` read."""
     return {
         "num_experts": experts.num,
         "num_experts_per_tok": experts.chosen,

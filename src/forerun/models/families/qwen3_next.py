@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen3-Next-80B-A3B, Qwen3-Coder-Next): layers of both kinds as Qwen 3.5's, with experts.
 
-Files join q, k, v and z of a layer with a state, and its b and a, key head by key head.
+Files join q, k, v and z of a recurrent layer, and its b and a, key head by key head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GGUF = Gguf(
     keys={**GGUF_SIZES, "expert_shared_feed_forward_length": SHARED},
     more=_more,
     by_more=BY_MORE,
-    # The first files joined q, k, v and z as published ones do (ssm_in).
+    # The first files joined q, k, v and z as published checkpoints do (ssm_in).
     names=Names(OUTER, "blk.{}.", {**GGUF_INNER, **GGUF_MORE, "ssm_in": QKVZ, "ssm_ba": BA}, bare=GGUF_BARE),
     stored_offset=1.0,
     as_stored=("ssm_norm",),
@@ -58,14 +58,14 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     return mixed(hybrid(c, "qwen3_next", lambda i: Block(mlp=mlp)), c, experts_of(c))
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     dense, experts = without_experts(spec)
     mlp = dense.blocks[0].mlp
     return {

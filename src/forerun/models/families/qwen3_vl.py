@@ -1,4 +1,4 @@
-"""Qwen 3 VL (dense), which sees images and videos: the text model in it alone, which is a Qwen 3 without windows."""
+"""Qwen 3 VL (dense), which sees images and videos: only its text model, which is a Qwen 3 without windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.models.naming import Gguf
 NAMES = qwen2_vl.NAMES
 USUAL = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000}
 THETA = 5e5
-IMAGES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})  # the latter are added to images alone
+IMAGES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})  # the latter matter to images alone
 GGUF = Gguf(
     "qwen3vl",
     more=lambda own, tensors: {**qwen3.GGUF.more(own, tensors), **sections_of(own, tensors)},
@@ -23,7 +23,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 
 
@@ -39,5 +39,5 @@ def refuse_windows(text: Raw) -> None:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return qwen3.write(spec)

@@ -1,4 +1,4 @@
-"""Qwen 3 VL with experts (Qwen3-VL-30B-A3B), which sees images and videos: the text model in it alone.
+"""Qwen 3 VL with experts (Qwen3-VL-30B-A3B), which sees images and videos: only its text model.
 
 It is a Qwen 3 with experts. Published files have one tensor for all experts, stored as inputs x outputs; transformers 5
 writes it the other way round, under the same name.
@@ -44,18 +44,18 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec of the text model. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 
 
 def _read(text: Raw) -> Spec:
     refuse_windows(text)
-    configs.require(text.get(NORMALISED) in (None, True), text, NORMALISED, "true")  # as it always is
+    configs.require(text.get(NORMALISED) in (None, True), text, NORMALISED, "true")  # always true
     says_num = any(text.get(key) is not None for key in (NUM, NUM_TOO))
     text = {**text, NORMALISED: True, **({} if says_num else {NUM: 60})}
     return replace(qwen3_moe.read(text), model_type="qwen3_moe")
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json of the text model by itself."""
+    """Return the config.json of the text model by itself."""
     return qwen3_moe.write(spec)

@@ -11,7 +11,7 @@ from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_spec, size
 from forerun.models.naming import Gguf, Own, has_bias
 
-INTERVAL = 4  # every so many layers one has no rotary positions
+INTERVAL = 4  # one of so many layers has no rotary positions
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
@@ -24,13 +24,13 @@ OWN_KEYS = frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_l
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     bias, mlp_bias, num = flag(raw, "attention_bias"), flag(raw, "mlp_bias"), size(raw, "num_hidden_layers")
     turned = _turned(raw, num)
     window = None
     if flag(raw, "use_sliding_window") and raw.get("sliding_window") is not None:
         window = size(raw, "sliding_window")
-    kinds = raw.get("layer_types") or [LAYER_KINDS[window is not None and not own] for own in turned]
+    kinds = raw.get("layer_types") or [LAYER_KINDS[window is not None and not is_turned] for is_turned in turned]
     spec = plain_spec(
         raw,
         honoured=OWN_KEYS,
@@ -50,30 +50,30 @@ def read(raw: Raw) -> Spec:
 
 
 def _turned(raw: Raw, num: int) -> list[bool]:
-    """Which layers have rotary positions; published files list them under the name of the others."""
-    found = raw.get("no_rope_layers")
-    if found is None:
+    """Return which layers have rotary positions; files mark these by 1 in a list that is named after the others."""
+    listed = raw.get("no_rope_layers")
+    if listed is None:
         step = size({"no_rope_layer_interval": raw.get("no_rope_layer_interval") or INTERVAL}, "no_rope_layer_interval")
         return [(i + 1) % step > 0 for i in range(num)]
-    fits = isinstance(found, list) and len(found) >= num and all(type(x) is int and x in (0, 1) for x in found)
+    fits = isinstance(listed, list) and len(listed) >= num and all(type(x) is int and x in (0, 1) for x in listed)
     configs.require(fits, raw, "no_rope_layers", f"a list of at least {num} numbers 0 or 1")
-    fits = any(found[:num])
+    fits = any(listed[:num])
     configs.require(fits, raw, "no_rope_layers", "a list with a layer that has rotary positions, which is 1")
-    return [bool(x) for x in found[:num]]
+    return [bool(x) for x in listed[:num]]
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
-    found = [block.attention for block in spec.blocks if block.attention is not None]
-    mlp, windows = spec.blocks[0].mlp, [a.window for a in found]
+    """Return the config.json of a spec."""
+    attentions = [block.attention for block in spec.blocks if block.attention is not None]
+    mlp, windows = spec.blocks[0].mlp, [a.window for a in attentions]
     return {
         **configs.usual_config(spec, "SmolLM3ForCausalLM"),
-        **configs.rope_config(next((a.rope for a in found if a.rope is not None), None)),
+        **configs.rope_config(next((a.rope for a in attentions if a.rope is not None), None)),
         **configs.UNPADDED,
         "hidden_act": "silu",
-        "attention_bias": found[0].o_bias,
+        "attention_bias": attentions[0].o_bias,
         "mlp_bias": mlp is not None and mlp.bias,
-        "no_rope_layers": [int(a.rope is not None) for a in found],
+        "no_rope_layers": [int(a.rope is not None) for a in attentions],
         "layer_types": [LAYER_KINDS[window is not None] for window in windows],
         "use_sliding_window": any(windows),
         "sliding_window": next((window for window in windows if window is not None), None),

@@ -20,7 +20,7 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 
 GGUF = Gguf("starcoder2", keys={**SIZES, "attention.layer_norm_epsilon": "norm_epsilon"}, more=_more)
 OWN_KEYS = {"norm_epsilon", "use_bias", "sliding_window"}
-# What published files say besides, in the one way in which it is computed.
+# Keys of published files with the only value that is computed.
 FIXED = {"norm_type": "layer_norm", "mlp_type": "default", "scale_attn_weights": True}
 # rms_norm_eps is there, too, though the norms are of another kind.
 INERT = {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "embedding_dropout", "residual_dropout",
@@ -31,7 +31,7 @@ DEFAULTS = {"norm_epsilon": 1e-5, "max_position_embeddings": 4096, "num_key_valu
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS | INERT | FIXED.keys(), {**DEFAULTS, **FIXED}, AGAIN)
     for key, value in FIXED.items():
         configs.require(c[key] == value and type(c[key]) is type(value), c, key, repr(value))
@@ -49,7 +49,7 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     first = spec.blocks[0]
     a, mlp = first.attention, first.mlp
     assert a is not None

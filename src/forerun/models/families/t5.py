@@ -1,6 +1,6 @@
 """T5: an encoder and a decoder whose attention has a learned bias by distance, root mean square norms, no scaling.
 
-Version 1.1 (and mT5 and Flan-T5, which are the same) has a gated feed-forward part, and an LM head of its own.
+Version 1.1 (and mT5 and Flan-T5, which are the same) has a gated feed-forward part, and an untied LM head.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ BEFORE = {"layer_norm": "input_layernorm"}
 SELF = {f"SelfAttention.{part}": f"self_attn.{ours}" for part, ours in ATTENTION.items()}
 SELF |= {"SelfAttention.relative_attention_bias": "self_attn.relative_attention_bias", **BEFORE}
 CROSS = {f"EncDecAttention.{part}": f"encoder_attn.{ours}" for part, ours in ATTENTION.items()} | BEFORE
-# In every file, as a copy of `shared`; and in early ones, which never read it.
+# A copy of `shared` in every file; and a bias in early files that no model reads.
 IGNORED = ("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 
 def names(spec: Spec) -> Names:
-    """Return the published names. A layer of the decoder is two blocks: one that sees its text, one that reads on."""
+    """Return the published names. A layer of the decoder is two blocks: self-attention, then the rest."""
     mlp = next(block.mlp for block in spec.blocks if block.mlp is not None)
     inner = {"wi_0": "gate_proj", "wi_1": "up_proj"} if mlp.gated else {"wi": "up_proj"}
     feed_forward = {f"DenseReluDense.{part}": f"mlp.{ours}" for part, ours in {**inner, "wo": "down_proj"}.items()}
@@ -48,7 +48,7 @@ def names(spec: Spec) -> Names:
     )
 
 
-ACTS: Mapping[str, tuple[Act, bool, str]] = {  # by feed_forward_proj; and what dense_act_fn calls it
+ACTS: Mapping[str, tuple[Act, bool, str]] = {  # by feed_forward_proj; the last is its name in dense_act_fn
     "relu": ("relu", False, "relu"),
     "gelu": ("gelu", False, "gelu"),
     "silu": ("silu", False, "silu"),
@@ -62,14 +62,14 @@ KEYS = {*SIZES, "model_type", "feed_forward_proj", "dense_act_fn", "is_gated_act
 # num_decoder_layers: without it transformers 5 makes a cache of as many layers as the encoder has.
 AGAIN = "decoder_layers"
 INERT = {"dropout_rate", "classifier_dropout", "initializer_factor", "is_decoder", AGAIN}
-# Distances beyond the largest have one bucket, so that no text is too long; n_positions is what training took.
+# Distances beyond the largest share one bucket, so that no text is too long; n_positions is the length in training.
 MOST_POSITIONS = 1 << 15
 USUAL = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
          "feed_forward_proj": "relu", "tie_word_embeddings": True}  # fmt: skip
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     configs.require(c["feed_forward_proj"] in list(ACTS), c, "feed_forward_proj", f"one of {list(ACTS)}")
     act, gated, name = ACTS[c["feed_forward_proj"]]
@@ -103,7 +103,7 @@ def read(raw: Raw) -> Spec:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     encoder = spec.encoder or spec
     first = encoder.blocks[0]
     mlp, a = first.mlp or Mlp(1), first.attention or Attention(1, 1, 1)

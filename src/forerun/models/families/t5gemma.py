@@ -1,6 +1,6 @@
-"""T5Gemma: an encoder and a decoder of Gemma 2's layers, with a token embedding each, and of widths of their own.
+"""T5Gemma: an encoder and a decoder with Gemma 2's layers, each with its token embedding and width.
 
-Scores and logits are capped, and half of the layers see a window: in the encoder to both sides.
+Scores and logits are capped, and half of the layers have a window, which in the encoder reaches to both sides.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def read(raw: Raw) -> Spec:
-    """config.json -> spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     configs.refuse_unknown(raw, KEYS | INERT)
     vocab, parts = size(raw, "vocab_size"), dict[str, Filled]()
     for name in ("encoder", "decoder"):
@@ -80,7 +80,7 @@ def read(raw: Raw) -> Spec:
 
 
 def _part(raw: Raw, vocab: int) -> Filled:
-    """Return what config.json says of the encoder or the decoder, with what it leaves out."""
+    """Return the config of the encoder or the decoder, with usual values."""
     usual = {**DEFAULTS, "vocab_size": vocab}
     c = configs.understood(raw, SHARED_KEYS | PART_KEYS | INERT, usual, AGAIN, nullable=CAPS)
     for key in ("hidden_activation", "hidden_act"):
@@ -91,7 +91,7 @@ def _part(raw: Raw, vocab: int) -> Filled:
 
 
 def _attentions(c: Filled, sees: Any) -> list[Attention]:
-    """Return the attention of each layer to its own text. A window to both sides counts the row itself once."""
+    """Return the self-attention of each layer. A window to both sides counts the row itself once."""
     bias, window = flag(c, "attention_bias"), size(c, "sliding_window") + (sees == "all")
     attention = Attention(
         *configs.head_sizes(c),
@@ -103,7 +103,7 @@ def _attentions(c: Filled, sees: Any) -> list[Attention]:
         sees=sees,
     )
     num = size(c, "num_hidden_layers")
-    return [replace(attention, window=own) for own in configs.windows(c, num, window) or (None,) * num]
+    return [replace(attention, window=width) for width in configs.windows(c, num, window) or (None,) * num]
 
 
 def _encoder(c: Filled) -> Spec:
@@ -122,7 +122,7 @@ def _norm(c: Raw) -> Norm:
 
 
 def write(spec: Spec) -> Raw:
-    """Spec -> config.json."""
+    """Return the config.json of a spec."""
     encoder = spec.encoder or spec
     return {
         "architectures": ["T5GemmaForConditionalGeneration"],
@@ -130,7 +130,7 @@ def write(spec: Spec) -> Raw:
         "is_encoder_decoder": True,
         "vocab_size": spec.vocab_size,
         "tie_word_embeddings": spec.tied,
-        "bos_token_id": 2,  # which a text begins with; of all that are published, as are the others
+        "bos_token_id": 2,  # a text begins with it; these ids are the same in all published checkpoints
         "eos_token_id": 1,
         "pad_token_id": 0,
         "encoder": _written(encoder, encoder.blocks),
@@ -143,20 +143,20 @@ def write(spec: Spec) -> Raw:
 
 
 def _written(spec: Spec, blocks: Seq[Block]) -> Raw:
-    """Return what config.json says of one side. blocks: those that see its own text."""
-    found = [block.attention for block in blocks if block.attention is not None]
-    first = found[0]
-    window = next((a.window for a in found if a.window is not None), None)
+    """Return the config of one side. blocks: its self-attention blocks."""
+    attentions = [block.attention for block in blocks if block.attention is not None]
+    first = attentions[0]
+    window = next((a.window for a in attentions if a.window is not None), None)
     turned = first.rope and {"rope_theta": first.rope.theta, **(configs.rope_scaling(first.rope) or {})}
     said = configs.usual_config(spec, "")
     return {
         **{key: value for key, value in said.items() if key != "architectures"},
         "model_type": "t5_gemma_module",
-        "num_hidden_layers": len(found),
+        "num_hidden_layers": len(attentions),
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": first.o_bias,
         "rope_parameters": {"rope_type": "default", **(turned or {})},
-        "layer_types": [LAYER_KINDS[a.window is not None] for a in found],
+        "layer_types": [LAYER_KINDS[a.window is not None] for a in attentions],
         "sliding_window": 4096 if window is None else window - (first.sees == "all"),
         "query_pre_attn_scalar": round((first.scale or 0.0625) ** -2),
         CAPS[0]: first.softcap,

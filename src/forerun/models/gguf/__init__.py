@@ -1,4 +1,4 @@
-"""What a GGUF file says: its header, its blocks of quantised weights, its metadata as a config and as a tokenizer.
+"""The contents of a GGUF file: its header, its blocks of quantised weights, its metadata as a config and a tokenizer.
 
-models/source/gguf.py makes a source of it.
+models/source/gguf.py makes a source from it.
 """

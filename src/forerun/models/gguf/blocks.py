@@ -1,6 +1,6 @@
-"""The types of tensors in a GGUF file, and the blocks of the quantised ones as integers with the scales of groups.
+"""The types of tensors in a GGUF file; blocks of quantised types are unpacked into integers with scales of groups.
 
-Each weight is exactly that of the file. A block is 32 or 256 weights in a row: ggml-quants.c of llama.cpp.
+Each weight is exactly the file's. A block is 32 or 256 weights in a row: ggml-quants.c of llama.cpp.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Unpack = Callable[[Bytes], QuantisedRows]
 
 @dataclass(frozen=True)
 class TensorType:
-    """One type. number: in a file. block: the weights of a block, num_bytes: its bytes. dtype: of what is read.
+    """One type of tensors. number: its id in a file. block: weights per block, num_bytes: bytes per block.
 
-    scheme, unpack: of a quantised type; `unpack` takes the bytes of some rows, uint8 [R, blocks, num_bytes].
+    dtype: the type that is read. scheme, unpack: for quantised types; `unpack` takes the bytes of some rows, uint8
+    [R, blocks, num_bytes].
     """
 
     number: int
@@ -48,22 +49,22 @@ def _negative(numbers: HostTensor) -> HostTensor:
 
 
 def _rows(numbers: Bytes) -> Bytes:
-    """Return what belongs to each row in one dimension, [R, ...] as [R, n]."""
+    """Flatten each row, [R, ...] to [R, n]."""
     return numbers.reshape(len(numbers), -1)
 
 
 def _parted(data: Bytes, *sizes: int) -> Bytes:
-    """Return the last dimension as several."""
+    """Split the last dimension into several."""
     return data.reshape(*data.shape[:-1], *sizes)
 
 
 def _joined(data: Bytes, num: int = 2) -> Bytes:
-    """Return the last dimensions as one."""
+    """Join the last `num` dimensions."""
     return data.reshape(*data.shape[:-num], -1)
 
 
 def _signed_bytes(numbers: Bytes) -> HostTensor:
-    """Return bytes as integers of 8 bits, those of each row in one dimension."""
+    """Return bytes as int8, each row flattened."""
     return HostTensor.of(_rows(np.ascontiguousarray(numbers)).view(np.int8))
 
 
@@ -115,7 +116,7 @@ def _q5_k(data: Bytes) -> QuantisedRows:
 
 
 def _two_levels(scheme: Scheme, data: Bytes, codes: Bytes) -> QuantisedRows:
-    """codes: [R, blocks, ...] with the 256 weights of a block in order. The 6-bit numbers are in bytes 4 to 15."""
+    """Unpack the 6-bit scales in bytes 4 to 15. codes: [R, blocks, ...] with the 256 weights of a block in order."""
     low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
     scales = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=-1)
     minimums = np.concatenate((middle & 63, high >> 4 | (middle >> 6) << 4), axis=-1)
@@ -148,7 +149,7 @@ def _q2_k(data: Bytes) -> QuantisedRows:
 
 def _q3_k(data: Bytes) -> QuantisedRows:
     bits = _joined(data[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1)
-    # Of 16 scales: eight bytes of low nibbles, then four bytes that hold two bits of each.
+    # 16 scales: eight bytes of low nibbles, then four bytes with two high bits for each scale.
     low = _nibbles(data[..., 96:104])
     high = _joined(data[..., None, 104:108] >> _PAIRS & 3)
     codes = _quarters(data[..., 32:96]) | bits << 2
@@ -159,12 +160,12 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
 def _from_32(levels: Bytes) -> HostTensor:
-    """Return levels of 6 bits as integers from -32 on, those of each row in one dimension."""
+    """Return levels of 6 bits as integers from -32 on, each row flattened."""
     return HostTensor.of(_rows(levels).astype(np.int8) - np.int8(32))
 
 
 def _quarters(data: Bytes) -> Bytes:
-    """Return the pairs of bits of 64 bytes: of each half its lowest ones first."""
+    """Return the pairs of bits of 64 bytes, half by half, the lowest pairs of a half first."""
     return _joined(_parted(data, 2, 1, 32) >> _PAIRS & 3, 3)
 
 
@@ -189,7 +190,7 @@ def _nvfp4(data: Bytes) -> QuantisedRows:
 
 
 def _half_of_e4m3(number: int) -> float:
-    """Return half the number of a byte of E4M3 as ggml reads it: no sign, and 127 is 0."""
+    """Return half the value of an E4M3 byte as ggml reads it: without sign, and 127 is 0."""
     exponent, mantissa = number >> 3 & 15, number & 7
     if number == 127:
         return 0.0
@@ -206,7 +207,7 @@ def _iq3_s(data: Bytes) -> QuantisedRows:
 
 
 def _iq3_xxs(data: Bytes) -> QuantisedRows:
-    # Of each unit four times 7 bits of signs, then 4 bits of its scale; a copy, for they need not lie at whole words.
+    # Each word has four times 7 bits of signs, then a 4-bit scale; copied, because words may be unaligned in the file.
     words = np.ascontiguousarray(data[..., 66:]).view(np.uint32)
     signs = words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127
     parity = signs ^ signs >> 4  # the eighth sign makes their number even
@@ -219,7 +220,7 @@ def _iq3_xxs(data: Bytes) -> QuantisedRows:
 
 
 def _in_turn(data: Bytes) -> Bytes:
-    """Return the low four bits of each byte and its high ones, byte by byte: [..., 2 n]."""
+    """Return the low and the high four bits of each byte, byte by byte: [..., 2 n]."""
     return _joined(np.stack((data & 15, data >> 4), axis=-1))
 
 
@@ -229,7 +230,7 @@ def _bits(data: Bytes) -> Bytes:
 
 
 def _signed(digits: Bytes, signs: Bytes) -> Bytes:
-    """Return codes of a table whose upper half has the magnitudes of digits 0 to 7, the lower their negatives."""
+    """Return codes into a table whose upper half has the magnitudes of digits 0 to 7, the lower their negatives."""
     codes: Bytes = (digits | 8) ^ signs * 15
     return codes
 
@@ -256,14 +257,14 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 NL4, XS4 = Scheme(4, 32, "zero", F16, zero=0, table=IQ4), Scheme(4, 32, "zero", F16, 256, 0, IQ4)
 NV4 = Scheme(4, 16, "zero", F16, zero=0, table=E2M1)
 S3 = Scheme(4, 32, "zero", F16, 256, 0, _both_signs((1, 3, 5, 7, 9, 11, 13, 15)))
-# A quarter of a float16 number need not be one.
+# float32, because a quarter of a float16 number need not be a float16 number.
 XXS3 = Scheme(4, 32, "zero", "float32", 256, 0, _both_signs((4, 12, 20, 28, 36, 44, 52, 62)))
 
 _TYPES = (
     TensorType(0, "F32", 1, 4, "float32"),
     TensorType(1, "F16", 1, 2, "float16"),
     TensorType(30, "BF16", 1, 2, "bfloat16"),
-    TensorType(27, "I64", 1, 8, "int64"),  # of ids, which are no weights
+    TensorType(27, "I64", 1, 8, "int64"),  # for ids, which are no weights
     TensorType(8, "Q8_0", 32, 34, "float32", Q8_ZERO, _q8_0),
     TensorType(2, "Q4_0", 32, 18, "float32", Q4_ZERO, _q4_0),
     TensorType(3, "Q4_1", 32, 20, "float32", Q4_MINIMUM, _q4_1),
@@ -281,9 +282,9 @@ _TYPES = (
     TensorType(18, "IQ3_XXS", 256, 98, "float32", XXS3, _iq3_xxs),
     TensorType(40, "NVFP4", 64, 36, "float32", NV4, _nvfp4),
 )
-# By their number in a file.
+# Readable types by their number in a file.
 TYPES = {kind.number: kind for kind in _TYPES}
-# The others, for messages.
+# The other types, for messages.
 _OTHERS = (
     "Q4_2=4 Q4_3=5 Q8_1=9 Q8_K=15 IQ2_XXS=16 IQ2_XS=17 IQ1_S=19 IQ2_S=22 I8=24 I16=25 I32=26 I64=27 F64=28 IQ1_M=29 "
     "TQ1_0=34 TQ2_0=35 Q1_0=41 Q2_0=42"

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file as the config.json of the checkpoint that it was made of, and its tensors' names there.
+"""Turn the metadata of a GGUF file into the config.json of the checkpoint that it was made from.
 
-What a family's files have is said by its `GGUF`. Keys of an architecture that are not known there go into config.json
-as they are, where configs.py refuses what might change the function.
+A family's `GGUF` says how its files are read. Keys of an architecture that are unknown there go into config.json
+unchanged, where configs.py refuses what might change the function.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from forerun.ops.rotary import attention_factor, inverse_frequencies
 
 ROPE_SHORT, ROPE_LONG = (f"rope_factors_{name}.weight" for name in ("short", "long"))
 ROPE_TENSORS = (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)  # the last two are longrope's
-# Keys that are read otherwise, or say again what the tensors show, or count what is not there.
+# Keys that are read elsewhere, repeat what the tensors show, or count what is not there.
 _READ = (
     "attention.sliding_window rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.finetuned "
     "rope.scaling.original_context_length rope.dimension_count attention.value_length vocab_size "
     "tensor_data_layout expert_used_count"
 )
 READ = frozenset(_READ.split())
-# Keys of rotary positions that are scaled by YaRN -> of config.json.
+# Keys of rotary positions that are scaled by YaRN -> keys of `rope_scaling`.
 YARN = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -38,36 +38,38 @@ YARN = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
 }
-TEMPERATURE = "rope.scaling.attn_factor"  # cos and sin are multiplied by it, of YaRN beside its own factor
+TEMPERATURE = "rope.scaling.attn_factor"  # cos and sin are multiplied by it, in addition to YaRN's factor
 TOLERANCE = 1e-5  # of the factors of rotary frequencies, which are stored in float32
 
 
 def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]], path: Path) -> dict[str, Any]:
-    """Return config.json. rope_factors: what those of the tensors ROPE_TENSORS hold that are there.
+    """Return config.json. rope_factors: the contents of the ROPE_TENSORS that are there.
 
     Raises UnsupportedModel for other architectures, and for what config.json cannot say.
     """
     kind, model_type, gguf = family_of(header, path)
-    own = {key.removeprefix(f"{kind}."): _plain(v) for key, v in header.metadata.items() if key.startswith(f"{kind}.")}
+    metadata = {
+        key.removeprefix(f"{kind}."): _plain(v) for key, v in header.metadata.items() if key.startswith(f"{kind}.")
+    }
     raw: dict[str, Any] = {"model_type": model_type, "vocab_size": _rows(header, gguf, path)}
-    raw |= {name: _one_for_all(own[key]) for key, name in gguf.keys.items() if key in own}
+    raw |= {name: _one_for_all(metadata[key]) for key, name in gguf.keys.items() if key in metadata}
     for key in ("embedding_length", "attention.head_count"):
         name = gguf.keys[key]
         if type(raw.get(name)) is not int or raw[name] < 1:
             raise UnsupportedModel(f"{path} sets no possible number as {name} of {kind}: fetch it again")
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
     if "rope.freq_base" in gguf.keys:
-        raw |= _rotary(gguf, own, rope_factors, raw, path)
-    factors = {name: found.tolist() for name, found in rope_factors.items() if gguf.takes_factors}
-    raw |= gguf.more({**own, **factors}, header.tensors)
+        raw |= _rotary(gguf, metadata, rope_factors, raw, path)
+    factors = {name: stored.tolist() for name, stored in rope_factors.items() if gguf.takes_factors}
+    raw |= gguf.more({**metadata, **factors}, header.tensors)
     raw["torch_dtype"] = "bfloat16" if header.tensors["token_embd.weight"].type.scheme else _dtype_name(header)
     scaling = raw.get("rope_scaling") or {}
     scaled = {*YARN, *gguf.yarn, TEMPERATURE} if scaling.get("rope_type") == "yarn" else set[str]()
     scaled |= {TEMPERATURE} if scaling.get("rope_type") == "longrope" else set()
     if scaling.get("rope_type") == "yarn" and not gguf.rounds_yarn:
         raw["rope_scaling"] = {**scaling, "truncate": False}
-    unknown = own.keys() - READ - gguf.keys.keys() - gguf.by_more - scaled
-    return raw | {f"{kind}.{key}": own[key] for key in sorted(unknown)}
+    unknown = metadata.keys() - READ - gguf.keys.keys() - gguf.by_more - scaled
+    return raw | {f"{kind}.{key}": metadata[key] for key in sorted(unknown)}
 
 
 def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
@@ -83,7 +85,7 @@ def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
 def _rotary(
     gguf: Gguf, own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: dict[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the size of a head and its rotary positions."""
+    """Return the keys of config.json for the head size and rotary positions."""
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     turned = own.get("rope.dimension_count", head_dim)
     whole = ["rope.dimension_count", "attention.value_length"]
@@ -101,7 +103,7 @@ def _rotary(
 
 
 def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | None = None) -> str:
-    """Return a text of the metadata. Raises UnsupportedModel where there is none, or it is not UTF-8."""
+    """Return a text of the metadata. Raises UnsupportedModel where it is missing or not UTF-8."""
     value = metadata.get(key)
     if value is None and default is not None:
         return default
@@ -114,7 +116,7 @@ def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | Non
 
 
 def _plain(value: Value) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value in the types of JSON."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, Texts):
@@ -123,7 +125,7 @@ def _plain(value: Value) -> Any:
 
 
 def _one_for_all(value: Any) -> Any:
-    """Return the number that a list by layer repeats; any other value as it is."""
+    """Return the item that a list by layer repeats; any other value unchanged."""
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
@@ -157,8 +159,8 @@ def _rope_scaling(
     linear = {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
     if factors is None or bool((factors == 1).all()):
         return linear
-    if linear is None and (found := _llama3(factors, raw)) is not None:
-        return found
+    if linear is None and (scaling := _llama3(factors, raw)) is not None:
+        return scaling
     raise UnsupportedModel(
         f"{path} has factors of rotary frequencies ({ROPE_FREQS}) that are not those of Llama 3, {sorted(ROPE_KINDS)} "
         "being the kinds that are computed: use a file of the model without them"
@@ -166,9 +168,9 @@ def _rope_scaling(
 
 
 def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the rope_scaling of YaRN. keys: of the metadata -> there.
+    """Return the rope_scaling of YaRN. keys: metadata keys -> keys of rope_scaling.
 
-    llama.cpp takes mscale for 1 where a file has a factor of all dimensions.
+    llama.cpp takes mscale as 1 where a file has mscale_all_dim.
     """
     said = {"factor": factor, **{name: own[key] for key, name in keys.items() if key in own}}
     said |= {"mscale": 1.0} if said.get("mscale_all_dim") else {}
@@ -182,7 +184,7 @@ def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dic
 def _longrope(
     own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the rope_scaling of longrope, of which a file has both lists of factors as tensors."""
+    """Return the rope_scaling of longrope, whose two lists of factors are tensors of the file."""
     if factors.keys() != {ROPE_SHORT, ROPE_LONG}:
         raise UnsupportedModel(f"{path} has only {sorted(factors)} of {ROPE_SHORT} and {ROPE_LONG}: fetch it again")
     lists = {"short_factor": factors[ROPE_SHORT].tolist(), "long_factor": factors[ROPE_LONG].tolist()}
@@ -196,11 +198,11 @@ def _longrope(
 
 
 def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rope_scaling of Llama 3 that has these factors, which a file holds in its place; None if none has.
+    """Return the Llama 3 rope_scaling that gives these factors, which a file holds in its place; None if none does.
 
     High frequencies stay, low ones are divided by `factor`. Between them 1 / f = (1 - s) / factor + s, where s grows
-    with the frequency as (L freq / 2 pi - low) / (high - low), L being the original context length. Only the ratios of
-    L, low and high can be told from that, so low is 1 as in all published models.
+    with the frequency as (L freq / 2 pi - low) / (high - low), L being the original context length. That determines
+    only the ratios of L, low and high, so low is 1 as in all published models.
     """
     theta, head_dim = number({"rope_theta": 10000.0, **raw}, "rope_theta"), raw["head_dim"]
     if len(factors) * 2 != head_dim or not np.isfinite(factors).all() or factors.min() != 1:

@@ -1,9 +1,9 @@
-"""How texts are cut into words before merges, by the names that tokenizer.ggml.pre of a GGUF file has for it.
+"""How texts are cut into words before merges (pre-tokenisation), by the value of tokenizer.ggml.pre in a GGUF file.
 
-The names and their words are those of llama.cpp (llama-vocab.cpp), but for `_CASED`: there the words are those of the
-published pattern, which tells capital letters from small ones and lets combining marks stand within a word. llama.cpp
-knows the case of ASCII letters alone and ends words at marks, so that it gives other ids for some texts in Hindi, or
-with capitals beyond ASCII, than the model was trained with.
+Names and words follow llama.cpp (llama-vocab.cpp), except in `_cased`, which follows the published pattern: it
+distinguishes upper and lower case and allows combining marks within a word. llama.cpp knows the case of ASCII letters
+only and ends words at marks, so that its ids for some texts in Hindi, or with capitals beyond ASCII, differ from those
+in training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 class Cutting:
     """How texts are cut into words before merges: by each pattern in turn, as Oniguruma reads it.
 
-    whole_words: a word that is a token is that token, whatever the merges say. add_bos: unless the file says otherwise.
+    whole_words: a word that is a token is that token, whatever the merges say. add_bos: whether texts begin with BOS,
+    unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -29,14 +30,14 @@ def _tried(*alternatives: str) -> str:
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _SHORT = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"  # what follows an apostrophe in English
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"  # the blank or sign that a word begins with
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"  # the blank or sign that a word may begin with
 _LETTERS, _MARKED = _BEFORE + r"\p{L}+", _BEFORE + r"[\p{L}\p{M}]+"
 _SIGNS, _MARKLESS_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
 _LINES, _BLANKS = r"\s*[\r\n]+", r"\s+(?!\S)|\s+"
 _HALVES = _tried(*(rf"\s{{{1 << n}}}(?!\S)" for n in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s")
 _CHINESE, _JAPANESE = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _PHRASES = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-# Capital and small letters of the scripts that a vocabulary of 2023 knew.
+# Capital and small letters of scripts, as of a vocabulary of 2023.
 _LETTERS_2023 = (
     r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\uab68"
     "\U00010570-\U000105bc\U00010d00-\U00010d8f\U00016e40-\U0001e8ff]]"
@@ -50,7 +51,7 @@ def _words(digits: str, letters: str = _LETTERS, signs: str = _SIGNS, blanks: st
 
 
 def _cased(digits: str, after: str = "") -> str:
-    """after: what may end a word, such as `_SHORT`."""
+    """Return the pattern with words by case. after: what may end a word, such as `_SHORT`."""
     words = [f"{_BEFORE}{_UPPER}{more}{after}" for more in (f"*{_LOWER}+", f"+{_LOWER}*")]
     return _tried(*words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _LINES, _BLANKS)
 

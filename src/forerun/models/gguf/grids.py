@@ -1,7 +1,7 @@
-"""The fours of weights that blocks of 3 bits in GGUF files have numbers for (IQ3_XXS and IQ3_S of ggml).
+"""The grids of 3-bit blocks in GGUF files (IQ3_XXS and IQ3_S of ggml): groups of four weights, by number.
 
-A four is four digits, each of which is the place of a magnitude in the type's list. The fours are those that were found
-to be frequent in models; no rule makes them.
+A group is four digits; each digit is an index into the type's list of magnitudes. The groups were found to be frequent
+in models; no rule generates them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 def fours(digits: str) -> npt.NDArray[np.uint8]:
-    """Return digits as uint8 [number of fours, 4]."""
+    """Return digits as uint8 [number of groups, 4]."""
     return (np.frombuffer(digits.encode(), np.uint8) - ord("0")).reshape(-1, 4)
 
 

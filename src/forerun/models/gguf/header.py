@@ -1,7 +1,7 @@
-"""The header of a GGUF file, or of several that are one model: metadata by key, and where each tensor lies.
+"""The header of a GGUF file, or of the pieces of one model: metadata by key, and where each tensor lies.
 
 The `gguf` package has a reader, which is not used: it keeps an array for every string, so that a vocabulary of 49,152
-takes it 4 s (0.1 s here), and it believes the counts and lengths of a broken file, which can keep it busy without end.
+takes it 4 s (0.1 s here), and it trusts the counts and lengths of a broken file, which can keep it busy without end.
 Here nothing is read beyond the end of the file, and every number has a bound that no published file comes near.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -27,20 +27,20 @@ from forerun.models.gguf.pieces import pieces_of
 from forerun.models.open_file import OpenFile
 from forerun.text.files import unreadable
 
-OF_IDS = frozenset({"d2t"})  # tensors of ids, which are no weights: of heads
+OF_IDS = frozenset({"d2t"})  # tensors of ids, not weights, in drafters' heads
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # bytes, where general.alignment does not say otherwise
 MOST_ENTRIES, MOST_ITEMS, MOST_DIMS, MOST_ALIGNMENT = 1 << 16, 1 << 22, 4, 1 << 16
 MOST_KEY_BYTES, MOST_STRING_BYTES = 1 << 16, 1 << 26
-CHUNK_BYTES = 1 << 20  # of texts that are read together
+CHUNK_BYTES = 1 << 20  # of texts that are read at a time
 STRING, ARRAY = 8, 9
-# Types of values -> their format in `struct`, little-endian.
+# Types of values -> their `struct` formats, little-endian.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 @dataclass(frozen=True)
 class Texts:
-    """A list of texts where the file has it: a vocabulary and its merges are some 300,000, which most readers skip."""
+    """A list of texts, still in the file: a vocabulary and its merges are some 300,000, and most callers skip them."""
 
     file: OpenFile
     start: int
@@ -58,7 +58,7 @@ Value = bool | int | float | bytes | Texts | np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor. shape: rows first, as torch has it. start: its first byte in the file. num_bytes: of all of it."""
+    """One tensor. shape: rows first, as in torch. start: its first byte in the file. num_bytes: its whole size."""
 
     file: OpenFile
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What comes before the weights. metadata: texts as bytes, which need not be UTF-8. digest: of all these bytes."""
+    """What precedes the weights. metadata: texts as bytes, which may not be UTF-8. digest: of all these bytes."""
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, Entry]
@@ -77,10 +77,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file, which stays open as long as the header is kept, or until it is closed.
+    """Read the header of a file, which stays open until it is closed or the header is dropped.
 
-    Raises NotFound for a file that cannot be read, UnsupportedModel for one that is no GGUF file, is broken, or holds
-    types of tensors that are not read here.
+    Raises NotFound for a file that cannot be read, UnsupportedModel for a file that is not GGUF, is broken, or holds
+    unsupported types of tensors.
     """
     try:
         return _Reader(OpenFile(path)).header()
@@ -89,10 +89,10 @@ def read_header(path: Path) -> Header:
 
 
 def read_model(path: Path) -> Header:
-    """Read the header of a model: of a whole file, or of all its pieces, by the path of any of them.
+    """Read the header of a model: of a whole file, or of all its pieces, by the path of any piece.
 
-    The metadata is that of the first piece; the others have little more than their numbers. Raises as `read_header`,
-    and for pieces that are not there or of another model.
+    The metadata comes from the first piece; the others have little more than their numbers. Raises as `read_header`,
+    and for pieces that are missing or of another model.
     """
     header = read_header(path)
     count, number = _split(header, path)
@@ -131,11 +131,11 @@ def read_model(path: Path) -> Header:
             f"{files[0]} says that the {count} pieces have {wanted!r:.80} tensors, and they have {len(tensors)}: fetch "
             "all of them again, from one place"
         )
-    return Header(metadata, tensors, hashlib.sha256("".join(own.digest for own in headers).encode()).hexdigest())
+    return Header(metadata, tensors, hashlib.sha256("".join(piece.digest for piece in headers).encode()).hexdigest())
 
 
 def _split(header: Header, file: Path) -> tuple[int, int]:
-    """Return of how many pieces a file is one, and its number from 0 on; (1, 0) for a whole one."""
+    """Return how many pieces the model has, and this file's number among them from 0 on; (1, 0) for a whole file."""
     count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
     if type(count) is not int or type(number) is not int or count < 0 or number < 0:
         raise UnsupportedModel(
@@ -162,17 +162,17 @@ class _Reader:
             if key in metadata:
                 self._refuse(f"has the key {key!r:.80} twice")
             metadata[key] = self._value(key, self._number("I"))
-        found: dict[str, tuple[list[int], TensorType, int]] = {}
+        places: dict[str, tuple[list[int], TensorType, int]] = {}
         for _ in range(num_tensors):
             name = self._name("tensor")
-            if name in found:
+            if name in places:
                 self._refuse(f"has the tensor {name!r:.80} twice")
-            found[name] = self._place(name)
+            places[name] = self._place(name)
         self.file.seek(0)
         digest = hashlib.sha256(self.file.read(self.at)).hexdigest()
         first = self._aligned(metadata)
-        self._refuse_cut(first, found)
-        tensors = {name: self._entry(name, place, first) for name, place in found.items()}
+        self._refuse_cut(first, places)
+        tensors = {name: self._entry(name, place, first) for name, place in places.items()}
         self._refuse_overlaps(tensors)
         return Header(metadata, tensors, digest)
 
@@ -259,7 +259,7 @@ class _Reader:
         return Entry(self.source, tuple(reversed(dims)), kind, first + offset, num_bytes)
 
     def _refuse_cut(self, first: int, found: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
-        """Refuse a file that ends before its last tensor begins or ends, in the words of what has mostly happened."""
+        """Refuse a file that ends before its last tensor does; the message names the usual cause."""
         ends = [
             first + offset + math.prod(dims) // kind.block * kind.num_bytes for dims, kind, offset in found.values()
         ]
@@ -285,30 +285,30 @@ class _Reader:
         return self._take(num_bytes, where)
 
     def texts(self, num: int, where: str) -> list[bytes]:
-        """As many calls of `_text`, of which each costs a microsecond."""
-        found = []
+        """Read as many texts as `num` calls of `_text` would, which cost a microsecond each."""
+        texts = []
         for data, starts in self._pieces(num, where):
-            found += [data[start + 8 : end] for start, end in itertools.pairwise(starts)]
-        return found
+            texts += [data[start + 8 : end] for start, end in itertools.pairwise(starts)]
+        return texts
 
     def _skip_texts(self, num: int, where: str) -> None:
         for _ in self._pieces(num, where):
             pass
 
     def _pieces(self, num: int, where: str) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield the bytes of some texts, and where the length of each begins in them and the last one ends."""
+        """Yield the bytes of some texts, and the offsets where the length of each begins and the last one ends."""
         unpack = struct.Struct("<Q").unpack_from
         while num:
             self.file.seek(self.at)
             data = self.file.read(CHUNK_BYTES)
             starts, end, num_bytes = [0], 0, len(data)
-            with contextlib.suppress(struct.error):  # there is no further length
+            with contextlib.suppress(struct.error):  # the chunk has no further length
                 for _ in range(num):
                     end += 8 + unpack(data, end)[0]
                     if end > num_bytes:
                         break
                     starts.append(end)
-            if len(starts) < 2:  # one of a megabyte; or it says why it cannot be
+            if len(starts) < 2:  # a text of a megabyte; `_text` reads it, or refuses it
                 self.file.seek(self.at)
                 first = self._text(where, MOST_STRING_BYTES)
                 data, starts = bytes(8) + first, [0, 8 + len(first)]

@@ -1,4 +1,4 @@
-"""The names of a model in several GGUF files: NAME-00001-of-00003.gguf and so on. Nothing here imports numpy."""
+"""The file names of a model in several GGUF files: NAME-00001-of-00003.gguf and so on. Nothing here imports numpy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ PIECE = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5}
 
 
 def pieces_of(name: str) -> list[str]:
-    """Return the names of all pieces of a model, the first one first, by the name of any; of a whole file its own."""
-    found = PIECE.fullmatch(name)
-    if found is None:
+    """Return the names of all pieces of a model in order, by the name of any piece; a whole file is its only piece."""
+    match = PIECE.fullmatch(name)
+    if match is None:
         return [name]
-    model, count, suffix = found["model"], found["count"], found["suffix"]
+    model, count, suffix = match["model"], match["count"], match["suffix"]
     return [f"{model}-{number:05d}-of-{count}{suffix}" for number in range(1, int(count) + 1)]
 
 
 def models_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names that stand for one model each, first pieces and whole files, with all files that it needs."""
-    found = [pieces_of(name) for name in names]
-    return {pieces[0]: pieces for pieces in found}
+    """Map each model, named by its first piece or its whole file, to all files that it needs."""
+    all_pieces = [pieces_of(name) for name in names]
+    return {pieces[0]: pieces for pieces in all_pieces}

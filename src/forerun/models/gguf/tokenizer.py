@@ -1,8 +1,8 @@
-"""The tokenizer in the metadata of a GGUF file, as the files of a checkpoint folder.
+"""Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint folder.
 
-It gives the ids that llama.cpp gives (llama-vocab.cpp): "gpt2" is a byte-level BPE whose texts are cut in one of the
-ways of cuttings.py, named by tokenizer.ggml.pre; "llama" is SentencePiece's BPE, whose merges follow from the scores of
-tokens; "gemma4" is a BPE with merges that spells as SentencePiece does.
+Its ids are the same as llama.cpp's (llama-vocab.cpp). "gpt2" is a byte-level BPE whose texts are cut in a way of
+cuttings.py, named by tokenizer.ggml.pre; "llama" is SentencePiece's BPE, whose merges follow from the scores of tokens;
+"gemma4" is a BPE with merges that spells like SentencePiece.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from forerun.models.gguf.header import Texts, Value
 
 KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is a normal one, 6 a byte
-ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # that are no part of what the merges make
-PADDING = re.compile(r"\[PAD\d+\]")  # what converters fill up a matrix with
+ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # tokens that no merge makes
+PADDING = re.compile(r"\[PAD\d+\]")  # tokens with which converters pad a matrix
 SPACE = "\u2581"  # SentencePiece's
-# To find the merges of SentencePiece's tokens takes time and memory like the squares of their lengths: 333 million for
-# 1,000 tokens that are each one "a" longer, in a file of 1 MB. Allowed are so many, or so many for each token.
+# Finding the merges of SentencePiece's tokens takes time and memory with the squares of their lengths: 333 million for
+# 1,000 tokens that are each one "a" longer, in a file of 1 MB. So many squares are allowed, or so many per token.
 MOST_SQUARES, MOST_SQUARES_PER_TOKEN = 1 << 22, 256
 
 # Texts that end an answer in published models, even where no key says so; llama.cpp stops at them.
@@ -48,7 +48,7 @@ _END_TEXTS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
 END_TEXTS = frozenset(_END_TEXTS.split())
-# A text -> those beside which it does not end an answer: harmony's <|end|> ends one message of several.
+# A text -> sets of texts beside which it does not end an answer: harmony's <|end|> ends one message of several.
 NO_END_BESIDE = {
     "<|end|>": ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"}),
     "</s>": ({"<|tool_response>"},),
@@ -84,13 +84,13 @@ def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, fo
 
 
 def guesses_cutting(metadata: Mapping[str, Value]) -> bool:
-    """Whether a file leaves out how texts are cut, which `NO_CUTTING` warns of."""
+    """Whether a file does not say how texts are cut, as `NO_CUTTING` warns."""
     return metadata.get(KEY + "model") == b"gpt2" and not metadata.get(KEY + "pre")
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Everything that the metadata says of a tokenizer. types: one for each token."""
+    """The tokenizer in the metadata. types: one for each token."""
 
     metadata: Mapping[str, Value]
     path: Path
@@ -132,7 +132,7 @@ class _Vocabulary:
         return backend
 
     def _vocab(self) -> dict[str, int]:
-        """Return token -> id, without what fills up the matrix."""
+        """Return token -> id, without padding tokens."""
         entries = zip(self.tokens, self.types, strict=True)
         return {t: i for i, (t, kind) in enumerate(entries) if kind != UNUSED or not PADDING.fullmatch(t)}
 
@@ -168,7 +168,7 @@ class _Vocabulary:
         return CUTTINGS[name]
 
     def _spaced(self) -> Tokenizer:
-        """Return a tokenizer whose tokens are texts with SPACE for a space, and bytes for what is no token."""
+        """Return a tokenizer whose tokens have SPACE for a space, with bytes for texts that are no token."""
         vocab, unknown = self._vocab(), self.id_of("unknown")
         backend = Tokenizer(
             models.BPE(
@@ -207,14 +207,14 @@ class _Vocabulary:
         return _merges(vocab, scores.tolist())
 
     def _strips(self, token_id: int) -> bool:
-        """Whether blanks behind an added token belong to it: those of Phi-3's roles, which no key says."""
+        """Whether blanks behind an added token belong to it: true for Phi-3's roles, which no key says."""
         is_phi3 = self.model == "llama" and self.metadata.get("general.architecture") == b"phi3"
         return is_phi3 and self.tokens[token_id] not in ("<unk>", "<s>", "<|endoftext|>")
 
     def _add_ends(self, backend: Tokenizer) -> None:
-        """Add the tokens that stand before and behind each text."""
+        """Add the tokens before and behind each text."""
         default = self.model != "gpt2" or self._cutting().add_bos
-        # Published files of Gemma 4 say that they want none, which llama.cpp overrules.
+        # Published files of Gemma 4 ask for no BOS, which llama.cpp overrules.
         begins = self.model == "gemma4" or self._flag("add_bos_token", default)
         names = {"bos": begins, "eos": self._flag("add_eos_token", False)}
         ids = {}
@@ -224,7 +224,7 @@ class _Vocabulary:
                 raise UnsupportedModel(f"{self.path} wants a {name} token in each text and names none: fetch it again")
             ids[name] = token_id
         if ids:
-            # Names of their own: a token may hold a colon or a dollar sign, which the library would read.
+            # Not the tokens: they may hold a colon or a dollar sign, which the library would interpret.
             single = [f"<{name}>" if name in ids else "" for name in ("bos", "eos")]
             backend.post_processor = processors.TemplateProcessing(
                 single=" ".join(filter(None, [single[0], "$A", single[1]])),
@@ -237,16 +237,16 @@ class _Vocabulary:
         """Return tokenizer_config.json."""
         names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
         ids = {f"{short}_token": self.id_of(name) for name, short in names.items()}
-        found: dict[str, Any] = {key: self.tokens[i] for key, i in ids.items() if i is not None}
-        found |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config: dict[str, Any] = {key: self.tokens[i] for key, i in ids.items() if i is not None}
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         ends = [i for i in dict.fromkeys(ids.values()) if i is not None and self.types[i] in ADDED]
-        # So that nobody needs to read a vocabulary for the id of a text.
-        found["added_tokens_decoder"] = {str(i): {"content": self.tokens[i]} for i in ends}
+        # So that readers find these ids without the vocabulary.
+        config["added_tokens_decoder"] = {str(i): {"content": self.tokens[i]} for i in ends}
         if templates := self._templates():
             alone = list(templates) == ["default"]
             listed = [{"name": name, "template": template} for name, template in templates.items()]
-            found["chat_template"] = templates["default"] if alone else listed
-        return found
+            config["chat_template"] = templates["default"] if alone else listed
+        return config
 
     def end_ids(self) -> list[int]:
         """Return the ids that end an output."""
@@ -259,7 +259,7 @@ class _Vocabulary:
         return sorted({i for i in named if i is not None} | set(known.values()))
 
     def id_of(self, name: str) -> int | None:
-        """Return the id of a token that a key names; None where none does. SentencePiece has three by default."""
+        """Return the id of the token that a key names; None without such a key. SentencePiece has three by default."""
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.model == "llama" else {}
         value = self.metadata.get(f"{KEY}{name}_token_id", defaults.get(name))
         if value is None or (isinstance(value, int) and value in (-1, 0xFFFFFFFF)):  # arrays compare item by item
@@ -274,9 +274,9 @@ class _Vocabulary:
     def _templates(self) -> dict[str, str]:
         """Return the chat templates by name."""
         key = "tokenizer.chat_template"
-        found = {"default": text(self.metadata, key, self.path)} if key in self.metadata else {}
+        templates = {"default": text(self.metadata, key, self.path)} if key in self.metadata else {}
         named = {k.removeprefix(key + "."): k for k in sorted(self.metadata) if k.startswith(key + ".")}
-        return found | {name: text(self.metadata, k, self.path) for name, k in named.items()}
+        return templates | {name: text(self.metadata, k, self.path) for name, k in named.items()}
 
     def _flag(self, name: str, default: bool) -> bool:
         value = self.metadata.get(KEY + name, default)
@@ -286,19 +286,19 @@ class _Vocabulary:
 
 
 def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str]]:
-    """Return every way to put a token together of two, the best score first, as SentencePiece merges.
+    """Return every way to make a token from two, the best score first, as SentencePiece merges.
 
-    Of equal scores SentencePiece takes what stands first in the text, so that a run of blanks, whose tokens have one
-    score in published files, grows from its beginning. With the longest tokens first it does so here.
+    Of equal scores SentencePiece takes the pair that comes first in the text, so that a run of blanks, whose tokens
+    have one score in published files, grows from its beginning. Sorting longer tokens first has the same effect here.
     """
-    found = [
+    pairs = [
         (-scores[i], -len(token), i, cut)
         for token, i in vocab.items()
         for cut in range(1, len(token))
         if token[:cut] in vocab and token[cut:] in vocab
     ]
     tokens = {i: token for token, i in vocab.items()}
-    return [(tokens[i][:cut], tokens[i][cut:]) for _, _, i, cut in sorted(found)]
+    return [(tokens[i][:cut], tokens[i][cut:]) for _, _, i, cut in sorted(pairs)]
 
 
 def _texts(metadata: Mapping[str, Value], key: str, path: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp reads them: config, tokenizer and weights in one file, or in pieces, mostly quantised.
 
-What a folder would have beside its weights is written to a folder of the cache, FORERUN_CACHE_DIR or else
-~/.cache/forerun, named by a hash of the file's header. Weights are read from the file when they are asked for.
+The small files of a checkpoint folder are written to a folder of the cache, FORERUN_CACHE_DIR or else
+~/.cache/forerun, named by a hash of the file's header. Weights are read from the file on demand.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, StoredRows
 LOG = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-VERSION = 3  # of the files that are written: another one for every change of what is in them
-MOST_NEXT_BLOCKS = 64  # that guess further tokens
-COPIES = 4  # of a block's float32 weights, or fewer, are in memory while it is unpacked
+VERSION = 3  # of the written files: increased with every change of their content
+MOST_NEXT_BLOCKS = 64  # multi-token prediction blocks
+COPIES = 4  # of a block's float32 weights are in memory at most while it is unpacked
 
 
 def recognises(path: Path) -> bool:
-    """Every file with that ending, and those that begin as one does, whatever their name is."""
+    """Whether a path is a file that ends with .gguf, or begins with the magic bytes."""
     return path.is_file() and (path.suffix.lower() == SUFFIX or _first_bytes(path) == MAGIC)
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Return as many bytes as tell a GGUF file; none of a file that cannot be read."""
+    """Return enough first bytes to recognise a GGUF file; none of an unreadable file."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC))
@@ -52,10 +52,9 @@ def _first_bytes(path: Path) -> bytes:
 
 
 class GgufFile:
-    """One model, by its file or any of its pieces. Opening it reads what comes before the weights.
+    """One model, by its file or any of its pieces. Opening it reads everything before the weights.
 
-    header: what is read of it in place of the file's own. beside: beginnings of the names of tensors that are no part
-    of the model.
+    header: used in place of the file's. beside: prefixes of the names of tensors that are no part of the model.
     """
 
     def __init__(self, path: Path, header: Header | None = None, beside: tuple[str, ...] = ()) -> None:
@@ -85,7 +84,7 @@ class GgufFile:
         return kept_folder(name, SMALL_FILES, self._write_small_files, f"the tokenizer of {self.path}")
 
     def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`: opening a file has shown it all, but for what is only warned of."""
+        """See `Source.check`: opening the file has checked everything; only a warning is left."""
         if with_tokenizer and guesses_cutting(self._header.metadata):
             LOG.warning(NO_CUTTING, self.path)
 
@@ -106,11 +105,11 @@ class GgufFile:
 
     @cached_property
     def next_tensors(self) -> Mapping[str, Stored]:
-        """The tensors of blocks that guess further tokens, and of others beside the model, as `tensors` has its own."""
+        """Like `tensors`: the tensors of multi-token prediction blocks, and others beside the model."""
         return {name: self._stored(entry) for name, entry in self._header.tensors.items() if self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
-        """Whether a tensor is no part of the model, such as one of a block that guesses further tokens."""
+        """Whether a tensor is no part of the model, as in a multi-token prediction block."""
         return name.startswith(self._beside)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
@@ -173,24 +172,24 @@ class GgufFile:
         return numbers.reshape(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
 
     def _rows_of_a_head(self, name: str) -> int:
-        """Return the rows that a file of llama has in another order, of each head of q and k; 1 for all others.
+        """Return the rows of a head of q and k that the file has in llama's order; 1 for all other tensors.
 
-        It has the rows of the two halves of a head in turn, because llama.cpp turns neighbours where published
-        checkpoints turn row i and row i + head_dim / 2.
+        That order alternates the rows of the two halves of a head, because llama.cpp rotates neighbours where published
+        checkpoints rotate row i and row i + head_dim / 2.
         """
         is_turned = self._gguf.turned and (".attn_q." in name or ".attn_k." in name)
         return int(self.config["head_dim"]) if is_turned else 1
 
     def _read_rope_factors(self) -> dict[str, NDArray[np.float32]]:
-        found = {}
+        factors = {}
         for name in ROPE_TENSORS:
             entry = self._header.tensors.get(name)
             if entry is None:
                 continue
             if entry.type.name != "F32" or len(entry.shape) != 1:
                 raise UnsupportedModel(f"{entry.file} has no float32 vector as {name}: fetch it again")
-            found[name] = entry.file.read(entry.start, entry.num_bytes).view(np.float32)
-        return found
+            factors[name] = entry.file.read(entry.start, entry.num_bytes).view(np.float32)
+        return factors
 
     # ---------------------------------------------------------------------------------------------------- small files
 
@@ -202,7 +201,7 @@ class GgufFile:
 
 
 def _each_expert(header: Header) -> Header:
-    """Return a header that has a tensor of each expert, ffn_up_exps.0, in place of one of them all, ffn_up_exps.
+    """Return a header with a tensor for each expert, ffn_up_exps.0 ..., in place of a stacked one, ffn_up_exps.
 
     The gate of a shared expert is a matrix of one row.
     """
@@ -223,7 +222,7 @@ def _each_expert(header: Header) -> Header:
 
 
 def _next_blocks(config: Mapping[str, Any], header: Header, gguf: Gguf) -> tuple[str, ...]:
-    """Return how the names of tensors begin that are of blocks behind the model's own."""
+    """Return the prefixes of tensor names in the blocks behind the model's last."""
     num = 0 if gguf.next_blocks is None else header.metadata.get(f"{gguf.architecture}.{gguf.next_blocks}", 0)
     first = config.get("num_hidden_layers")
     if type(num) is not int or type(first) is not int or not 0 <= num <= MOST_NEXT_BLOCKS:
@@ -238,5 +237,5 @@ def _turned_back(rows: Array, turned: int) -> Array:
 
 
 def open_source(path: Path) -> GgufFile:
-    """The source of a file."""
+    """Return the source of a file."""
     return GgufFile(path)

@@ -1,8 +1,8 @@
 """Folders as `save_pretrained` writes them: config.json, the tokenizer's files, and weights in safetensors.
 
-A header is read once, and tensors by their places, see safetensors_file.py. Quantised matrices are several tensors
-each, see packings.py; those of 8-bit floats, and those whose inputs are in another order than their groups, are given
-as numbers.
+A header is read once, and tensors by their offsets, see safetensors_file.py. A quantised matrix is several tensors, see
+packings.py; matrices of 8-bit floats, and matrices whose inputs are in another order than their groups, are given as
+numbers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from forerun.models.source import BLOCK_BYTES, STACKED, STACKED_SIZES, Stored
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.text.json_files import read_json
 
-# As safetensors names them; whatever else a file may hold means quantised weights.
 OF_IDS = ".token_ordering"  # an order of ids, which is no weight
+# Types by their names in safetensors; any other type means quantised weights.
 READABLE = {word: TYPES[word] for word in ("F64", "F32", "F16", "BF16")}
 BASE_PREFIX, BASE_EMBEDDING = "model.", "embed_tokens.weight"
-BLOCK_WEIGHTS = 1 << 20  # of a quantised matrix, unpacked at a time; they take some 8 bytes each meanwhile
-COPIES = 8  # of a block, or fewer, are in memory at a time: the last one and this one, of two tensors, converted
+BLOCK_WEIGHTS = 1 << 20  # weights of a quantised matrix that are unpacked at a time, at some 8 bytes each
+COPIES = 8  # copies of a block in memory at most: the last one and this one, of two tensors, converted
 ALL = slice(None)
 
 
 def recognises(path: Path) -> bool:
-    """Every folder with a config.json: what is wrong with its weights is said by `check`."""
+    """Whether a folder has a config.json; `check` says what is wrong with its weights."""
     return os.path.lexists(path / CONFIG)
 
 
@@ -65,31 +65,31 @@ class SafetensorsFolder:
 
     @cached_property
     def _entries(self) -> Mapping[str, Entry]:
-        """Every tensor of the files, without the rotary buffers of old checkpoints, which follow from config.json.
+        """Every tensor of the files, without old checkpoints' rotary buffers, which follow from config.json.
 
-        Names that AutoModel saves, which knows no LM head, get the prefix that they have in a whole model.
+        AutoModel saves no LM head and no prefix; its names get the prefix that they have in a whole model.
         """
         self._open = [OpenFile(path) for path in self._files()]
-        found = {name: entry for file in self._open for name, entry in read_header(file).items()}
-        prefix = BASE_PREFIX if BASE_EMBEDDING in found else ""
+        entries = {name: entry for file in self._open for name, entry in read_header(file).items()}
+        prefix = BASE_PREFIX if BASE_EMBEDDING in entries else ""
         return {
             name if name.startswith("lm_head.") else prefix + name: entry
-            for whole, of_all in found.items()
+            for whole, of_all in entries.items()
             if not whole.endswith("rotary_emb.inv_freq")
             for name, entry in _each_expert(whole, of_all)
         }
 
     @cached_property
     def matrices(self) -> Mapping[str, Parts]:
-        """The quantised matrices by their names in the unquantised checkpoint; it raises as `tensors`."""
+        """The quantised matrices by their names in the unquantised checkpoint. Raises as `tensors`."""
         layout = layout_of(self.config)
         if not isinstance(layout, Layout):
             return {}
-        found = {}
+        matrices = {}
         for name, entry in self._entries.items():
             if (matrix := layout.matrix_of(name, entry.dtype)) is not None:
-                found[matrix[0]] = self._parts(layout, *matrix)
-        return found
+                matrices[matrix[0]] = self._parts(layout, *matrix)
+        return matrices
 
     def _parts(self, layout: Layout, name: str, names: Mapping[str, str]) -> Parts:
         entries = {part: self._entries[name] for part, name in names.items() if name in self._entries}
@@ -114,7 +114,7 @@ class SafetensorsFolder:
         )
 
     def _groups(self, name: str, num_in: int, group: int) -> npt.NDArray[np.int64] | None:
-        """Return the group of each input; None where they are in order. Raises ValueError where one is not there."""
+        """Return the group of each input; None where they are in order. Raises ValueError for a group out of range."""
         groups, usual = self._entries[name].whole().values.astype(np.int64), np.arange(num_in) // group
         if name.endswith("weight_g_idx") and bool((groups == -1).any()):  # as where no order was found
             return None
@@ -124,18 +124,18 @@ class SafetensorsFolder:
 
     @cached_property
     def _floats(self) -> Mapping[str, FloatParts]:
-        """The matrices of 8-bit floats by their names; it raises as `tensors`."""
+        """The matrices of 8-bit floats by their names. Raises as `tensors`."""
         layout = layout_of(self.config)
         if not isinstance(layout, Floats):
             return {}
-        found = {}
+        matrices = {}
         for name, entry in self._entries.items():
             prefix, _, part = name.rpartition(".")
             if part != "weight" or entry.dtype != FLOAT8:
                 continue
             names = {ending: f"{prefix}.{ending}" for ending in (*layout.scales, *layout.others)}
-            there = {ending: own for ending, own in names.items() if own in self._entries}
-            scales = [own for ending, own in there.items() if ending in layout.scales]
+            there = {ending: tensor for ending, tensor in names.items() if tensor in self._entries}
+            scales = [tensor for ending, tensor in there.items() if ending in layout.scales]
             try:
                 if len(scales) != 1 or len(entry.shape) != 2:
                     raise ValueError("it has no scales, or is no matrix")
@@ -147,38 +147,38 @@ class SafetensorsFolder:
                 scheme = layout.scheme(shape[1], spans[1], stored.dtype)
             except ValueError as error:
                 raise self._not_read(layout.method, prefix, str(error)) from error
-            found[name] = FloatParts(shape, scales[0], spans, frozenset({name, *there.values()}), scheme)
-        return found
+            matrices[name] = FloatParts(shape, scales[0], spans, frozenset({name, *there.values()}), scheme)
+        return matrices
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """Name -> how it is stored.
+        """Map each name to how its tensor is stored.
 
         Raises NotFound for a missing file, UnsupportedModel for a broken one, for integer and 8-bit types of an
         unquantised checkpoint, and for quantised matrices that are not read.
         """
         taken = {name for parts in self.matrices.values() for name in parts.names.values()}
         taken |= {name for matrix in self._floats.values() for name in matrix.names}
-        found = {}
+        tensors = {}
         for name, entry in self._entries.items():
             if name in taken:
                 continue
             if name.endswith(OF_IDS) and entry.dtype == "I64":
-                found[name] = Stored(entry.file.path, entry.shape, TYPES["I64"])
+                tensors[name] = Stored(entry.file.path, entry.shape, TYPES["I64"])
                 continue
             if entry.dtype not in READABLE:
                 raise refusals.quantised_tensor(name, entry.file.path, entry.dtype)
-            found[name] = Stored(entry.file.path, entry.shape, READABLE[entry.dtype])
+            tensors[name] = Stored(entry.file.path, entry.shape, READABLE[entry.dtype])
         for name, parts in self.matrices.items():
             file = self._entries[parts.names[parts.layout.codes]].file.path
-            found[name] = Stored(file, parts.shape, "float32", parts.scheme)
+            tensors[name] = Stored(file, parts.shape, "float32", parts.scheme)
             if parts.groups is not None:
                 was = f"{parts.scheme.bits}-bit integers with inputs in another order (g_idx)"
-                found[name] = replace(found[name], scheme=None, was=was)
+                tensors[name] = replace(tensors[name], scheme=None, was=was)
         for name, matrix in self._floats.items():
             file = self._entries[name].file.path
-            found[name] = Stored(file, matrix.shape, "float32", was="8-bit floats", floats=matrix.scheme)
-        return found
+            tensors[name] = Stored(file, matrix.shape, "float32", was="8-bit floats", floats=matrix.scheme)
+        return tensors
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`."""
@@ -202,7 +202,7 @@ class SafetensorsFolder:
             yield HostTensor.of(widened(numbers, scales, first, spans))
 
     def _float_rows(self, name: str) -> Iterator[tuple[HostTensor, HostTensor, int]]:
-        """Some rows of a matrix of 8-bit floats, all of its scales, and the first row."""
+        """Yield some rows of a matrix of 8-bit floats, all of its scales, and the first row's number."""
         matrix = self._floats[name]
         scales = self._entries[matrix.scales].whole()
         if not scales.is_finite():
@@ -221,7 +221,7 @@ class SafetensorsFolder:
             return QuantisedMatrix(
                 scheme,
                 matrix.shape,
-                lambda: (floats(*found, spans, scheme) for found in self._float_rows(name)),
+                lambda: (floats(*rows, spans, scheme) for rows in self._float_rows(name)),
             )
         parts = self.matrices[name]
         return QuantisedMatrix(parts.scheme, parts.shape, partial(self._quantised_rows, name))
@@ -230,7 +230,7 @@ class SafetensorsFolder:
         parts = self.matrices[name]
         num_out, num_in = parts.shape
         step = max(1, BLOCK_WEIGHTS // num_in // 32) * 32
-        whole = dict[str, HostTensor]()  # of parts that have an output's weights in all rows
+        whole = dict[str, HostTensor]()  # parts whose every row has weights of each output
 
         def read(part: str, rows: slice, columns: slice) -> HostTensor:
             entry = self._entries[parts.names[part]]
@@ -263,9 +263,9 @@ open_source = SafetensorsFolder
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A quantised matrix. names: of its parts in the files. shapes: of these, and the numbers in weight_shape.
+    """A quantised matrix. names: of its parts in the files. shapes: of its parts, and the numbers in weight_shape.
 
-    groups: int64, of each input, where they are in another order; None = as their groups follow each other.
+    groups: int64, the group of each input; None = the inputs are in the order of their groups.
     """
 
     layout: Layout
@@ -278,9 +278,9 @@ class Parts:
 
 @dataclass(frozen=True)
 class FloatParts:
-    """A matrix of 8-bit floats. scales: their tensor. spans: rows and columns that share one. names: of all tensors.
+    """A matrix of 8-bit floats. scales: the name of their tensor. spans: rows and columns that share a scale.
 
-    scheme: see `Floats.scheme`.
+    names: of all its tensors. scheme: see `Floats.scheme`.
     """
 
     shape: tuple[int, int]
@@ -291,7 +291,7 @@ class FloatParts:
 
 
 def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-    """Yield a tensor under its name, or the part of each expert, as NAME.0, where it holds those of all."""
+    """Yield a tensor under its name, or, where it stacks all experts, each expert's part as NAME.0, NAME.1 ..."""
     stacked = STACKED.fullmatch(name)
     if stacked is None or len(entry.shape) != STACKED_SIZES[stacked[2]]:
         yield name, entry
