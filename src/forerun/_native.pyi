@@ -67,7 +67,7 @@ def quantised_bytes(sections: Sequence[Sequence[int]], num_in: int, paired: bool
     """
 
 class Packed:
-    """A matrix in panels; see docs/kernels.md."""
+    """A matrix in panels; see docs/development/kernels.md."""
 
     @property
     def num_bytes(self) -> int:

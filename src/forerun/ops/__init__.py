@@ -1,16 +1,16 @@
-"""The backends that compute a model, found by scanning: the files and folders of this one that have a NAME.
+"""The backends that compute models: every file and subfolder here that has a NAME, found by scanning.
 
 A backend's file says
 
     NAME                                        how the option `ops` calls it
     RANK                                        auto takes the highest that is usable and computes the model; 0 = never
-    DEVICE                                      where it computes, "cpu" or "cuda"; left out = on both
-    NEEDS = "torch"                             where it imports torch; left out = it needs numpy alone
-    usable(device) -> reason or None            what keeps it from "cpu" or "cuda", as a sentence goes on
+    DEVICE                                      where it computes, "cpu" or "cuda"; left out = both
+    NEEDS = "torch"                             if it imports torch; left out = it needs numpy alone
+    usable(device) -> reason or None            why it cannot run on "cpu" or "cuda", as a sentence goes on
     supports(spec) -> reason or None            why it does not compute a model
     row_invariant                               whether the bits of a row depend on that row alone
-    KV_DTYPES                                   the values of kv_cache_dtype; left out = the model's own alone
-    make() -> operators                         what computes, see operators.py
+    KV_DTYPES                                   the values of kv_cache_dtype; left out = the model's own type
+    make() -> operators                         the operators, see operators.py
     load(spec, weights, operators, ...)         a model; see `load_model`
     sizes(wanted) -> Sizes                      the memory that it takes: bytes of weights and of a pass
 
@@ -39,7 +39,7 @@ MOST_HEAD_DIM = 1024  # of keys and values in 8 bits, as in csrc/kernels.h
 
 
 class Backend(Protocol):
-    """What a file of this folder must define to be a backend."""
+    """The names that a file of this folder must define to be a backend."""
 
     NAME: str
     RANK: int
@@ -63,7 +63,7 @@ class Backend(Protocol):
 
 @cache
 def files() -> Mapping[str, str]:
-    """Return the files of the backends by their names, those that `auto` would rather have first. None is imported."""
+    """Return the backends' files by name, in the order that `auto` prefers them. None is imported."""
     names, ranks = stated(__name__, "NAME"), stated(__name__, "RANK")
     return {names[file]: file for file in sorted(names, key=lambda file: -int(ranks[file]))}
 
@@ -74,7 +74,7 @@ def backends() -> Mapping[str, Backend]:
 
 
 def backend(name: str) -> Backend:
-    """Return the backend of a name. Raises BadOption with the known ones, and for one whose library is not there."""
+    """Return a backend by name. Raises BadOption for an unknown name, and where the backend's library is missing."""
     if name not in files():
         raise BadOption(unknown("backend", name, ["auto", *files()]))
     if (reason := why_no_import(name)) is not None:
@@ -103,12 +103,14 @@ def _states(name: str, constant: str) -> str | None:
 def resolve(name: str, device: str, spec: Spec | None = None) -> str:
     """Return the name of the backend that "auto" stands for on a device, and other names as they are.
 
-    spec: of the model that it must compute, where that is known. Raises BadOption for a backend that cannot run here,
+    spec: of the model to compute, if known. Raises BadOption for a backend that cannot run here,
     UnsupportedModel for one that does not compute the model.
     """
     refuse_without_torch(device)
     if name == "auto":
-        name = next((found for found in _ranked(device) if why_not(found, device, spec) is None), "reference")
+        name = next(
+            (candidate for candidate in _ranked(device) if why_not(candidate, device, spec) is None), "reference"
+        )
         if (reason := why_no_import(name)) is not None:
             kernels = why_not("native", device, spec)
             raise BadOption(f"nothing here computes the model: ops='native' {kernels}; and ops='reference' {reason}")
@@ -122,8 +124,8 @@ def resolve(name: str, device: str, spec: Spec | None = None) -> str:
 def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -> str:
     """Return the backend that computes a draft model. name: the option; target: the backend that runs the target.
 
-    One that the option names computes all models; "auto" takes the best for each. But where the target was loaded for
-    another backend than it would have now, drafts are computed there, too, if they can be. Raises as `resolve`.
+    A backend named by the option computes all models; "auto" takes the best for each. But where the target runs on
+    another backend than "auto" would choose now, the draft model runs there too, if it can. Raises as `resolve`.
     """
     if name == "auto" and target != resolve("auto", device, target_spec) and why_not(target, device, spec) is None:
         return target
@@ -140,7 +142,7 @@ def why_not(name: str, device: str, spec: Spec | None) -> str | None:
 
 
 def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
-    """Yield the backends that `auto` would rather have than this one, each with why it does not compute the model."""
+    """Yield the backends that `auto` prefers to this one, each with the reason why it does not compute the model."""
     ranked = list(_ranked(device))
     for other in ranked[: ranked.index(name)] if name in ranked else ():
         if (reason := why_not(other, device, spec)) is not None:
@@ -148,14 +150,14 @@ def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 def _ranked(device: str) -> Iterator[str]:
-    """Yield the backends that `auto` may stand for on a device, the fastest first: some are for one kind alone."""
+    """Yield the backends that `auto` may choose on a device, the fastest first."""
     for name in files():
         if _states(name, "RANK") != "0" and (_states(name, "DEVICE") or device) == device:
             yield name
 
 
 def make(name: str, device: str, spec: Spec | None = None) -> Operators:
-    """Return the operators of a backend; those of one backend are the same object. Raises as `resolve`."""
+    """Return the operators of a backend, one object for each backend. Raises as `resolve`."""
     return backend(resolve(name, device, spec)).make()
 
 
@@ -167,8 +169,8 @@ def kv_dtype(option: str, model: Model, *, must: bool = True) -> str:
 def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: bool = True) -> str:
     """Return the type of a cache of this shape for a model that a backend computes, by the option kv_cache_dtype.
 
-    own: what it is by itself. must: whether a type that the backend does not compute with raises BadOption; else it is
-    the model's own.
+    own: the model's own type. must: raise BadOption for a type that the backend does not compute with; else the model's
+    own type is returned.
     """
     if option in ("auto", own):
         return own
@@ -185,7 +187,7 @@ def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: boo
 
 
 def kv_dtypes(name: str) -> Collection[str]:
-    """Return the types of a cache that a backend computes with beside its models' own."""
+    """Return the cache types that a backend computes with, beside its models' own."""
     return getattr(backend(name), "KV_DTYPES", ()) if name in files() else ()
 
 
@@ -202,8 +204,8 @@ def load_model(
 
     weights: every name of `blocks.weights(spec)`, with that shape; tensors of the host of one type, or torch's on one
     device. They are looked up once: later changes must be in place. device: "cpu" or "cuda". consume: a backend that
-    packs may take the tensors apart while it does, so that nothing is in memory twice; the mapping must then not be
-    used again. lent: what a head uses of its target, of the same operators. Raises UnsupportedModel for a spec that the
+    packs may free the tensors as it goes, so that nothing is in memory twice; the mapping must then not be used again.
+    lent: what a head borrows from its target, of the same operators. Raises UnsupportedModel for a spec that the
     backend does not compute.
     """
     if operators.name in files() and (reason := backend(operators.name).supports(spec)) is not None:

@@ -1,6 +1,6 @@
-"""What backends say of the memory that they take: lines of a plan, the largest pass of a model, weights beside a model.
+"""The memory that backends take: lines of a plan, the largest pass of a model, weights beside a model.
 
-A backend's `sizes(wanted)` answers with an object of the protocol Sizes.
+A backend's `sizes(wanted)` returns an object of the protocol Sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forerun.errors import CapacityError
 from forerun.ops.quantised import Scheme
 from forerun.ops.rotary import Rotations, turned
 
-Schemes = Mapping[str, Scheme]  # of quantised matrices, by the names of their weights
+Schemes = Mapping[str, Scheme]  # of quantised matrices, by the name of the weight
 
 FLOAT_BYTES = 4
 PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Model.logits and sampling.probs
@@ -28,10 +28,10 @@ BLOCK_BYTES = 8 << 20  # of a file, held while a tensor is read
 
 @dataclass(frozen=True)
 class Beside:
-    """Weights that stand beside a model's and are no model's own, as far as headers of files say it.
+    """Weights of trained heads beside a model, as far as file headers tell.
 
-    matrices: (outputs, inputs) of each, and how it is rounded; None = not. num_looked_up: numbers of embeddings, of the
-    type of other weights. num_floats: those that are kept in float32, such as norms.
+    matrices: (outputs, inputs) of each, and how it is rounded; None = not. num_looked_up: embedding weights, of the
+    type of other weights. num_floats: weights that are kept in float32, such as norms.
     """
 
     matrices: tuple[tuple[tuple[int, int], Scheme | None], ...]
@@ -55,11 +55,11 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class Pass:
-    """The largest forward pass of a model; name: "target", "draft", or an extra draft model's.
+    """The largest forward pass of a model. name: "target", "draft", or the name of an extra draft model.
 
-    num_rows: new tokens. longest_run: of one sequence. num_masked: rows in runs of more than one token, which need a
-    mask. context: cached and new tokens that one row may see. num_read: the same over all runs. num_logits: rows whose
-    logits are wanted. num_taps: inner layers whose rows it returns.
+    num_rows: new tokens. longest_run: new tokens of one sequence. num_masked: rows in runs of more than one token,
+    which need a mask. context: cached and new tokens that one row may see. num_read: the same over all runs.
+    num_logits: rows whose logits are wanted. num_taps: inner layers whose rows it returns.
     """
 
     name: str
@@ -91,10 +91,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What decides the sizes of a backend beside its models.
+    """What decides the sizes of a backend, beside its models.
 
-    dtype: of weights. schemes: by the names of models, how their quantised matrices are stored. rounded: models whose
-    matrices are rounded in memory. in_place: whether consecutive rows of the cache are read without a copy.
+    dtype: of weights. schemes: by model, how its quantised matrices are stored. rounded: models whose matrices are
+    rounded in memory. in_place: whether consecutive rows of the cache are read without a copy.
     """
 
     dtype: str
@@ -106,7 +106,7 @@ class Wanted:
 
 
 class Sizes(Protocol):
-    """The memory that operators need. Each kind of operators has one class."""
+    """The memory that operators need; each kind of operators has a class of its own."""
 
     def cache_dtype_of(self, name: str) -> str:
         """Return the type of keys and values in the cache of a model."""
@@ -114,16 +114,16 @@ class Sizes(Protocol):
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return the weights, as the operators keep them, of "target", "draft" and extra draft models, then of heads.
+        """Return a part for each model's weights as the operators keep them, then a part for each head.
 
-        beside: the weights of trained heads, by what they are called.
+        models: "target", "draft" and extra draft models. beside: the weights of trained heads, by name.
         """
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return an upper bound of the memory of passes that run one after another."""
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Return what a process takes in addition when it runs for long."""
+        """Return the memory that a process takes in addition when it runs for long."""
 
     def loading_bytes(self, model: Spec) -> int:
         """Return an upper bound of the bytes that loading a model takes beyond its weights."""
@@ -131,7 +131,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Widths:
-    """The widest rows of any block. q, kv: of all heads. ffn: inner outputs. head_dim: of a head."""
+    """The widest rows of any block. q, kv: over all heads. ffn: inside the feed-forward part. head_dim: of one head."""
 
     q: int
     kv: int
@@ -142,7 +142,7 @@ class Widths:
 
     @classmethod
     def of(cls, spec: Spec) -> Widths:
-        """Look at all blocks."""
+        """Return the widths over all blocks of a spec."""
         attentions = [block.attention for block in spec.blocks if block.attention is not None]
         mlps = [block.mlp for block in spec.blocks if block.mlp is not None]
         return cls(
@@ -156,19 +156,19 @@ class Widths:
 
 
 def matrix_shapes(spec: Spec) -> set[tuple[int, int]]:
-    """Return (outputs, inputs) of the products of all layers. Matrices of one input are one."""
+    """Return (outputs, inputs) of the products of all layers; matrices of one input count as one product."""
     groups = products(weights(spec)).items()
     return {(sum(w.shape[0] for w in group), group[0].shape[1]) for n, group in groups if n not in OUTER}
 
 
-OUTER = ("embedding", "head")  # products that are no layer's
+OUTER = ("embedding", "head")  # products outside of layers
 
 
 def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
     """Return the bytes of the tables of cos and sin, each twice while it grows. size: bytes of a number."""
     num_positions = -(-max_seq_len // Rotations.BLOCK) * Rotations.BLOCK
-    found = {(a.rope, a.head_dim): turned(a.rope, a.head_dim) for b in spec.blocks if (a := b.attention) and a.rope}
-    return 2 * num_positions * 2 * sum(found.values()) * size
+    dims = {(a.rope, a.head_dim): turned(a.rope, a.head_dim) for b in spec.blocks if (a := b.attention) and a.rope}
+    return 2 * num_positions * 2 * sum(dims.values()) * size
 
 
 def weight_bytes(config: Spec, dtype: str) -> int:
@@ -186,7 +186,7 @@ def block_bytes(config: Spec) -> int:
 
 
 def no_room(num_bytes: int, device: str) -> CapacityError:
-    """The refusal of weights for which there is no memory."""
+    """Return the error for weights that do not fit into memory."""
     return CapacityError(
         f"there is no memory for weights of {num_bytes / 1e9:.1f} GB on {device}: choose a smaller model, or "
         "dtype='bfloat16'; forerun plan says what fits"

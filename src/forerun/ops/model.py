@@ -19,7 +19,7 @@ from forerun.types import Draw, Probs, RaggedBatch, Stop
 
 
 class ModelConfig(Protocol):
-    """What the engine must know of an architecture."""
+    """The facts that the engine must know of an architecture."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,40 +31,40 @@ class ModelConfig(Protocol):
     def cache_shape(self) -> CacheShape: ...
     @property
     def num_slots(self) -> int:
-        """The slots of a cache that each sequence takes: two, where a source has one of its own."""
+        """The cache slots of each sequence: two where its source needs one, else one."""
 
     @property
     def encoder(self) -> Any:
-        """The part that reads the sources of an encoder-decoder; None of every other model."""
+        """The part that reads the sources of an encoder-decoder; None for other models."""
 
     @property
     def has_experts(self) -> bool:
-        """Whether rows choose experts in some layer."""
+        """Tell whether rows choose experts in some layer."""
 
 
 class RowsOf(Protocol):
-    """What can be done with the rows of a model, wherever they are."""
+    """Operations on the rows of a model, wherever the rows are."""
 
     def join(self, parts: Any) -> Any:
-        """Return rows one behind the other."""
+        """Join rows, one part behind the other."""
 
     def take(self, rows: Any, places: Seq[int]) -> Any:
         """Return a copy of the rows at some places."""
 
     def from_host(self, rows: npt.NDArray[Any]) -> Any:
-        """Return rows of the host as those of the model."""
+        """Return rows of the host as rows of the model."""
 
     def top(self, logits: Any, num: int) -> npt.NDArray[np.int64]:
         """Return the ids of the largest logits of each row, best first [R, num], on the host."""
 
     def to_host(self, rows: Any) -> npt.NDArray[Any]:
-        """Return the rows as numpy's array, which is written once the model was waited for."""
+        """Return the rows as a numpy array, which is written once the model was waited for."""
 
 
 class Model(Protocol):
     """Weights plus one forward pass. It knows nothing of drafts, requests or text, and reads caches of one class.
 
-    What only some models can do is a protocol of its own: FindsBest, DrawsRows, RunsAhead.
+    Further protocols name what only some models can do: FindsBest, KeepsCache, DrawsRows, RunsAhead.
     """
 
     @property
@@ -85,7 +85,7 @@ class Model(Protocol):
     def ops(self) -> Operators: ...
     @property
     def weight_bits(self) -> tuple[int, ...]:
-        """The bits of weights that are computed with as integers, ascending; () = all are of `weight_dtype`."""
+        """The bits of weights that are multiplied as integers, ascending; () = all are of `weight_dtype`."""
 
     @property
     def bytes_per_pass(self) -> int:
@@ -103,14 +103,14 @@ class Model(Protocol):
         hidden: Any = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run every new token through these layers (None = all) and write what they keep into the cache.
+        """Run every new token through these layers (None = all) and write their keys, values and states into the cache.
 
-        hidden [T, H]: what the first layer gets; None = the tokens' embeddings. taps: each k whose residual stream
+        hidden [T, H]: the input of the first layer; None = the tokens' embeddings. taps: each k whose residual stream
         before layer k is wanted.
         """
 
     def rounded(self, quantization: Quantization) -> Model:
-        """Return a second model of these weights, each matrix rounded to so many bits."""
+        """Return a second model of these weights with every matrix rounded."""
 
     def embed(self, ids: Seq[int]) -> Any:
         """Return the embeddings of these ids [n, H]."""
@@ -119,23 +119,23 @@ class Model(Protocol):
         """Return rows of the LM head on the host [n, H]."""
 
     def norm(self, hidden: Any) -> Any:
-        """Return rows of the residual stream [R, H] behind the final norm."""
+        """Apply the final norm to rows of the residual stream [R, H]."""
 
     def logits(self, hidden: Any, num_ids: int | None = None) -> Any:
-        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids."""
+        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] of the first ids."""
 
     def wait(self) -> None:
-        """Return when all that was asked for is computed; until then a time that is read is that of a launch."""
+        """Wait until everything launched is computed; a clock read before that measures the launch alone."""
 
 
 class LoadedModel(Model, Protocol):
-    """A model whose weights are in memory, whatever computes it."""
+    """A model whose weights are in memory, on any backend."""
 
     @property
     def config(self) -> Spec: ...
     @property
     def precision(self) -> str:
-        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        """The precision of the weights in words: 4-bit and 8-bit weights, or bfloat16 weights."""
 
     def weight(self, name: str) -> Floats:
         """Return a weight by its name in a checkpoint, float32, as it was before packing."""
@@ -146,7 +146,7 @@ class FindsBest(Protocol):
     """A model that finds the largest logits without writing the others."""
 
     def best(self, hidden: Any, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
+        """Return id and value of the largest of the first `num_ids` logits of each of these rows of hidden [T, H].
 
         Ties go to the lowest id, and NaN counts as the largest.
         """
@@ -154,7 +154,7 @@ class FindsBest(Protocol):
 
 @runtime_checkable
 class KeepsCache(Protocol):
-    """A model that reads no BlockCache, but a cache of its own."""
+    """A model that reads a cache of its own, not a BlockCache."""
 
     def own_cache(self) -> KVCache:
         """Make the cache that this model reads."""
@@ -162,15 +162,15 @@ class KeepsCache(Protocol):
 
 @runtime_checkable
 class DrawsRows(Protocol):
-    """A model that draws from rows of logits where these are, with the bits of the sampling pipeline."""
+    """A model that draws from rows of logits on its device, with the bits of the sampling pipeline."""
 
     def draw(
         self, hidden: Any, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
     ) -> tuple[list[Probs], list[int]]:
-        """Draw an id of the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
+        """Draw an id from the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
 
-        asked: of each row, ids whose probabilities are wanted with it. Returns the distributions and the likeliest ids,
-        -1 where logits are no numbers.
+        asked: for each row, further ids whose probabilities are wanted. Returns the distributions and the likeliest
+        ids, -1 where logits are no numbers.
         """
 
 
@@ -194,4 +194,4 @@ class RunsAhead(Protocol):
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Return what continues each run of a batch; None where a logit is no number (ops/cpu/model.py says more)."""
+        """Continue each run of a batch; return None where a logit is no number (ops/cpu/model.py says more)."""

@@ -1,4 +1,4 @@
-"""What every backend's operators say of themselves, whatever numbers they compute with."""
+"""The interface of every backend's operators, whatever numbers they compute with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostRows:
     """Hidden rows [T, H] of a model that computes on the host: numpy's arrays. See ops.model.RowsOf."""
 
     def join(self, parts: Seq[Array]) -> Array:
-        """Return rows one behind the other."""
+        """Join rows, one part behind the other."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def take(self, rows: Array, places: Seq[int]) -> Array:
@@ -29,7 +29,7 @@ class HostRows:
         return rows[list(places)]
 
     def from_host(self, rows: Array) -> Array:
-        """Return rows of the host as those of the model."""
+        """Return rows of the host as rows of the model."""
         return rows
 
     def top(self, logits: Array, num: int) -> npt.NDArray[np.int64]:
@@ -37,15 +37,15 @@ class HostRows:
         return top(logits, num)[0]
 
     def to_host(self, rows: Array) -> Array:
-        """Return the rows as numpy's array, which is written once the model was waited for."""
+        """Return the rows as a numpy array, which is written once the model was waited for."""
         return rows
 
 
 class Operators:
-    """What computes models.
+    """The operators of a backend, which compute its models.
 
-    row_invariant: whether the bits of one row depend on that row alone; tests hold a backend to it. extra_row: what one
-    more row usually adds to a pass, in passes of one row; what it adds on a machine is measured.
+    row_invariant: whether the bits of one row depend on that row alone; tests hold a backend to it. extra_row: the
+    usual cost of one more row, in passes of one row; the cost on a machine is measured.
     """
 
     name = ""
@@ -54,7 +54,7 @@ class Operators:
 
     @property
     def build(self) -> str:
-        """The name of what computes, for reports: bits are promised, and speeds were measured, for it alone."""
+        """The name of the build, for reports: bits are promised, and speeds were measured, for it alone."""
         return self.name
 
     @property
@@ -63,7 +63,7 @@ class Operators:
         return 1
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which no threads but the operators' own compute on the CPU."""
+        """Return a context in which only the operators' threads compute on the CPU."""
         return nullcontext()
 
     def inference(self) -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ class Operators:
         return nullcontext()
 
     def auto_dtype(self, device: str, stored: str) -> str:
-        """Return the type that dtype="auto" means for weights that are stored in a type."""
+        """Return the type that dtype="auto" means for weights of a stored type."""
         return stored
 
     def rows_dtype(self, weights: str) -> str:
@@ -80,11 +80,11 @@ class Operators:
 
     @property
     def loader(self) -> Callable[..., Any] | None:
-        """What makes models that these operators compute; None = the function `load` of their backend's file."""
+        """The function that loads models for these operators; None = `load` of their backend's file."""
         return None
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
-        """Return what multiplies rows [T, I] of a model by a matrix [O, I], which has the model's type: [T, O]."""
+        """Return a function that multiplies a model's rows [T, I] by a matrix [O, I], in the model's type -> [T, O]."""
         raise InternalError(f"the operators {self.name} have no products by themselves")
 
     def packs_scheme(self, scheme: Scheme) -> bool:

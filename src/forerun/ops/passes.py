@@ -1,4 +1,4 @@
-"""What the models of all backends share: the checks of a pass, and words for the types of weights."""
+"""Shared by the models of all backends: the checks of a pass, and words for the types of weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from forerun.types import Probs, RaggedBatch
 
 @dataclass(frozen=True)
 class Lent:
-    """What a head has of its target: the embedding and the LM head where it has none, and the ids of its own.
+    """What a head borrows from its target: the embedding and the LM head where it has none.
 
-    ids: of each id that the head drafts, the target's.
+    ids: the target's id for each id that the head drafts.
     """
 
     target: Any
@@ -29,10 +29,10 @@ class Lent:
 
 @dataclass(frozen=True)
 class Passed:
-    """What one pass leaves. Its model's own functions may read it at once; others wait first (`Model.wait`).
+    """The result of one pass. The model's functions may read it at once; others call `Model.wait` first.
 
     hidden [T, H]: rows behind the final norm if the last layer ran, else the residual stream. taps: by k, the residual
-    stream before layer k [T, H]. num_experts: of each layer that ran and has experts, how many of them some row chose.
+    stream before layer k [T, H]. num_experts: for each layer with experts that ran, how many experts some row chose.
     """
 
     hidden: Any
@@ -42,10 +42,10 @@ class Passed:
 
 @dataclass(frozen=True)
 class RanAhead:
-    """What continues the runs of a batch: of each run its ids.
+    """The ids that continue each run of a batch.
 
-    confidences: of each run the probability of each id, where stops were given and the model tells that. probs: of each
-    run the distribution that each id was drawn from, where draws were given.
+    confidences: by run, the probability of each id, where stops were given and the model can tell. probs: by run, the
+    distribution that each id was drawn from, where draws were given.
     """
 
     ids: list[list[int]]
@@ -58,7 +58,7 @@ def check_pass(
 ) -> tuple[Seq[int], bool]:
     """Return the layers of a pass, and whether the final norm follows them. See TorchModel.forward for the arguments.
 
-    Raises InternalError for what is no such layer, tap or row.
+    Raises InternalError for layers, taps and rows that do not fit the model.
     """
     chosen = range(spec.num_layers) if layers is None else layers
     check_layers(spec, chosen)
@@ -68,7 +68,7 @@ def check_pass(
 
 
 def check_rows(tensors: Iterable[Any], batch: RaggedBatch, width: int) -> None:
-    """Raise InternalError for what are no hidden rows of a batch's tokens."""
+    """Raise InternalError for tensors that do not have the shape of a batch's hidden rows."""
     for rows in tensors:
         if rows.shape != (batch.run_starts[-1], width):
             raise InternalError(f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens")
@@ -88,10 +88,10 @@ def float_rows(x: npt.ArrayLike, width: int, num: int | None = None) -> Floats:
 
 
 def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
-    """Return what an encoder runs of sources, which are tokens by slot: each is one run from position 0 on."""
+    """Return the encoder's batch for sources, tokens by slot: each is one run from position 0 on."""
     starts = [0, *itertools.accumulate(map(len, sources.values()))]
-    tokens = [token for own in sources.values() for token in own]
-    positions = [i for own in sources.values() for i in range(len(own))]
+    tokens = [token for source in sources.values() for token in source]
+    positions = [i for source in sources.values() for i in range(len(source))]
     return RaggedBatch(tokens, positions, starts, list(sources), [0] * len(sources))
 
 
@@ -112,7 +112,7 @@ def _check_part(name: str, part: Seq[int], whole: int) -> None:
 
 
 def end_of(batch: RaggedBatch) -> int:
-    """Return one more than the highest position of a batch can be."""
+    """Return an upper bound of the positions of a batch, exclusive."""
     return max(map(batch.end, range(len(batch.slots))), default=0)
 
 

@@ -1,8 +1,8 @@
-"""Quantised weights on their way from a file to an operator: integers and the scales of their groups, nothing rounded.
+"""Quantised weights on their way from a file to an operator: codes and the scales of their groups, nothing rounded.
 
 A weight is scale * code - minimum, or scale * (code - zero); where codes are looked up in a table, scale * table[code].
-Along a row, `group` weights in a row share scale and minimum. The formats of GGUF, GPTQ, AWQ, compressed-tensors and
-OCP MX all fit, so that a kernel reads exactly the weights of the file (docs/kernels.md).
+Along a row, `group` consecutive weights share scale and minimum. The formats of GGUF, GPTQ, AWQ, compressed-tensors and
+OCP MX all fit, so that a kernel reads exactly the weights of the file (docs/development/kernels.md).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Codes = npt.NDArray[np.uint8]
 
 UNIT = 32  # weights in a row whose inputs are rounded together
 LARGEST_FLOAT = 448  # of 8 bits
-TABLE_ZERO = 128  # the code of 8 bits that stands for 0, where the numbers of a table are codes
+TABLE_ZERO = 128  # the 8-bit code for 0, where table codes became 8-bit codes
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How a matrix is quantised.
 
-    bits: 2 to 6, or 8 (codes 0 to 255). group: weights in a row that share a scale; it divides the row. offset: what is
-    subtracted: "zero" (an integer of the group, times its scale) or "minimum" (a number of its own). scale_dtype: of
-    scales and minimums, or of the factors above them where `super_group` is not 0. super_group: weights in a row whose
-    integer scales (and minimums) share one more factor, as K-quants have them; 0 = none. zero: the zero point where all
-    groups of all such matrices have this one. table: 16 integers, from -127 to 127, that codes of 4 bits stand for; the
-    zero point is 0 then. () = codes stand for themselves. powers: scales are powers of two, or 0. floats: codes are the
-    bits of floats of 8 bits (e4m3, without infinities), and the zero point is 0.
+    bits: 2 to 6, or 8 (codes 0 to 255). group: consecutive weights of a row that share a scale; it divides the row.
+    offset: what is subtracted, "zero" (an integer of the group, times its scale) or "minimum" (a number of its own).
+    scale_dtype: of scales and minimums, or of the factors above them where `super_group` is not 0. super_group:
+    consecutive weights whose integer scales (and minimums) share one more factor, as in K-quants; 0 = none. zero: the
+    zero point, where all groups of all such matrices share it. table: 16 integers, from -127 to 127, that codes
+    of 4 bits stand for; the zero point is 0 then. () = codes stand for themselves. powers: scales are powers of two, or
+    0. floats: codes are the bits of floats of 8 bits (e4m3, without infinities), and the zero point is 0.
     """
 
     bits: int
@@ -52,7 +52,7 @@ class Scheme:
 
     @property
     def most(self) -> int:
-        """The largest magnitude of what a scale is multiplied by."""
+        """The largest magnitude of the number that a scale multiplies."""
         if self.table:
             return max(map(abs, self.table))
         if self.floats:
@@ -61,7 +61,7 @@ class Scheme:
         return max(self.zero, top - self.zero) if self.zero is not None else top
 
     def looked_up(self) -> Scheme:
-        """Return the scheme of the same weights with what their codes stand for as codes of 8 bits."""
+        """Return the scheme of the same weights with table entries as 8-bit codes."""
         return replace(self, bits=8, zero=TABLE_ZERO, table=(), powers=False) if self.table else self
 
 
@@ -99,7 +99,7 @@ class QuantisedRows:
         return numbers.reshape(len(self.codes), -1)
 
     def looked_up(self) -> QuantisedRows:
-        """Return the same weights with what their codes stand for as codes of 8 bits."""
+        """Return the same weights with table entries as 8-bit codes."""
         if not self.scheme.table:
             return self
         codes = np.array([number + TABLE_ZERO for number in self.scheme.table], np.uint8)[self.codes]
@@ -107,16 +107,16 @@ class QuantisedRows:
         return replace(self, scheme=self.scheme.looked_up(), codes=codes, zeros=zeros)
 
     def _integers(self) -> Floats:
-        """Return what the codes stand for, float32 [R, I], which nobody else holds."""
+        """Return the numbers that codes stand for, as a new float32 array [R, I]."""
         if self.scheme.table:
             return np.array(self.scheme.table, np.float32)[self.codes]
         return float8_numbers()[self.codes] if self.scheme.floats else self.codes.astype(np.float32)
 
     def numbers(self, span: int, count: int, offset: str) -> tuple[Floats, Floats]:
-        """Return scales and what is subtracted in float32, [R, count] each: one for `span` weights, 0 behind the last.
+        """Return scales and subtracted numbers in float32, [R, count] each: one for `span` weights, 0 behind the last.
 
-        offset: "zero" or "minimum"; a zero point becomes a minimum where that is asked for. All are exact: a product
-        of at most 8 bits and 16 has less than 24.
+        offset: "zero" or "minimum"; "minimum" turns zero points into minimums. All are exact: a product of at most 8
+        and 16 bits has fewer than 24.
         """
         scales = _expanded(self.scales, self.super_scales, self.scheme)[..., 0]
         if self.zeros is not None:
@@ -146,7 +146,7 @@ def mxfp4(codes: Codes, exponents: Codes) -> QuantisedRows:
     codes: uint8 [R, I], the floats of 4 bits in order. exponents: uint8 [R, I / 32], of E8M0: 2 ** (exponent - 127) is
     the scale of a block, and 255 is no number. A block of zeros gets the scale 0, whatever its exponent is.
     """
-    # The table is doubled and the scale halved. Of the lowest two exponents it is below the least normal float32.
+    # The table is doubled and the scale halved, which makes it denormal for the lowest two exponents.
     wide = exponents.astype(np.int32)
     scales = np.where(wide < 2, 0x200000 << np.minimum(wide, 1), (wide - 1) << 23).astype(np.int32).view(np.float32)
     scales[exponents == 255] = np.nan
@@ -163,11 +163,11 @@ class HasFileno(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Where an open file has the rows of a matrix, as blocks of a type of GGUF.
+    """Where an open file has the rows of a matrix, as blocks of a GGUF type.
 
-    type: its number there. start: the first byte of row 0. numbers: int32 [num_out], the row of each output; None = all
-    from row 0 on. rounded: the rows are meant as ops/quantising.py rounds them to 4 bits, in groups of so many; 0 = as
-    they are.
+    type: its number in GGUF. start: the first byte of row 0. numbers: int32 [num_out], the row of each output; None =
+    all from row 0 on. rounded: the group size with which ops/quantising.py rounds the rows to 4 bits; 0 = the rows stay
+    as they are.
     """
 
     file: HasFileno
@@ -177,7 +177,7 @@ class StoredRows:
     rounded: int = 0
 
     def chosen(self, rows: list[int]) -> StoredRows:
-        """Return where some of the rows are."""
+        """Return the places of some of the rows."""
         numbers = np.array(rows, np.int32)
         return replace(self, numbers=numbers if self.numbers is None else self.numbers[numbers])
 
@@ -196,15 +196,15 @@ class QuantisedMatrix:
 
 
 def dequantised(matrix: QuantisedMatrix, dtype: str = "bfloat16") -> HostTensor:
-    """Return a whole matrix, in the type of a product whose other parts are dense."""
+    """Return a whole matrix dequantised, for a product whose other parts are dense."""
     return HostTensor.joined([HostTensor.of(rows.dequantise()).to(dtype) for rows in matrix.blocks()])
 
 
 def _expanded(numbers: HostTensor, factors: HostTensor | None, scheme: Scheme) -> Floats:
     """Return one float32 for each group, [R, I / group, 1]."""
-    own = numbers.float32()
+    floats = numbers.float32()
     if factors is None:
-        return own[..., None]
+        return floats[..., None]
     per_factor = scheme.super_group // scheme.group
-    products: Array = factors.float32()[..., None] * own.reshape(len(own), -1, per_factor)
-    return products.reshape(len(own), -1)[..., None]
+    products: Array = factors.float32()[..., None] * floats.reshape(len(floats), -1, per_factor)
+    return products.reshape(len(floats), -1)[..., None]

@@ -1,8 +1,8 @@
 """Rounds dense weights to 4 or 8 bits, the nearest integers of each group; no text is looked at.
 
-8 bits are symmetric around a zero point of 128. 4 bits have a zero point within the group's range, and the scale is the
-one of a few that leaves the least squared error: a range that clips the largest weight a little rounds all others
-finer (the search that GGUF's K-quants do, with fewer steps).
+8 bits are symmetric around a zero point of 128. 4 bits have a zero point within the group's range, and of a few scales
+the one with the least squared error: a range that clips the largest weight a little rounds all others finer (the search
+of GGUF's K-quants, with fewer steps).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from forerun.errors import BadOption
 from forerun.host_tensor import Floats, HostTensor, address, kernels
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
-BLOCK_WEIGHTS = 1 << 17  # rounded at a time, which takes some ten times as many floats meanwhile
+BLOCK_WEIGHTS = 1 << 17  # rounded at a time, with some ten times as many floats in memory
 
-SCALE_DTYPE = "bfloat16"  # as published checkpoints have them, whose model is computed in bfloat16
+SCALE_DTYPE = "bfloat16"  # as in published checkpoints of models that are computed in bfloat16
 LANES = 16  # of the kernels
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range
 
@@ -44,7 +44,7 @@ def quantise(rows: Floats, scheme: Scheme) -> QuantisedRows:
 
 
 def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
-    """Do what `quantise` does with the kernels of an instruction set; the group is a multiple of 16."""
+    """Round as `quantise`, with the kernels of an instruction set; the group is a multiple of 16."""
     weights, groups = np.ascontiguousarray(rows), (len(rows), rows.shape[1] // scheme.group)
     codes, zeros = np.empty(rows.shape, np.uint8), np.empty(groups, np.uint8)
     scales = HostTensor.empty(groups, SCALE_DTYPE)
@@ -54,7 +54,7 @@ def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
 
 
 def rounded_by_numpy(rows: Floats, scheme: Scheme) -> QuantisedRows:
-    """Do what `quantise` does where there are no kernels."""
+    """Round as `quantise`, without kernels."""
     groups = rows.reshape(len(rows), -1, scheme.group)
     with np.errstate(over="ignore"):  # infinite squares of large errors lose against any other
         codes, scales, zeros = _eight_bits(groups) if scheme.bits == 8 else _four_bits(groups)
@@ -84,7 +84,7 @@ def _four_bits(groups: Floats) -> tuple[Floats, HostTensor, Floats]:
 
 
 def _sum(numbers: Floats) -> Floats:
-    """Sum the last dimension in the kernels' order, which decides which of two errors is less."""
+    """Sum the last dimension in the kernels' order, which can decide between two close errors."""
     if numbers.shape[-1] % LANES == 0:
         lanes = numbers.reshape(*numbers.shape[:-1], -1, LANES)
         numbers = lanes[..., 0, :]
@@ -120,15 +120,15 @@ def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
 
 
 def is_rounded(weight: Weight) -> bool:
-    """Whether a weight gets fewer bits where a model is rounded: matrices, experts and the embedding do."""
+    """Tell whether a weight gets fewer bits where a model is rounded: matrices, experts and the embedding do."""
     return weight.least_bits < 16
 
 
 class RoundedWeights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """Weights that are in memory, each matrix rounded when it is looked up, as `models.quantising` rounds a file's.
+    """Weights in memory, each matrix rounded when it is looked up, as `models.quantising` rounds a file's.
 
     weights: of the spec. read(name, rows) returns rows of a matrix; vector(name) a norm or a bias.
-    as_tensors: give what the rounded matrices stand for, in this type; None = as they are packed. Raises BadOption
+    as_tensors: return all weights dequantised in this type; None = rounded matrices stay quantised. Raises BadOption
     where groups do not divide a row.
     """
 

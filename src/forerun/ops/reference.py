@@ -32,7 +32,7 @@ from forerun.types import CacheView
 _ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
 ONEDNN_MIN_WEIGHTS = 1 << 20
 FOLD_MAX_ROWS = 16
-SCORES_AT_ONCE = 1 << 20  # of a head, in memory, where they are more than a product: else as many as rows x keys
+SCORES_AT_ONCE = 1 << 20  # of a head in memory, where scores are more than a product; else rows x keys
 
 Rows = slice | Tensor
 
@@ -41,8 +41,8 @@ Rows = slice | Tensor
 class Plan(CacheView):
     """A view with the data that attention derives from it once per pass, not once per layer.
 
-    writes: rows to write. reads[b]: rows of run b's keys. Both are slices where the rows are consecutive, which needs
-    no copy. masks: by run and window, [n, keys of the run] float32, 0 or -inf.
+    writes: rows to write. reads[b]: rows of run b's keys. Consecutive rows are a slice, which needs no copy. masks: by
+    run and window, [n, keys of the run] float32, 0 or -inf.
     """
 
     writes: Rows = field(default_factory=lambda: slice(0, 0))
@@ -58,22 +58,22 @@ class Plan(CacheView):
         return self.masks[b, window]
 
     def positions(self, b: int) -> Tensor:
-        """Return the logical position of each row that run b reads [rows], which are also its last rows' own.
+        """Return the logical position of each row that run b reads [rows]; the last ones are the run's own rows.
 
-        A pending row that none of them sees has the position of its index, which is never asked for.
+        A pending row that no row of the run sees has its index as position, which is never used.
         """
         places = list(range(self.batch.end(b)))
         if self.batch.is_tree(b):
             cached = self.batch.cached[b]
-            for own in self.batch.seen(b):
-                for depth, j in enumerate(own):
+            for path in self.batch.seen(b):
+                for depth, j in enumerate(path):
                     places[cached + j] = cached + depth
         return torch.tensor(places, device=self.device)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What scores are besides q k / sqrt(D); see blocks.Attention.
+    """How scores differ from q k / sqrt(D); see blocks.Attention.
 
     scale: None = 1 / sqrt(D). sinks [heads]. buckets, table [buckets, heads]: a bias by distance. sees_all: every row
     sees all rows of its run.
@@ -88,11 +88,11 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are multiplied by a number and nothing else."""
+        """Tell whether scores are only scaled by a number."""
         return self.softcap is None and self.sinks is None and self.buckets is None
 
     def bias(self, distances: Tensor) -> Tensor | None:
-        """Return the bias [heads, n, m] of keys so far behind (above 0) or before each row [n, m]."""
+        """Return the bias [heads, n, m] for the distances [n, m] from rows back to keys; below 0 = a key ahead."""
         if self.buckets is None or self.table is None:
             return None
         return self.table[bucket_of(distances, self.buckets)].permute(2, 0, 1).float()
@@ -103,9 +103,9 @@ PLAIN = Scoring()
 
 @dataclass(frozen=True)
 class Gated:
-    """What tokens do to the states of all heads, by the gated delta rule.
+    """The steps of tokens on the states of all heads, by the gated delta rule.
 
-    q, k [T, heads, key_dim], v [T, heads, value_dim]; beta and decay [T, heads], what a state is multiplied by.
+    q, k [T, heads, key_dim], v [T, heads, value_dim]. beta, decay [T, heads]: decay multiplies the state.
     """
 
     q: Tensor
@@ -122,7 +122,7 @@ class Gated:
         return state + k[:, :, None] * ((v - known) * self.beta[token][:, None])[:, None]
 
     def read(self, token: int, state: Tensor) -> Tensor:
-        """Return what a token reads of the state behind it [heads, value_dim]."""
+        """Return a token's output [heads, value_dim], read from the state behind the token."""
         return (state * self.q[token][:, :, None]).sum(1)
 
 
@@ -137,12 +137,12 @@ class ReferenceOps(Operators):
 
     @property
     def build(self) -> str:
-        """The version of torch, and the instructions that it uses."""
+        """The version of torch, and the instruction set that it uses."""
         return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
     @property
     def num_threads(self) -> int:
-        """The number of threads that compute on a CPU, which are torch's."""
+        """The number of torch's threads that compute on a CPU."""
         return torch.get_num_threads()
 
     def inference(self) -> AbstractContextManager[Any]:
@@ -150,13 +150,15 @@ class ReferenceOps(Operators):
         return torch.inference_mode()
 
     def auto_dtype(self, device: str, stored: str) -> str:
-        """Return on a CPU float32, torch's fastest type there, else the stored one."""
+        """Return float32 on a CPU, torch's fastest type there; elsewhere the stored type."""
         return "float32" if device == "cpu" else stored
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Tensor], Tensor]:
         """See `Operators.multiplier`."""
-        own = [None if part is None else tensor_of(part.to(model.weight_dtype), model.place) for part in (matrix, bias)]
-        return lambda rows: self.linear(rows.to(model.rows_dtype), own[0], own[1])  # type: ignore[arg-type]
+        operands = [
+            None if part is None else tensor_of(part.to(model.weight_dtype), model.place) for part in (matrix, bias)
+        ]
+        return lambda rows: self.linear(rows.to(model.rows_dtype), operands[0], operands[1])  # type: ignore[arg-type]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply: x [T, I], weight [O, I], bias [O] -> [T, O]."""
@@ -175,7 +177,7 @@ class ReferenceOps(Operators):
         return self._rows(lambda g, u: F.silu(g) * u, gate, up)
 
     def activated(self, act: Act, x: Tensor) -> Tensor:
-        """Compute an activation of every number."""
+        """Apply an activation to every number."""
         return self._rows(ACTIVATIONS[act], x)
 
     def gated(self, act: Act, gate: Tensor, up: Tensor) -> Tensor:
@@ -188,13 +190,13 @@ class ReferenceOps(Operators):
         return self._rows(lambda g, u: function(g) * u, gate, up)
 
     def of_length_one(self, x: Tensor, eps: float) -> Tensor:
-        """Divide by the length over the last dimension, whose square gets eps before."""
+        """Divide by the length over the last dimension; eps is added to the squared length."""
         return self._rows(lambda row: row * torch.rsqrt(row.pow(2).sum(-1, keepdim=True) + eps), x)
 
     def gates_of(self, x: Tensor, bias: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gates of the delta rule: x [T, 2 heads], b then a -> beta and exp(g) [T, heads].
 
-        See blocks.Recurrence. bias, decay [heads]: dt_bias, and what the softplus is multiplied by.
+        See blocks.Recurrence. bias, decay [heads]: dt_bias, and the factor of the softplus.
         """
 
         def both(row: Tensor) -> Tensor:
@@ -205,9 +207,9 @@ class ReferenceOps(Operators):
         return beta, share
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, parents: Seq[int]) -> Tensor:
-        """Return of each token the sum over its last inputs [tokens, width], the oldest first; weight [width, conv].
+        """Convolve each token's last inputs, the oldest first -> [tokens, width]; weight [width, conv].
 
-        inputs [conv - 1 + tokens, width]: before those of the tokens stand the last ones of the state. parents: of each
+        inputs [conv - 1 + tokens, width]: the last inputs of the state, then the tokens' inputs. parents: for each
         token, -1 = the state.
         """
         num, conv = len(parents), weight.shape[1]
@@ -224,11 +226,10 @@ class ReferenceOps(Operators):
     def delta_rule(
         self, gated: Gated, state: Tensor, parents: Seq[int], first: int, wanted: Collection[int]
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """Return what tokens read of the states behind them, token by token (Yang et al. 2024, eq. 10).
+        """Run the delta rule token by token (Yang et al. 2024, eq. 10).
 
-        state [heads, key_dim, value_dim]: that all begin with. parents: of each token, -1 = that state. Outputs
-        [T - first, heads, value_dim] are of the tokens from `first` on; beside them come the states behind the wanted
-        tokens.
+        state [heads, key_dim, value_dim]: the state to begin with. parents: of each token, -1 = that state. Returns the
+        outputs [T - first, heads, value_dim] of the tokens from `first` on, and the states behind the wanted tokens.
         """
         states, left, outs = {-1: state}, dict[int, Tensor](), list[Tensor]()
         is_chain = parents == range(-1, len(parents) - 1)
@@ -246,16 +247,15 @@ class ReferenceOps(Operators):
         """Rotate x [T, heads, D] by position; pairs are (i, i + D/2) as in the published Llama weights.
 
         cos, sin [T, 1, D] in the type of x; the first half of sin is negated, so that a roll is the whole rotation.
-        Every element is two products and a sum, each rounded once. It has the same bits in any batch, so both modes
-        use it.
+        Every element is two products and a sum, each rounded once, with the same bits in any batch: both modes use it.
         """
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """Called with what each router decided: scores [T, experts], and the experts chosen [T, chosen]."""
+        """Take a router's scores [T, experts] and chosen experts [T, chosen]; a hook that does nothing here."""
 
     def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Plan:
-        """Return what attention needs of a view; it is computed once per forward pass."""
+        """Return a view with the data that attention needs, computed once per forward pass."""
         reads = [_on_device(rows, device) for rows in view.read_rows]
         if len(reads) == 1 and isinstance(reads[0], slice):
             writes: Rows = slice(reads[0].stop - len(view.write_rows), reads[0].stop)
@@ -277,9 +277,9 @@ class ReferenceOps(Operators):
         """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> [T, heads, D].
 
         `view` says which rows of the pool to write and to read. k, v: None where another layer has written them. pool:
-        None where the rows of this pass are all that there is, in the order of the view. A row sees the kept tokens of
-        its slot, its ancestors in the run, and itself; with a sliding `window` only those at logical positions above
-        its own minus window.
+        None where k and v of this pass are all keys and values, in the order of the view. A row sees the kept tokens of
+        its slot, its ancestors in the run, and itself; with a sliding `window` only logical positions above its own
+        position minus window.
         """
         assert view is not None
         plan = view if isinstance(view, Plan) else self.plan(view, q.device)
@@ -320,15 +320,15 @@ class ReferenceOps(Operators):
         if scoring.is_plain:
             return _sdpa(q, keys, values, mask, scoring.scale)
         positions = plan.positions(b)
-        own, theirs = positions[len(positions) - len(q) :], positions[None, len(positions) - len(keys) :]
+        own_positions, theirs = positions[len(positions) - len(q) :], positions[None, len(positions) - len(keys) :]
         step = max(1, SCORES_AT_ONCE // max(1, len(keys)))
         if len(q) <= step:
-            return _scored(q, keys, values, mask, scoring, own[:, None] - theirs)
+            return _scored(q, keys, values, mask, scoring, own_positions[:, None] - theirs)
         parts = [slice(first, first + step) for first in range(0, len(q), step)]
         masks = [None if mask is None else mask[part] for part in parts]
         return torch.cat(
             [
-                _scored(q[part], keys, values, own_mask, scoring, own[part, None] - theirs)
+                _scored(q[part], keys, values, own_mask, scoring, own_positions[part, None] - theirs)
                 for part, own_mask in zip(parts, masks, strict=True)
             ]
         )
@@ -366,7 +366,7 @@ def _window(parents: Seq[int], token: int, conv: int) -> list[int]:
 
 
 def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
-    """Return which keys each row of run b sees: float32 [n, keys of the run], 0 where it sees one and -inf elsewhere.
+    """Return which keys each row of run b sees: float32 [n, keys of the run], 0 = seen, -inf = not.
 
     A row sees the last `window` logical positions, its own included. The logical position of a row in a tree is the
     number of cached rows plus the number of its ancestors.
@@ -378,16 +378,16 @@ def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
         return mask if window is None else mask + hidden.tril(cached - window)
     seen = np.zeros((n, batch.end(b)), dtype=bool)
     seen[:, :cached] = True
-    for row, own in zip(seen, batch.seen(b), strict=True):
-        row[[cached + j for j in own]] = True
-        if window is not None:  # what a row sees stands in the order of logical positions, its own last
+    for row, seen_rows in zip(seen, batch.seen(b), strict=True):
+        row[[cached + j for j in seen_rows]] = True
+        if window is not None:  # seen keys stand in the order of logical positions, the row's own last
             places = np.flatnonzero(row)
             row[places[:-window]] = False
     return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
 
 
 def both_ways_mask(num_rows: int, num_keys: int, window: int) -> Tensor:
-    """Return which keys rows see that see `window` to either side, themselves included: float32 [n, keys], 0 or -inf.
+    """Return the mask of rows that see `window` keys to either side, themselves included: float32 [n, keys], 0 or -inf.
 
     The rows are the last of the keys.
     """
@@ -405,7 +405,7 @@ def _on_device(rows: npt.NDArray[np.int64], device: torch.device | str) -> Rows:
 def _scored(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring, distances: Tensor
 ) -> Tensor:
-    """Attend as `_sdpa`, with scores in float32 that are more than a product. distances [n, m]: from row to key."""
+    """Attend as `_sdpa`, but with the full scoring, in float32. distances [n, m]: from row to key."""
     n, heads, dim = q.shape
     num_kv = keys.shape[1]
     scale = dim**-0.5 if scoring.scale is None else scoring.scale
@@ -420,8 +420,8 @@ def _scored(
         scores = torch.cat((scores, scoring.sinks.float()[:, None, None].expand(-1, n, 1)), -1)
     weights = scores.softmax(-1)
     weights = weights if scoring.sinks is None else weights[..., :-1]
-    found = weights.to(q.dtype).reshape(num_kv, heads // num_kv, n, -1) @ values.transpose(0, 1)[:, None]
-    return found.permute(2, 0, 1, 3).reshape(n, heads, dim)
+    sums = weights.to(q.dtype).reshape(num_kv, heads // num_kv, n, -1) @ values.transpose(0, 1)[:, None]
+    return sums.permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
 def bucket_of(distances: Tensor, buckets: Buckets) -> Tensor:
@@ -498,14 +498,14 @@ ACTIVATIONS: Mapping[Act, Callable[[Tensor], Tensor]] = {
 
 @cache
 def _constant(value: float, device: torch.device) -> Tensor:
-    """Return a number as a tensor. It is made once, because torch wraps a Python number anew at every call."""
+    """Return a number as a tensor, made once, because torch wraps a Python number anew at every call."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
 
 
 @cache
 def _buckets(buckets: Buckets, device: torch.device) -> Tensor:
-    """Return the buckets of distances as a tensor, which goes to its device once."""
+    """Return the buckets of distances as a tensor, copied to its device once."""
     with torch.inference_mode(False):
         return torch.from_numpy(buckets_of_distances(buckets)).to(device)
 

@@ -1,8 +1,8 @@
 """Positions as numbers: rotations with the frequencies of each kind, sinusoids, and buckets of distances.
 
-All operators take them from here. They are computed in numpy, in steps that IEEE 754 rounds alike everywhere, so that
-no library's cosine or power is in what a model says. The powers of theta alone are the C library's, float64, of which
-rounding to float32 leaves no trace.
+All operators take them from here. They are computed in numpy, in steps that IEEE 754 rounds alike everywhere, so that a
+model's output depends on no library's cosine or power. Only the powers of theta come from the C library, in float64;
+rounding to float32 removes its differences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Rotations:
-    """cos and sin by position. The table grows by blocks, as far as it is asked for."""
+    """cos and sin by position, in a table that grows by blocks as positions are asked for."""
 
     BLOCK = 256
 
@@ -30,7 +30,7 @@ class Rotations:
         self.inv_freq = inverse_frequencies(rope, head_dim)
         self._factor = attention_factor(rope)
         self._table = np.empty((0, 2, 1, 2 * len(self.inv_freq)), np.float32)
-        self.num_positions = 0  # of the table
+        self.num_positions = 0  # in the table
 
     def table(self, end: int) -> Singles:
         """Return cos and sin of every position below `end`, and some more: [positions, 2, 1, turned dimensions]."""
@@ -46,7 +46,7 @@ def rotations(inv_freq: Singles, factor: float, positions: range) -> Singles:
     """Return cos and sin of positions, [positions, 2, 2 pairs]: pair i turns dimensions i and pairs + i of a head.
 
     Angles are products in float32, as published code has them; cos and sin are rounded once, and the first half of sin
-    is negated. factor: what both are multiplied by.
+    is negated. factor: of cos and sin.
     """
     angles = np.arange(positions.start, positions.stop, dtype=np.float32)[:, None] * inv_freq
     both = arithmetic.sine_cosine(angles.astype(np.float64))
@@ -55,9 +55,9 @@ def rotations(inv_freq: Singles, factor: float, positions: range) -> Singles:
 
 
 def sinusoids(num: int, width: int) -> Singles:
-    """Sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5) [num, width].
+    """Return sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5) [num, width].
 
-    In float64 until the end, as published code computes its tables.
+    They are float64 until the end, as in published code.
     """
     frequencies = np.array([10000.0 ** (-i / width) for i in range(0, width, 2)])
     sin, cos = arithmetic.sine_cosine(np.arange(num, dtype=np.float64)[:, None] * frequencies)
@@ -73,7 +73,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Singles:
     """Return the angle per position of each turned pair of dimensions [pairs].
 
     llama3 blends scaled and unscaled frequencies by wavelength (Llama 3.1 release), yarn by dimension (Peng et al.
-    2023, section 3.2). longrope divides by factors of its own for texts within those of training and for longer ones
+    2023, section 3.2). longrope divides by different factors for texts within the training length and for longer texts
     (Ding et al. 2024). proportional turns the first dims / 2 pairs of a head as if all were turned. The steps are in
     float32, as published code has them, and each is rounded correctly.
     """
@@ -123,7 +123,7 @@ def _yarn(rope: Rope, dims: int, inv_freq: Singles) -> Singles:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Return what cos and sin are multiplied by: yarn's and longrope's correction of the scores' temperature."""
+    """Return the factor of cos and sin: yarn's and longrope's correction of the scores' temperature."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind == "longrope" and rope.factor > 1:
@@ -143,8 +143,8 @@ def _magnitude(factor: float, mscale: float) -> float:
 def buckets_of_distances(buckets: Buckets) -> Ints:
     """Return the bucket of each distance from row to key, from -max_distance to max_distance (Raffel et al. 2020).
 
-    Those beyond have the buckets of the ends. Half of the buckets are of one distance each, the others grow by a
-    constant factor up to the largest distance; published code finds them in float32.
+    Distances beyond have the buckets of the ends. Half of the buckets hold one distance each, the others grow by a
+    constant factor up to the largest distance; published code computes them in float32.
     """
     num, distances = buckets.num, np.arange(-buckets.max_distance, buckets.max_distance + 1)
     offset = np.zeros_like(distances)

@@ -1,4 +1,4 @@
-"""The models of torch.py with each row computed alone: slow, and row-invariant on any device. Bitwise tests compare."""
+"""The models of torch.py with each row computed alone: slow, but row-invariant on any device, for bitwise tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.ops.torch_memory import ReferenceSizes
 
 NAME = "reference_row_by_row"
 NEEDS = "torch"
-RANK = 0  # never by itself
+RANK = 0  # never chosen by auto
 row_invariant = True
 
 

@@ -1,7 +1,7 @@
-"""Models in torch: every block that blocks.py can say, on any device, with gradients, fast or row by row.
+"""Models in torch: every block that blocks.py can describe, on any device, with gradients, fast or row by row.
 
-A model is computed block by block, one operator after the other, by the operators that it is given (reference.py, or
-others with the same interface). A family that nothing else computes runs here.
+The operators of a model (reference.py, or others with the same interface) compute it block by block. Families that no
+other backend computes run here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NEEDS = "torch"
 RANK = 1
 row_invariant = False
 Rotation = tuple[Tensor, Tensor]  # cos and sin of rows
-Turn = tuple[Rope, int]  # and the size of the heads that are turned
+Turn = tuple[Rope, int]  # with the size of the rotated heads
 
 
 def usable(device: str) -> str | None:
@@ -67,7 +67,7 @@ def usable(device: str) -> str | None:
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    """Return why this backend cannot compute a model, as a sentence without its end; None where it can."""
     if spec.encoder is not None and (why_not := supports(spec.encoder)) is not None:
         return why_not
     return None
@@ -75,7 +75,7 @@ def supports(spec: Spec) -> str | None:
 
 @cache
 def make() -> ReferenceOps:
-    """Return the operators in torch that are fast, and not row-invariant."""
+    """Return the fast operators in torch, which are not row-invariant."""
     return ReferenceOps()
 
 
@@ -88,19 +88,19 @@ def load(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> TorchModel:
-    """Make a model that is computed one operator after the other; see ops.load_model."""
+    """Load a model that runs operator by operator; see ops.load_model."""
     return TorchModel(spec, placed(spec, weights, device), operators, lent=lent)
 
 
 def placed(spec: Spec, weights: Mapping[str, Any], device: str) -> Mapping[str, Tensor]:
-    """Return weights as tensors on a device, those of the host each read into its final place."""
+    """Return the weights as tensors on a device; each host tensor is read straight into its final place."""
     return as_tensors(weights, lambda: _room_for(spec, dtype_of(weights), device))
 
 
 def _room_for(spec: Spec, dtype: str, device: str) -> dict[str, Tensor]:
     try:
         return empty_weights(spec, torch_dtype(dtype), device)
-    except RuntimeError as error:  # torch's OutOfMemoryError is one, and a CPU's refusal is a plain one
+    except RuntimeError as error:  # torch's OutOfMemoryError is one too; a CPU raises a plain one
         raise no_room(spec.num_weights * itemsize(dtype), device) from error
 
 
@@ -111,13 +111,13 @@ def sizes(wanted: Wanted) -> Sizes:
 
 @dataclass
 class Step:
-    """What one pass has for all of its blocks. positions [T]; rotations: of the rows, by their kind and size of heads.
+    """The data that a pass's blocks share. positions [T]. rotations: cos and sin of the rows, by rope and head size.
 
-    views: the rows of the cache of each kind of layers; without a cache those that see each other, none in a chain.
-    sources: the rows of the cache that an encoder's output has, of each run; None where no block reads them.
-    layer_inputs [T, layers, size]: what blocks read beside the residual stream; None where none does.
-    num_experts: of each block with experts that has run, how many of them some row chose. batch, states: what recurrent
-    blocks read and write of each run.
+    views: by kind of layers, the cache rows to write and read. Without a cache there is one view of the pass's own
+    rows where rows see all of their run, else none. sources: the cache rows of each run's encoder output; None where no
+    block reads them. layer_inputs [T, layers, size]: what blocks read beside the residual stream; None where none does.
+    num_experts: for each block with experts that has run, how many experts some row chose. batch, states: what
+    recurrent blocks read and write for each run.
     """
 
     positions: Tensor
@@ -131,47 +131,47 @@ class Step:
     states: Seq[StateRun] = ()
 
     def view(self, layer: int) -> CacheView | None:
-        """Return the rows of the cache that a layer writes and reads."""
+        """Return the cache rows that a layer writes and reads."""
         kind = 0 if self.cache is None else self.cache.shape.kind_of(layer)
         return self.views[kind] if self.views else None
 
 
 class TorchAttention:
-    """The attention of one block. at: the beginning of its weights' names. biased: the block whose bias it shares."""
+    """The attention of one block. at: the prefix of its weight names. biased: the attention whose bias it shares."""
 
     def __init__(self, a: Attention, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
         self.spec = a
-        own = at + blocks.attention_name(a)
+        name_prefix = at + blocks.attention_name(a)
         q, kv = ["q_proj", *(["gate_proj"] if a.gate else [])], list[str]()
         if a.shares_kv_of is None:
             kv = ["k_proj", *([] if a.k_is_v else ["v_proj"])]
         apart = parts.apart or a.sees == "encoder"
         groups = [group for group in ([[name] for name in q] if parts.apart else [q]) + [kv] if group]
         groups = groups if apart else [q + kv]
-        self._products = [(group, parts.product(*(own + name for name in group))) for group in groups]
-        self.o = parts.product(f"{own}o_proj")
-        has_own = a.shares_kv_of is None
-        self.q_norm = Normed.of(parts, f"{own}q_norm", a.q_norm)
-        self.k_norm = Normed.of(parts, f"{own}k_norm", a.k_norm) if has_own else None
-        self.v_norm = Normed.of(parts, f"{own}v_norm", a.v_norm) if has_own else None
-        sinks = parts.vector(f"{own}sinks.weight") if a.sinks else None
+        self._products = [(group, parts.product(*(name_prefix + name for name in group))) for group in groups]
+        self.o = parts.product(f"{name_prefix}o_proj")
+        makes_keys = a.shares_kv_of is None
+        self.q_norm = Normed.of(parts, f"{name_prefix}q_norm", a.q_norm)
+        self.k_norm = Normed.of(parts, f"{name_prefix}k_norm", a.k_norm) if makes_keys else None
+        self.v_norm = Normed.of(parts, f"{name_prefix}v_norm", a.v_norm) if makes_keys else None
+        sinks = parts.vector(f"{name_prefix}sinks.weight") if a.sinks else None
         buckets, table = (None, None) if biased is None else (biased.scoring.buckets, biased.scoring.table)
         if isinstance(a.bias, blocks.Buckets):
-            buckets, table = a.bias, parts.vector(f"{own}relative_attention_bias.weight")
+            buckets, table = a.bias, parts.vector(f"{name_prefix}relative_attention_bias.weight")
         is_plain = (a.scale, a.softcap, sinks, table, a.sees) == (None, None, None, None, "past")
         self.scoring: Scoring = (
             PLAIN if is_plain else Scoring(a.scale, a.softcap, sinks, buckets, table, a.sees != "past")
         )
 
     def run(self, ops: ReferenceOps, y: Tensor, i: int, step: Step) -> Tensor:
-        """What the block's branch adds [T, H], of rows y that its projections read. i: the block's number."""
+        """Return what the block's branch adds [T, H]. y: the rows that the projections read. i: the block's number."""
         a = self.spec
-        found = self.project(ops, y, "q_proj" if a.sees == "encoder" else None)
+        projected = self.project(ops, y, "q_proj" if a.sees == "encoder" else None)
         rotation = None if a.rope is None else step.rotations[a.rope, a.head_dim]
-        q = self.queries(ops, found["q_proj"], rotation, step.positions)
+        q = self.queries(ops, projected["q_proj"], rotation, step.positions)
         k = v = None
         if a.shares_kv_of is None and a.sees != "encoder":
-            k, v = self.keys_values(ops, found, rotation)
+            k, v = self.keys_values(ops, projected, rotation)
         layer = i if a.shares_kv_of is None else a.shares_kv_of
         pool = None if step.cache is None else step.cache.pools[layer]
         view = step.sources if a.sees == "encoder" else step.view(layer)
@@ -179,25 +179,28 @@ class TorchAttention:
         out = ops.attention(q, k, v, pool=pool, view=view, window=a.window, **more)
         out = out.flatten(1)
         if a.gate:
-            out = out * torch.sigmoid(found["gate_proj"])
+            out = out * torch.sigmoid(projected["gate_proj"])
         return self.o.apply(ops, out)[0]
 
     def of_source(self, ops: ReferenceOps, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the cache keeps of an encoder's rows [S, H]: keys and values [S, kv_heads, D]."""
+        """Return the keys and values [S, kv_heads, D] that the cache keeps for an encoder's rows [S, H]."""
         return self.keys_values(ops, self.project(ops, rows, "k_proj"), None)
 
     def project(self, ops: ReferenceOps, y: Tensor, wanted: str | None = None) -> dict[str, Tensor]:
-        """Rows y times the matrices, by their names: those of the product that has `wanted`, None = of all."""
-        found = dict[str, Tensor]()
+        """Multiply rows y by the matrices and return the results by name.
+
+        wanted: multiply only by the product that holds this matrix; None = by all.
+        """
+        projected = dict[str, Tensor]()
         for names, product in self._products:
             if wanted is None or wanted in names:
-                found |= dict(zip(names, product.apply(ops, y), strict=True))
-        return found
+                projected |= dict(zip(names, product.apply(ops, y), strict=True))
+        return projected
 
     def queries(
         self, ops: ReferenceOps, q: Tensor, rotation: Rotation | None, positions: Tensor | None = None
     ) -> Tensor:
-        """q [T, heads D] -> [T, heads, D] behind norm and rotation."""
+        """Split q [T, heads D] into heads [T, heads, D], then norm, rotate and scale them as the spec says."""
         q = _turned(ops, self._heads(ops, q, self.spec.heads, self.q_norm), rotation, self.spec.rope)
         if self.spec.position_scale is None or positions is None:
             return q
@@ -208,7 +211,7 @@ class TorchAttention:
     def keys_values(
         self, ops: ReferenceOps, found: Mapping[str, Tensor], rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """What `project` found [T, kv_heads D] -> keys and values [T, kv_heads, D], as the cache keeps them."""
+        """Return keys and values [T, kv_heads, D] as the cache keeps them. found: what `project` returned."""
         num, k = self.spec.kv_heads, found["k_proj"]
         values = self._heads(ops, found.get("v_proj", k), num, self.v_norm)
         return _turned(ops, self._heads(ops, k, num, self.k_norm), rotation, self.spec.rope), values
@@ -220,7 +223,7 @@ class TorchAttention:
 
 
 def _turned(ops: ReferenceOps, x: Tensor, rotation: Rotation | None, rope: Rope | None) -> Tensor:
-    """x [T, heads, D] turned by its positions, all of a head or its first dimensions."""
+    """Rotate x [T, heads, D] by position: whole heads, or their first dimensions."""
     if rotation is None or rope is None:
         return x
     dims = rotation[0].shape[-1]
@@ -241,12 +244,12 @@ class TorchMlp:
         self.down = parts.product(f"{at}down_proj") if mlp.down else Projections([], [], None)
 
     def run(self, ops: ReferenceOps, y: Tensor) -> Tensor:
-        """y [T, H] -> [T, H]."""
+        """Compute y [T, H] -> [T, H]."""
         inner = self.inner(ops, y)
         return self.down.apply(ops, inner)[0] if self.spec.down else inner
 
     def inner(self, ops: ReferenceOps, y: Tensor) -> Tensor:
-        """y [T, H] -> what its last matrix reads [T, size]."""
+        """Return the input of the down projection: y [T, H] -> [T, size]."""
         parts = self.up.apply(ops, y)
         return ops.gated(self.spec.act, *parts) if self.spec.gated else ops.activated(self.spec.act, parts[0])
 
@@ -265,7 +268,7 @@ class TorchExperts:
         self.shared_gate = parts.product(f"{at}shared_expert_gate") if e.shared_gate else None
 
     def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
-        """y [T, H] -> [T, H], and how many experts some row chose. stream [T, H]: the rows before their norm."""
+        """Compute y [T, H] -> [T, H], and count the experts that some row chose. stream [T, H]: y before its norm."""
         chosen, shares = self.chosen(ops, stream if self.spec.reads_stream else y)
         out, num_experts = torch.zeros_like(y), 0
         for i, expert in enumerate(self.experts):
@@ -283,7 +286,7 @@ class TorchExperts:
 
     @property
     def unread_bytes(self) -> float:
-        """The bytes of the matrices of those experts that a row does not choose, on average."""
+        """The bytes of the experts' matrices that a row leaves unread, on average."""
         num_bytes = sum(expert.up.nbytes + expert.down.nbytes for expert in self.experts)
         return num_bytes * (1 - self.spec.chosen / self.spec.num)
 
@@ -296,18 +299,18 @@ class TorchExperts:
         elif e.score == "sigmoid":
             scores = scores.sigmoid()
         ranks = scores if self.choice_bias is None else scores + self.choice_bias
-        found = ranks.topk(e.chosen, -1)[1]
-        shares = scores.gather(-1, found)
-        ops.routed(ranks, found)
+        experts = ranks.topk(e.chosen, -1)[1]
+        shares = scores.gather(-1, experts)
+        ops.routed(ranks, experts)
         if e.score == "softmax_of_chosen":
             shares = shares.softmax(-1)
         elif e.normalise:
             shares = shares / (shares.sum(-1, keepdim=True) + e.sum_eps)
-        return found, shares * e.scale if self.scales is None else shares * e.scale * self.scales[found].float()
+        return experts, shares * e.scale if self.scales is None else shares * e.scale * self.scales[experts].float()
 
 
 class TorchLayerInput:
-    """What a block adds of the inputs that it has beside the residual stream."""
+    """Computes what a block adds from its second input, beside the residual stream."""
 
     def __init__(self, own: LayerInput, parts: Parts, at: str) -> None:
         self.spec = own
@@ -316,13 +319,13 @@ class TorchLayerInput:
         self.norm = Normed.of(parts, f"{at}post_per_layer_input_norm", own.norm)
 
     def run(self, ops: ReferenceOps, x: Tensor, inputs: Tensor) -> Tensor:
-        """x [T, H], inputs [T, size] -> [T, H]."""
+        """Compute x [T, H], inputs [T, size] -> [T, H]."""
         inner = ops.activated(self.spec.act, self.gate.apply(ops, x)[0]) * inputs
         return normed(self.norm, ops, self.up.apply(ops, inner)[0])
 
 
 class TorchLayerInputs:
-    """Makes what blocks read beside the residual stream."""
+    """Makes the second input of each block, beside the residual stream."""
 
     def __init__(self, own: LayerInput, parts: Parts) -> None:
         self.spec, self.table = own, parts.weights[LAYER_EMBEDDING]
@@ -331,7 +334,7 @@ class TorchLayerInputs:
         self.norm = Normed.of(parts, "model.per_layer_projection_norm", own.norm)
 
     def run(self, ops: ReferenceOps, tokens: Tensor, x: Tensor) -> Tensor:
-        """Tokens [T] and their embeddings x [T, H] -> [T, layers, size]."""
+        """Compute the inputs [T, layers, size] from tokens [T] and their embeddings x [T, H]."""
         projected = self.projection.apply(ops, x)[0] * x.shape[-1] ** -0.5
         projected = normed(self.norm, ops, projected.unflatten(-1, (-1, self.spec.size)))
         found = self.look_up(tokens)
@@ -340,7 +343,7 @@ class TorchLayerInputs:
 
 
 class TorchFeatures:
-    """How a head begins: the embedding of each token beside features, which are made of its target's rows."""
+    """The input of a head: each token's embedding beside features, which are made from the target's rows."""
 
     def __init__(self, own: Features, parts: Parts) -> None:
         self.spec = own
@@ -354,7 +357,7 @@ class TorchFeatures:
         self.output = parts.product("output") if own.feeds == "projected" else None
 
     def of_rows(self, ops: ReferenceOps, layer_rows: Seq[Tensor], dtype: torch.dtype) -> Tensor:
-        """The target's rows behind each layer [n, size] -> features [n, H]."""
+        """Compute features [n, H] from the target's rows behind each layer [n, size]."""
         cut = [x.to(dtype).clamp(-self.spec.largest, self.spec.largest) for x in layer_rows]
         rows = torch.cat([normed(norm, ops, x) for norm, x in zip(self.row_norms, cut, strict=True)], -1)
         rows = normed(self.whole_norm, ops, rows)
@@ -364,7 +367,7 @@ class TorchFeatures:
         return made if self.spec.act is None else made + ops.activated(self.spec.act, acted[0])
 
     def begun(self, ops: ReferenceOps, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what the first block gets [T, H], and what its attention reads in its place [T, 2 H], None = that."""
+        """Return the first block's input [T, H], and what its attention reads instead [T, 2 H]; None = the input."""
         sides = [normed(norm, ops, x) for norm, x in zip(self.side_norms, (embedded, features), strict=True)]
         both = torch.cat(sides, -1)
         if self.input is not None:
@@ -391,12 +394,12 @@ class TorchBlock:
         self.experts = None if experts is None else TorchExperts(experts, parts, f"{at}mlp.")
         beside = {name: Normed.of(parts, at + name, norm) for name, norm in blocks.beside_norms(block).items()}
         self.post_dense, self.pre_experts, self.post_experts = beside.values()
-        own = block.per_layer_input
-        self.layer_input = None if own is None else TorchLayerInput(own, parts, at)
+        layer_input = block.per_layer_input
+        self.layer_input = None if layer_input is None else TorchLayerInput(layer_input, parts, at)
         self.out_scale = parts.vector(f"{at}layer_scalar.weight") if block.out_scale else None
 
     def run(self, ops: ReferenceOps, x: Tensor, i: int, step: Step, read: Tensor | None = None) -> Tensor:
-        """Run rows of the residual stream x [T, H]. read [T, ...]: what the attention reads in place of x."""
+        """Run the block on the residual stream x [T, H]. read [T, ...]: what attention reads in place of normed x."""
         before = x
         if self.attention is not None:
             y = normed(self.pre_attention, ops, x) if read is None else read
@@ -411,13 +414,13 @@ class TorchBlock:
         return x if self.out_scale is None else x * self.out_scale
 
     def attended(self, ops: ReferenceOps, x: Tensor, branch: Tensor) -> Tensor:
-        """Add what attention gave, behind its output matrix, to rows x [T, H]."""
+        """Add the output of attention, behind its output matrix, to rows x [T, H]."""
         return self._added(ops, x, branch, self.post_attention)
 
     def fed_forward(self, ops: ReferenceOps, x: Tensor, reads: Tensor, num_experts: list[int] | None = None) -> Tensor:
-        """Add the feed-forward part to rows x [T, H]. reads: the rows that it is computed of, before their norm.
+        """Add the feed-forward part to rows x [T, H]. reads: its input rows, before their norm.
 
-        num_experts: to which is appended how many experts some row chose, where there are any.
+        num_experts: a block with experts appends how many of them some row chose.
         """
         y = normed(self.pre_mlp, ops, reads)
         parts = [] if self.mlp is None else [normed(self.post_dense, ops, self.mlp.run(ops, y))]
@@ -444,12 +447,12 @@ class TorchModel:
     """Weights plus one forward over a ragged batch. It knows nothing of drafts, requests or text.
 
     weights: every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: of the weights.
-    activation_dtype: of the rows that go in and come out. cache_dtype: what a KV cache for this model must be made
-    with. The reference operators have one type for all three. join: what makes products of matrices; None = they stay
-    where they are, which is for the reference operators alone. lent: what a head uses of its target.
+    activation_dtype: of the rows that go in and come out. cache_dtype: of a KV cache for this model. The reference
+    operators have one type for all three. join: makes the products of matrices; None = matrices stay where they are,
+    for the reference operators alone. lent: what a head borrows from its target.
     """
 
-    feeds_itself = False  # whether it has a `run_ahead` in which rows of a head stand for features
+    feeds_itself = False  # whether it has a `run_ahead` that takes a head's own rows as features
 
     def __init__(
         self,
@@ -490,36 +493,36 @@ class TorchModel:
         if spec.encoder is not None:
             names = [weight.name for weight in blocks.weights(spec.encoder)]
             of_decoder = "" if spec.encoder.own_embedding else EMBEDDING
-            own = {name: weights[name if name == of_decoder else blocks.of_encoder(name)] for name in names}
-            self.encoder = self._made_encoder(spec.encoder, own, join)
+            encoder_weights = {name: weights[name if name == of_decoder else blocks.of_encoder(name)] for name in names}
+            self.encoder = self._made_encoder(spec.encoder, encoder_weights, join)
         self._rotations = {turn: TorchRotations(*turn, self.place, self.rows_dtype) for turn in turns}
         self._packed = None if join is None else parts.made
-        if join is not None:  # products that have weights of their own: nothing is in memory twice
+        if join is not None:  # the products hold the weights: let go, so that nothing is in memory twice
             self.weights = {}
 
     def _made_encoder(self, spec: Spec, own: Mapping[str, Tensor], join: Join | None) -> TorchModel:
-        """Return the model of an encoder. own: its weights by the names of its spec."""
+        """Return the encoder's model. own: its weights, by the names in its spec."""
         return TorchModel(spec, own, self.ops, join)
 
     def stored(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yield the name and the bytes of all weights as they are in memory. Raises BadOption for packed ones."""
+        """Yield each weight with its name, as it is in memory. Raises BadOption where weights are packed."""
         if self._packed is not None:
             raise BadOption("kv_disk is not built for these operators: leave it out")
         yield from ((name, host_of(weight)) for name, weight in self.weights.items())
 
-    weight_bits: tuple[int, ...] = ()  # of weights that are computed with as integers: none here
+    weight_bits: tuple[int, ...] = ()  # of weights that are multiplied as integers: none here
 
     @property
     def precision(self) -> str:
-        """What weights are computed with, in words: bfloat16 weights."""
+        """The precision of the weights in words: bfloat16 weights."""
         return kinds_in_words((), [self.weight_dtype])
 
     @property
     def bytes_per_pass(self) -> int:
         """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
 
-        An embedding matrix that is not tied to the LM head is only looked up, a few rows of it. Of a mixture of experts
-        they are those of one row, with as many experts as it chooses.
+        An untied embedding does not count: only a few of its rows are looked up. A mixture of experts counts as many
+        experts as one row chooses.
         """
         unread = round(sum(block.experts.unread_bytes for block in self.blocks if block.experts is not None))
         if self._packed is not None:
@@ -535,13 +538,13 @@ class TorchModel:
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run every new token through these layers, whose keys and values go into the cache.
+        """Run every new token through these layers, and write their keys and values into the cache.
 
-        layers: ascending, gaps allowed; None = all. hidden [T, H]: what the first of them gets; None = the tokens'
-        embeddings; of a head the features of the tokens, None = zeros; learned positions are added to what layer 0
-        gets. The rows come after the final norm if the last layer is among them, else they are the residual stream.
-        taps: each k whose residual stream before layer k is wanted; 0: before all layers, num_layers: behind all,
-        before the final norm. Raises InternalError for what is no such layer, tap or row.
+        layers: ascending, gaps allowed; None = all. hidden [T, H]: the input of the first layer; None = the tokens'
+        embeddings. For a head it is the tokens' features; None = zeros. Positions are added to the input of layer 0.
+        The rows are behind the final norm if the last layer ran, else they are the residual stream. taps: each k whose
+        residual stream before layer k is wanted; num_layers = behind all layers, before the final norm. Raises
+        InternalError for layers, taps and rows that do not fit the model.
         """
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         views, sources = list[CacheView](), None
@@ -569,15 +572,15 @@ class TorchModel:
         return Passed(self.norm(x) if is_normed else x, inner, step.num_experts)
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Run the encoder over these tokens, by slot, and write what the decoder's blocks read of them into the cache.
+        """Run the encoder over the tokens of each slot, and write the keys and values that the decoder reads.
 
-        The rows of each slot are reserved, from its first on, and kept by whoever calls. Each is an encoder's whole
-        input, of which every row sees all.
+        sources: by slot, an encoder's whole input; each of its rows sees all of it. The caller has reserved the slot's
+        cache rows, from the first on, and keeps them.
         """
         if self.encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
         rows = self.encoder.forward(batch_of_sources(sources), None).hidden
-        rows_of = [cache.rows(slot, 0, len(own)) for slot, own in sources.items()]
+        rows_of = [cache.rows(slot, 0, len(tokens)) for slot, tokens in sources.items()]
         places = torch.from_numpy(np.concatenate(rows_of)).to(self.place)
         for i in cache.shape.kept:
             attention = self.blocks[i].attention
@@ -585,7 +588,7 @@ class TorchModel:
                 cache.pools[i].write(places, *attention.of_source(self.ops, rows))
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None) -> Seq[StateRun]:
-        """Return what the recurrent blocks read and write of each run; nothing where there are none."""
+        """Return what recurrent blocks read and write for each run; empty where there are no such blocks."""
         if not self.config.has_states:
             return ()
         return runs_alone(batch) if cache is None or cache.states is None else cache.states.plan(batch)
@@ -597,7 +600,7 @@ class TorchModel:
     def _begun(
         self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, chosen: Seq[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the first of these layers gets [T, H], and what its attention reads in its place, if anything."""
+        """Return the first layer's input [T, H], and what its attention reads instead, if anything."""
         is_first = len(chosen) > 0 and chosen[0] == 0
         if self._features is None or not is_first or self._features.spec.input in ("features", "context"):
             x = self._embedded(tokens) if hidden is None else hidden.to(self.rows_dtype)
@@ -608,24 +611,24 @@ class TorchModel:
         return self._entered(x, positions), read
 
     def features(self, layer_rows: Seq[Tensor]) -> Tensor:
-        """What a head makes of its target's rows behind each of the layers that it reads [n, size]: rows [n, H]."""
+        """Return a head's features [n, H]. layer_rows: the target's rows [n, size] behind each layer that it reads."""
         if self._features is None:
             raise InternalError(f"model_type={self.config.model_type!r} is no head, and was given rows of a target")
         return self._features.of_rows(self.ops, layer_rows, self.rows_dtype)
 
     def fed(self, hidden: Tensor) -> Tensor:
-        """Return what stands for a target's rows in a head's next step: rows behind the final norm [n, H] -> [n, size].
+        """Project rows behind a head's final norm [n, H] to what replaces the target's rows in its next step [n, size].
 
-        Only of a head whose features say feeds="projected".
+        Only for a head whose features say feeds="projected".
         """
         if self._features is None or self._features.output is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no matrix behind its final norm")
         return self._features.output.apply(self.ops, hidden)[0]
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Tensor]) -> None:
-        """Keep what its blocks see of these tokens, of a head with a context: keys and values of features.
+        """Write the keys and values of these tokens' features into the cache of a head with a context.
 
-        batch: runs of the tokens, whose rows of the cache are reserved. layer_rows: as `features` takes them.
+        batch: runs of the tokens, whose cache rows are reserved. layer_rows: as `features` takes them.
         """
         if self._features is None:
             raise InternalError(f"model_type={self.config.model_type!r} is no head, and was given rows of a target")
@@ -641,10 +644,10 @@ class TorchModel:
             cache.pools[i].write(places, *block.attention.keys_values(self.ops, projected, rotation))
 
     def _table_of_positions(self) -> Tensor | None:
-        own = self.config.positions
-        if own is None or own.kind == "learned":
-            return None if own is None else self.weights[POSITIONS]
-        table = torch.from_numpy(sinusoids(own.num + own.offset, self.config.hidden_size))
+        positions = self.config.positions
+        if positions is None or positions.kind == "learned":
+            return None if positions is None else self.weights[POSITIONS]
+        table = torch.from_numpy(sinusoids(positions.num + positions.offset, self.config.hidden_size))
         return table.to(self.place, self.rows_dtype)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -659,18 +662,18 @@ class TorchModel:
         return x * torch.tensor(self.config.embed_scale, dtype=x.dtype)  # rounded to the type, as published code does
 
     def _entered(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return what the first layer gets of embeddings: learned positions are added, and a norm follows."""
+        """Add positions to embeddings and norm them, each where the spec says so: the input of the first layer."""
         if self._positions is not None and self.config.positions is not None:
             x = x + F.embedding(positions + self.config.positions.offset, self._positions)
         return normed(self._embed_norm, self.ops, x)
 
     def wait(self) -> None:
-        """Return when all that was asked for is computed; on a CPU it is."""
+        """Wait until everything launched is computed; on a CPU it already is."""
         if self.device == "cuda":
             torch.cuda.synchronize(self.place)
 
     def rounded(self, quantization: Quantization) -> TorchModel:
-        """Return a second model with what each rounded matrix stands for; the first stays as it is.
+        """Return a second model of rounded and dequantised matrices; this one stays as it is.
 
         Raises BadOption where groups do not divide a row.
         """
@@ -685,9 +688,9 @@ class TorchModel:
         return TorchModel(self.config, tensors, self.ops, lent=self._lent)
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """The embeddings of these ids [n, H], as a pass begins with them; learned positions are added by the pass.
+        """Return the embeddings of these ids [n, H], without the positions that a pass adds.
 
-        Of a head zeros, for what it is given in their place are features.
+        A head returns zeros: it takes features in their place.
         """
         if self._features is not None:
             shape = len(ids), self.config.hidden_size
@@ -695,19 +698,19 @@ class TorchModel:
         return self._embedded(torch.tensor(ids, dtype=torch.int64, device=self.place))
 
     def weight(self, name: str) -> Floats:
-        """A weight by its name in a checkpoint, float32."""
+        """Return a weight by its name in a checkpoint, float32."""
         return host_of(self.weights[name]).float32()
 
     def head(self, ids: Seq[int]) -> Floats:
-        """Rows of the LM head on the host [n, H]."""
+        """Return rows of the LM head on the host [n, H]."""
         return host_of(self._lm_head()[list(ids)]).float32()
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """The final norm of rows of the residual stream [R, H]: what `logits` reads of an inner layer."""
+        """Apply the final norm to rows of the residual stream [R, H], so that `logits` can read an inner layer."""
         return normed(self._final_norm, self.ops, hidden.to(self.rows_dtype))
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """hidden [R, H] -> float32 logits [R, V], or [R, num_ids] of the first ids, reading their rows of the head."""
+        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids], reading the first head rows only."""
         if self._lent is not None and not self.config.head:
             return self._lent.target.logits(hidden, num_ids)  # type: ignore[no-any-return]
         bias = None if self._head_bias is None else self._head_bias[:num_ids]
@@ -724,43 +727,46 @@ class TorchModel:
 
 
 def empty_weights(spec: Spec, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-    """Every weight of a spec, unwritten: it takes no memory before something is written to it.
+    """Allocate every weight of a spec, unwritten: memory is taken when something is written.
 
-    Matrices of one product lie back to back in one storage: a model computes them at once.
+    The matrices of one product lie back to back in one storage, so that a model computes them at once.
     """
-    found = blocks.weights(spec)
-    made: dict[str, Tensor] = {}
-    for group in blocks.products(found).values():
+    weights = blocks.weights(spec)
+    tensors: dict[str, Tensor] = {}
+    for group in blocks.products(weights).values():
         if len(group) > 1 and len({weight.shape[1:] for weight in group}) == 1:
             rows = [weight.shape[0] for weight in group]
             whole = torch.empty(sum(rows), *group[0].shape[1:], dtype=dtype, device=device)
             parts = torch.split_with_sizes(whole, rows)
-            made.update({weight.name: part for weight, part in zip(group, parts, strict=True)})
-    return {w.name: made[w.name] if w.name in made else torch.empty(w.shape, dtype=dtype, device=device) for w in found}
+            tensors.update({weight.name: part for weight, part in zip(group, parts, strict=True)})
+    return {
+        w.name: tensors[w.name] if w.name in tensors else torch.empty(w.shape, dtype=dtype, device=device)
+        for w in weights
+    }
 
 
 def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:
-    """Return the rows that the source of each run has in the cache. Raises InternalError for a run without one."""
+    """Return the cache rows of each run's source. Raises InternalError for a run without a source."""
     check_sources(batch)
     reads = [cache.rows(source.slot, 0, source.num_tokens) for source in batch.sources]
     return CacheView(batch, np.empty(0, np.int64), reads)
 
 
 def _of_itself(batch: RaggedBatch) -> CacheView:
-    """Return a view of rows that are in no cache: each run sees its own alone."""
+    """Return a view of rows that are in no cache: each run sees its own rows alone."""
     rows = np.arange(batch.run_starts[-1])
     return CacheView(batch, rows, [rows[batch.run(b).start : batch.run(b).stop] for b in range(len(batch.slots))])
 
 
 def _write(taps: Mapping[int, Tensor], wanted: range, x: Tensor) -> None:
-    """The residual stream x [T, H] into those taps that are wanted."""
+    """Copy the residual stream x [T, H] into the taps whose numbers are in `wanted`."""
     for k, rows in taps.items():
         if k in wanted:
             rows.copy_(x)
 
 
 def _on_device(batch: RaggedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and positions, int64 [T]."""
+    """Return tokens and positions on a device, int64 [T]."""
     if isinstance(batch.tokens, Tensor) and isinstance(batch.positions, Tensor):
         return batch.tokens, batch.positions
     ids = torch.tensor(batch.ids(), dtype=torch.int64, device=device)

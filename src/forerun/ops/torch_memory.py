@@ -27,7 +27,7 @@ from forerun.ops.memory import (
 )
 from forerun.ops.reference import ONEDNN_MIN_WEIGHTS
 
-COMPILED_BYTES = 700_000  # of one kernel that oneDNN compiled, measured: 0.58 to 0.68 MB in float32 and bfloat16
+COMPILED_BYTES = 700_000  # of one kernel that oneDNN compiles, measured: 0.58 to 0.68 MB in float32 and bfloat16
 COMPILED_MAX_BYTES = 1_700_000_000  # of all, measured: 1.0 GB for 2,000, 1.68 GB for 8,000 and for 12,000 kernels
 
 
@@ -45,7 +45,7 @@ class ReferenceSizes:
     row_by_row: bool
 
     def cache_dtype_of(self, name: str) -> str:
-        """The type of the weights."""
+        """Return the type of the weights."""
         return self.dtype
 
     def weights(
@@ -53,27 +53,27 @@ class ReferenceSizes:
     ) -> list[MemoryPart]:
         """Return one part for each model with every weight counted once; a tied LM head is its embedding.
 
-        A part follows for each head, whose rounded matrices are kept as what they stand for.
+        One part follows for each head, whose rounded matrices are kept dequantised.
         """
-        size, found = itemsize(self.dtype), {name: weight_bytes(model, self.dtype) for name, model in models.items()}
-        parts = [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in found.items()]
-        for name, own in beside.items():
-            num, floats = own.num_weights - own.num_floats, own.num_floats
+        size, taken = itemsize(self.dtype), {name: weight_bytes(model, self.dtype) for name, model in models.items()}
+        parts = [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in taken.items()]
+        for name, head in beside.items():
+            num, floats = head.num_weights - head.num_floats, head.num_floats
             how = f"{num:,} weights x {size} bytes, {floats:,} x {FLOAT_BYTES} bytes"
             parts.append(MemoryPart(f"{name} weights", num * size + floats * FLOAT_BYTES, how))
         return parts
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the memory of the largest pass, and as much again in reserve."""
-        found = []
+        parts = []
         for run in passes:
             layers, attention, logits = self._pass_bytes(run)
             how = f"{run.num_rows:,} rows of the {run.name}: layers {layers / 1e6:,.1f} MB, attention "
             how += f"{attention / 1e6:,.1f} MB; or {run.num_logits:,} rows of logits, {logits / 1e6:,.1f} MB"
             how += run.taps_said
             num_bytes = KERNEL_BYTES + max(layers, attention, logits) + run.tap_bytes + run.kept_bytes
-            found.append(MemoryPart("activations", num_bytes, how))
-        largest = max(found, key=lambda part: part.bytes)
+            parts.append(MemoryPart("activations", num_bytes, how))
+        largest = max(parts, key=lambda part: part.bytes)
         # The allocator keeps freed blocks that are too small for the next request.
         return [
             largest,
@@ -100,7 +100,7 @@ class ReferenceSizes:
         return self.dtype != "float32" or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
 
     def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
-        """Return the peaks of one pass in bytes: outside of attention, within it, and of the logits at the end."""
+        """Return the peak bytes of one pass: outside of attention, within it, and for the logits at the end."""
         size, copies = itemsize(self.dtype), 2 if self.row_by_row else 1
         widened = 0 if size == PROB_BYTES else PROB_BYTES
         logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
@@ -112,13 +112,13 @@ class ReferenceSizes:
     def _layer_bytes(self, run: Pass) -> tuple[int, int]:
         """Return the most bytes alive inside one layer, outside of attention and while it works.
 
-        The first follows TorchBlock.run line by line; the rows that the layer was given live until it is done.
+        The first number follows TorchBlock.run line by line; the layer's input lives until the layer is done.
         """
         c, size = Widths.of(run.model), itemsize(self.dtype)
         h, f, q, kv = run.model.hidden_size, c.ffn, c.q, c.kv
         norm = 2 * h if size == 4 else 2 * h + 8 * h // size  # narrow types are normed in float32
         rope = max(3 * q, q + 3 * kv, 3 * q + kv) + (q + kv if c.has_head_norm else 0)
-        twice = 1 if self.row_by_row else 0  # rows computed alone are put together: the result exists twice
+        twice = 1 if self.row_by_row else 0  # rows computed alone are joined: the result exists twice
         stages = (
             h + norm,
             2 * h + (q + 2 * kv) * (1 + twice),
@@ -129,12 +129,12 @@ class ReferenceSizes:
         return run.num_rows * max(stages) * size, run.num_rows * (h + q + 2 * kv + rope + twice * q) * size
 
     def _attention_bytes(self, run: Pass) -> tuple[int, int]:
-        """Return the bytes of attention: masks of all runs, which the pass keeps, and the work on the largest run."""
+        """Return the bytes that attention keeps over a pass, such as masks, and the work on the largest run."""
         model, size = run.model, itemsize(self.dtype)
         windows = {block.attention.window for block in model.blocks if block.attention is not None}
         masked, longest = (0, 0) if self.row_by_row else (run.num_masked, run.longest_run)
         masks = len(windows) * masked * run.context * 4
-        square = longest * run.context  # of the mask being made or converted: the run with the most rows
+        square = longest * run.context  # numbers of the largest run's mask, while it is made or converted
         building = square * (4 if windows == {None} else 12)
         converting = 0 if size == 4 else square * size
         widths = Widths.of(model)
@@ -150,8 +150,8 @@ class ReferenceSizes:
     def _scored_bytes(self, run: Pass) -> int:
         """Return the bytes of scores that are more than a product, line by line as reference.py's `_scored`.
 
-        They are float32: the keys of each query head, and of the scores the product, what is made of it, and what a
-        soft cap has in between. Distances from rows to keys are int64.
+        In float32 are the keys of each query head, and three copies of the scores: the product, the result, and a soft
+        cap's step between them. Distances from rows to keys are int64.
         """
         widths, rows = Widths.of(run.model), 1 if self.row_by_row else run.longest_run
         scores, distances = 3 * widths.heads * rows * run.context, 8 * rows * run.context
@@ -171,6 +171,6 @@ class ReferenceSizes:
 
 
 def _has_scores(spec: Spec) -> bool:
-    """Whether an attention writes its scores out: soft caps, sinks and biases of positions are no fused product."""
+    """Tell whether an attention writes its scores out: soft caps, sinks and position biases are no fused product."""
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
     return any(a.softcap is not None or a.sinks or a.bias is not None for a in attentions)

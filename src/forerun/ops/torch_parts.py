@@ -1,4 +1,4 @@
-"""What the blocks of models in torch are made of: products of matrices, and norms with their weights."""
+"""The parts of blocks in torch: products of matrices, and norms with their weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from forerun.ops.reference import ReferenceOps
 
 
 class Join(Protocol):
-    """What makes one product of the matrices of these names."""
+    """A function that makes one product of several matrices, by name."""
 
     def __call__(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections: ...
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What blocks are made of: weights by name, what joins matrices, and the type of rows, which that of norms is too.
+    """What blocks are built from: weights by name, the function that joins matrices, and the type of rows and norms.
 
-    apart: queries are a product of their own, and so is their gate, beside that of keys and values. made: all products
-    so far.
+    apart: queries, their gate, and keys with values are separate products. made: all products so far.
     """
 
     weights: Mapping[str, Tensor]
@@ -34,7 +33,7 @@ class Parts:
     made: list[Projections] = field(default_factory=list)
 
     def vector(self, name: str) -> Tensor:
-        """Return a norm or another weight that is added to rows or multiplies them."""
+        """Return a vector that rows are multiplied by or that is added to them, such as a norm's."""
         return self.weights[name].to(self.dtype)
 
     def product(self, *names: str) -> Projections:
@@ -45,7 +44,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm with its weights. at: the beginning of their names."""
+    """A norm with its weights."""
 
     norm: Norm
     weight: Tensor | None
@@ -53,14 +52,14 @@ class Normed:
 
     @classmethod
     def of(cls, parts: Parts, at: str, norm: Norm | None) -> Normed | None:
-        """Look its weights up; None where there is no such norm."""
+        """Look up the weights of a norm; at: the prefix of their names. None where there is no norm."""
         if norm is None:
             return None
         weight = parts.vector(f"{at}.weight") if norm.weight else None
         return cls(norm, weight, parts.vector(f"{at}.bias") if norm.bias else None)
 
     def apply(self, ops: ReferenceOps, x: Tensor) -> Tensor:
-        """Return rows behind the norm."""
+        """Norm rows x."""
         weight = self.weight
         if weight is not None and self.norm.offset:
             weight = weight.float() + self.norm.offset
@@ -68,8 +67,8 @@ class Normed:
             return ops.layer_norm(x, weight, self.bias, self.norm.eps)
         if weight is None:
             weight = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
-        found = ops.rms_norm(x, weight, self.norm.eps)
-        return found if self.bias is None else found + self.bias
+        rows = ops.rms_norm(x, weight, self.norm.eps)
+        return rows if self.bias is None else rows + self.bias
 
 
 def normed(norm: Normed | None, ops: ReferenceOps, x: Tensor) -> Tensor:
@@ -79,9 +78,9 @@ def normed(norm: Normed | None, ops: ReferenceOps, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Projections:
-    """Several matrices of one input. parts: their weights and biases; joined: all in one, where memory allows it.
+    """Matrices with one input. parts: their weights and biases. joined: all as one matrix, where they lie so.
 
-    sizes: how many outputs each has.
+    sizes: the outputs of each.
     """
 
     parts: list[tuple[Any, Tensor | None]]
@@ -103,14 +102,14 @@ class Projections:
         return sum(weight.nbytes for weight, _ in ([self.joined] if self.joined else self.parts))
 
     def apply(self, ops: ReferenceOps, x: Tensor) -> Seq[Tensor]:
-        """x [T, H] -> one [T, size] for each part; one product where the parts are joined."""
+        """Multiply x [T, H] -> one [T, size] for each part; a single product where the parts are joined."""
         if self.joined is None:
             return [ops.linear(x, weight, bias) for weight, bias in self.parts]
         return torch.split_with_sizes(ops.linear(x, *self.joined), self.sizes, dim=-1)
 
 
 def _back_to_back(weights: list[Tensor]) -> Tensor | None:
-    """One matrix over all rows, where the weights follow each other in one storage and none is being trained."""
+    """Return one matrix over all rows, where the weights follow each other in one storage and none is being trained."""
     first, end = weights[0], weights[0].storage_offset()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

@@ -34,7 +34,7 @@ class TorchPool:
     values: Tensor
 
     def write(self, rows: Rows, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [n, num_kv_heads, head_dim] of any type into these rows [n]."""
+        """Write keys and values [n, num_kv_heads, head_dim] of any type into these rows [n]."""
         self.keys[rows] = keys.to(self.keys.dtype)
         self.values[rows] = values.to(self.values.dtype)
 
@@ -44,7 +44,7 @@ class TorchPool:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """The bytes of a row of keys and of one of values."""
+        """The bytes of one row of keys and one row of values."""
         return self.keys[:1].nbytes, self.values[:1].nbytes
 
 
@@ -101,16 +101,18 @@ class TorchPools(LayerPools):
 
 
 def pools_on(device: str) -> MakePools:
-    """Return what makes the pools of models on a device."""
+    """Return a function that makes the pools of models on a device."""
     return partial(TorchPools, device=device)
 
 
 def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, device: str) -> list[TorchPool]:
     """Allocate the pool of each layer that is kept. Raises CapacityError where there is no memory for them."""
-    sizes, own = list(pool_sizes(shape, block_tokens, num_blocks, dtype)), torch_dtype(dtype)
+    sizes, torch_type = list(pool_sizes(shape, block_tokens, num_blocks, dtype)), torch_dtype(dtype)
     try:
         return [
-            TorchPool(torch.empty(keys, dtype=own, device=device), torch.empty(values, dtype=own, device=device))
+            TorchPool(
+                torch.empty(keys, dtype=torch_type, device=device), torch.empty(values, dtype=torch_type, device=device)
+            )
             for keys, values, _ in sizes
         ]
     except RuntimeError as error:  # OutOfMemoryError on an accelerator, a plain RuntimeError on a CPU
@@ -121,8 +123,8 @@ def _allocated_states(shape: CacheShape, room: StateRoom | None, dtype: str, dev
     """Allocate the states and inputs of recurrent layers; raises as `_allocated`."""
     if room is None:
         return {}
-    own = torch_dtype(inputs_of(dtype))
-    kinds = (torch.float32, own, own, torch.float32)
+    input_type = torch_dtype(inputs_of(dtype))
+    kinds = (torch.float32, input_type, input_type, torch.float32)
     sizes = {layer: state_sizes(state, room) for layer, state in shape.states}
     try:
         return {

@@ -1,4 +1,4 @@
-"""cos and sin by position as torch's operators take them."""
+"""cos and sin by position, as torch's operators take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forerun.ops.rotary import Rotations
 
 
 class TorchRotations:
-    """A table of rotations on a device and in a type, which grows as far as it is asked for."""
+    """A table of rotations on a device, in one type, which grows as positions are asked for."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self._host, self._device, self._dtype = Rotations(rope, head_dim), device, dtype

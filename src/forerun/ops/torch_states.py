@@ -1,7 +1,7 @@
 """Recurrent layers in torch: the same recurrence in the same order for prompts, decoding, drafts and trees.
 
-What a pass reads and writes is said by kv/states.py. Every token is one step of the recurrence, whatever pass it is in,
-so that a state has the same bits however its tokens came.
+kv/states.py says what a pass reads and writes. Every token is one step of the recurrence, whatever pass it is in, so
+that a state has the same bits however its tokens came.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from forerun.ops.reference import Gated, ReferenceOps
 from forerun.ops.torch_parts import Normed, Parts
 from forerun.types import RaggedBatch
 
-LENGTH_EPS = 1e-6  # below the lengths of q and k, as published code has it
+LENGTH_EPS = 1e-6  # added to the squared lengths of q and k, as in published code
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens that one run goes through: those behind the state that it begins with, pending ones, and its own.
+    """The tokens that one run steps through: tokens behind its first state, pending tokens, and the run's own.
 
-    inputs [conv - 1 + tokens, width]: of the tokens, and before them the last ones of the state. gates [tokens, gates].
-    first_own: the first token of the run. parents: of each token, NOWHERE = the state.
+    inputs [conv - 1 + tokens, width]: the last inputs of the state, then the tokens' inputs. gates [tokens, gates].
+    first_own: the first token of the run itself. parents: of each token, NOWHERE = the state.
     """
 
     inputs: Tensor
@@ -40,29 +40,29 @@ class TorchRecurrence:
     """The recurrent part of one block."""
 
     def __init__(self, r: Recurrence, parts: Parts, normed: Normed | None, at: str) -> None:
-        self.spec, own = r, at + recurrence_name(r)
+        self.spec, name_prefix = r, at + recurrence_name(r)
         self.norm = normed
-        self.o = parts.product(f"{own}out_proj")
+        self.o = parts.product(f"{name_prefix}out_proj")
         if r.kind == "short_conv":
-            self.input = parts.product(f"{own}in_proj")
-            self.weight = parts.vector(f"{own}conv.weight")
-            self.bias = parts.vector(f"{own}conv.bias") if r.biases else None
+            self.input = parts.product(f"{name_prefix}in_proj")
+            self.weight = parts.vector(f"{name_prefix}conv.weight")
+            self.bias = parts.vector(f"{name_prefix}conv.bias") if r.biases else None
             return
-        self.input = parts.product(f"{own}in_proj_qkv", f"{own}in_proj_z")
-        self.gates = parts.product(f"{own}in_proj_b", f"{own}in_proj_a")
-        self.weight, self.bias = parts.vector(f"{own}conv1d.weight"), None
-        self.dt_bias = parts.weights[f"{own}dt_bias.weight"].float()
-        self._decay = parts.weights[f"{own}A_log.weight"].float()
+        self.input = parts.product(f"{name_prefix}in_proj_qkv", f"{name_prefix}in_proj_z")
+        self.gates = parts.product(f"{name_prefix}in_proj_b", f"{name_prefix}in_proj_a")
+        self.weight, self.bias = parts.vector(f"{name_prefix}conv1d.weight"), None
+        self.dt_bias = parts.weights[f"{name_prefix}dt_bias.weight"].float()
+        self._decay = parts.weights[f"{name_prefix}A_log.weight"].float()
 
     @property
     def decay(self) -> Tensor:
-        """What the softplus of g is multiplied by [heads]; it is made anew for each pass, for it may be trained."""
+        """The factor of the softplus of g [heads], computed anew for each pass because it may be trained."""
         return self._decay if self.spec.decay == "negative" else -self._decay.exp()
 
     def run(
         self, ops: ReferenceOps, y: Tensor, pool: StatePool | None, runs: Seq[StateRun], batch: RaggedBatch
     ) -> Tensor:
-        """Return what the block's branch adds [T, H], of rows y that its projections read."""
+        """Return what the block's branch adds [T, H]. y: the rows that the projections read."""
         if self.spec.kind == "short_conv":
             b, c, x = self.input.apply(ops, y)[0].chunk(3, -1)
             inputs, gates = b * x, y.new_empty(len(y), 0, dtype=torch.float32)
@@ -86,7 +86,7 @@ class TorchRecurrence:
         return self.o.apply(ops, (heads * opened).to(y.dtype).flatten(1))[0]
 
     def _tokens(self, pool: StatePool | None, run: StateRun, inputs: Tensor, gates: Tensor) -> _Tokens:
-        """Keep a run's inputs where they are to stay, and return all tokens that it goes through."""
+        """Store a run's inputs in the pool, and return all tokens that the run steps through."""
         conv, num = self.spec.conv, len(inputs)
         history = inputs.new_zeros(conv - 1, inputs.shape[1])
         behind = [*run.before, *run.pending]
@@ -94,8 +94,8 @@ class TorchRecurrence:
             inputs = inputs.to(pool.inputs.dtype)
             kept = [i for i, row in enumerate(run.rows) if row != NOWHERE]
             if kept:
-                places, own = [run.rows[i] for i in kept], slice(kept[0], kept[-1] + 1)
-                pool.inputs[places], pool.gates[places] = inputs[own], gates[own]
+                places, kept_range = [run.rows[i] for i in kept], slice(kept[0], kept[-1] + 1)
+                pool.inputs[places], pool.gates[places] = inputs[kept_range], gates[kept_range]
             if run.first != NOWHERE:
                 history = pool.history[run.first].to(history.dtype)
             inputs = torch.cat((pool.inputs[behind], inputs)).to(history.dtype)
@@ -107,7 +107,7 @@ class TorchRecurrence:
 
     @staticmethod
     def _tree(run: StateRun) -> list[int]:
-        """Return the parent of each token behind the state, where a run is a tree."""
+        """Return the parent of each token behind the state, for a run that is a tree."""
         num, last = len(run.before), len(run.before) - 1
         parents = list(range(-1, last)) + [last] * (len(run.pending) + len(run.rows))
         for i, path in enumerate(run.paths):
@@ -117,14 +117,14 @@ class TorchRecurrence:
         return parents
 
     def _convolved(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
-        """Return the short convolution of a run's rows [n, H], and leave its states."""
+        """Return the short convolution of a run's rows [n, H], and save its states."""
         for num, state in run.saves:
             assert pool is not None
             pool.history[state] = tokens.inputs[num : num + self.spec.conv - 1].to(pool.history.dtype)
         return ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)[tokens.first_own :]
 
     def _read(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
-        """Return what a run's rows read of their states, float32 [n, heads, value_dim], and leave states on the way."""
+        """Return a run's reads of its states, float32 [n, heads, value_dim], and save states on the way."""
         r, saves = self.spec, {} if pool is None else dict(run.saves)
         state = tokens.gates.new_zeros(r.value_heads, r.key_dim, r.value_dim)
         if pool is not None and run.first != NOWHERE:
@@ -138,7 +138,7 @@ class TorchRecurrence:
         return outs
 
     def _gated(self, ops: ReferenceOps, tokens: _Tokens) -> Gated:
-        """Return what each token does to a state."""
+        """Return the tokens' steps of the delta rule."""
         r = self.spec
         convolved = ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)
         sizes = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]

@@ -1,4 +1,4 @@
-"""The door between the host's tensors and torch's: names of types, and the same numbers without a copy on a CPU."""
+"""Conversion between host tensors and torch's: names of types, and the same numbers, without a copy on a CPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from forerun.host_tensor import HELD_AS, HostTensor, dtype_name
 from forerun.sampling.largest import top
 
-_BYTES = {1: torch.uint8, 2: torch.int16}  # types of torch that numpy has, by the bytes of a number
+_BYTES = {1: torch.uint8, 2: torch.int16}  # torch types that numpy has too, by the bytes of a number
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type of a name."""
+    """Return torch's type by name."""
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.device = "cpu") -> Tensor:
-    """Return numbers of the host as a tensor; on a CPU it has the same memory."""
+    """Return host numbers as a tensor; on a CPU it shares their memory."""
     if not isinstance(numbers, HostTensor):
         numbers = HostTensor.of(numbers)
     values = numbers.values
@@ -35,11 +35,11 @@ def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.de
 
 
 def host_of(tensor: Tensor) -> HostTensor:
-    """Return a tensor on the host; one of a CPU has the same memory."""
-    own, name = tensor.detach().cpu(), dtype_name(tensor.dtype)
+    """Return a tensor on the host; it shares the memory of a CPU tensor."""
+    on_host, name = tensor.detach().cpu(), dtype_name(tensor.dtype)
     if name in ("bfloat16", "float8_e4m3fn"):
-        return HostTensor(own.view(_BYTES[own.dtype.itemsize]).numpy().view(HELD_AS[name]), name)
-    return HostTensor(own.numpy(), name)
+        return HostTensor(on_host.view(_BYTES[on_host.dtype.itemsize]).numpy().view(HELD_AS[name]), name)
+    return HostTensor(on_host.numpy(), name)
 
 
 class TorchRows:
@@ -53,7 +53,7 @@ class TorchRows:
         return torch.empty(num, width, device=self._device)
 
     def join(self, parts: Seq[Tensor]) -> Tensor:
-        """Return rows one behind the other."""
+        """Join rows, one part behind the other."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def take(self, rows: Tensor, places: Seq[int]) -> Tensor:
@@ -67,16 +67,16 @@ class TorchRows:
     def top(self, logits: Tensor, num: int) -> np.ndarray[Any, Any]:
         """Return the ids of the largest logits of each row, best first [R, num], on the host.
 
-        On a CPU the lowest of equal ones come first; a device chooses of them.
+        On a CPU the lowest of equal ids comes first; another device may choose any.
         """
         if logits.device.type == "cpu":
             return top(logits.detach().float().numpy(), num)[0]
         return logits.topk(min(num, logits.shape[1])).indices.cpu().numpy()
 
     def to_host(self, rows: Tensor) -> np.ndarray[Any, Any]:
-        """Return the rows as numpy's array, of a device in one copy, which is written once the model was waited for.
+        """Return the rows as a numpy array; a device's rows come in one copy, written once the model was waited for.
 
-        Those in bfloat16, a type that numpy does not have, come as float32.
+        Rows in bfloat16, a type that numpy does not have, come as float32.
         """
         rows = rows.detach()
         if rows.dtype == torch.bfloat16:
@@ -88,7 +88,7 @@ class TorchRows:
 
 
 class DeviceWeights(Mapping[str, Any]):
-    """Weights of the host, each brought to a device when it is looked up; quantised matrices stay as they are."""
+    """Host weights, each copied to a device when it is looked up; quantised matrices stay as they are."""
 
     def __init__(self, weights: Mapping[str, Any], device: str) -> None:
         self._weights, self._device = weights, device
@@ -105,7 +105,7 @@ class DeviceWeights(Mapping[str, Any]):
 
 
 class HostWeights(Mapping[str, HostTensor]):
-    """Tensors by name as the host's."""
+    """Torch tensors by name, each as a host tensor when it is looked up."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -121,13 +121,13 @@ class HostWeights(Mapping[str, HostTensor]):
 
 
 def dtype_of(weights: Mapping[str, Any]) -> str:
-    """Return the type of weights: what they are all read as, or that of the first."""
-    own: str | None = getattr(weights, "dtype", None)
-    return own or dtype_name(next(iter(weights.values())).dtype)
+    """Return the type of weights: the one that all are read as, or else the first weight's."""
+    dtype: str | None = getattr(weights, "dtype", None)
+    return dtype or dtype_name(next(iter(weights.values())).dtype)
 
 
 def as_tensors(weights: Mapping[str, Any], empty: Callable[[], dict[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Return weights as tensors: those that are tensors as they are, the host's each read into its place of `empty()`.
+    """Return weights as tensors: tensors as they are, host weights each read into its place in `empty()`.
 
     Weights with `blocks(name)` are read some rows at a time.
     """

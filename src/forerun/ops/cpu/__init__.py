@@ -1,4 +1,4 @@
-"""The native CPU backend: kernels of forerun._native, and whole models in one call of them."""
+"""The native CPU backend: the kernels of forerun._native, and models whose pass is one call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ row_invariant = True
 
 
 def usable(device: str) -> str | None:
-    """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
+    """Return why these kernels cannot run on a device, as a sentence goes on behind their name; None where they can."""
     if device != "cpu":
         return f"computes on the CPU and contradicts device={device!r}: drop one of them"
     if native.isa() == "reference":
@@ -34,14 +34,14 @@ def usable(device: str) -> str | None:
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    """Return why this backend cannot compute a model, as a sentence without its end; None where it can."""
     extension = native.extension()
     return "the native extension is not there" if extension is None else extension.refusal(spec)
 
 
 @cache
 def make() -> Operators:
-    """Return the operators of the best kernels here, which a process has once: they own a team of threads."""
+    """Return the operators of the best kernels here, one object per process: they own a team of threads."""
     return CpuOps()
 
 
@@ -54,7 +54,7 @@ def load(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> CpuModel:
-    """Make a model that runs each pass in one native call; see ops.load_model."""
+    """Load a model that runs each pass in one native call; see ops.load_model."""
     return CpuModel(cast(CpuOps, operators), spec, weights, consume=consume, lent=lent)
 
 

@@ -1,11 +1,11 @@
 """Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
-The extension says them: what a matrix, a buffer and the buffers of a pass take. Those of a pass grow to the largest one
-and stay. No kernel is compiled while they run, so memory does not grow later.
+The extension knows what a matrix, a buffer and the buffers of a pass take. Pass buffers grow to the largest pass and
+stay. No kernel is compiled while they run, so memory does not grow later.
 
 Quantised matrices are packed as they are where the rest is bfloat16, and dequantised under float32. Their bytes follow
-from their schemes; only where a file's scales of 16 bits do not fit into float16, which its header does not say, they
-take 2 bytes more for each scale and minimum.
+from their schemes. Only where a file's scales of 16 bits do not fit into float16, which its header does not say, each
+scale and minimum takes 2 bytes more.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from forerun.ops.quantised import QuantisedMatrix, Scheme
 class NativeSizes:
     """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32.
 
-    schemes: by the names of models, how their quantised matrices are stored. rounded: models whose matrices are rounded
-    in memory, and packed so whatever `dtype` is.
+    schemes: by model, how its quantised matrices are stored. rounded: models whose matrices are rounded in memory, and
+    packed so whatever `dtype` is.
     """
 
     dtype: str
@@ -63,9 +63,9 @@ class NativeSizes:
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return the parts of packed matrices with biases, float32 norms, and an untied embedding as it is stored.
+        """Return one part for each model, then one for each head, page ends included.
 
-        Then those of heads. What is lost at the ends of pages is counted with them.
+        A model has packed matrices with biases, float32 norms, and an untied embedding as it is stored.
         """
         parts = []
         for name, model in models.items():
@@ -81,30 +81,30 @@ class NativeSizes:
             if schemes:
                 how = f"{num:,} weights, scales and all {8 * num_bytes / num:.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
-        for name, own in beside.items():
+        for name, head in beside.items():
             matrices = [
                 packed_bytes(*shape, self.dtype) if scheme is None else quantised_bytes([_of(shape, scheme)])
-                for shape, scheme in own.matrices
+                for shape, scheme in head.matrices
             ]
-            others = own.num_looked_up * itemsize(self.dtype) + own.num_floats * FLOAT_BYTES
-            num_bytes, num = sum(map(allocated_bytes, matrices)) + others, own.num_weights
+            others = head.num_looked_up * itemsize(self.dtype) + head.num_floats * FLOAT_BYTES
+            num_bytes, num = sum(map(allocated_bytes, matrices)) + others, head.num_weights
             how = f"{num:,} weights, packed: {8 * num_bytes / max(1, num):.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
         return parts
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return the buffers of every model, the results of the largest pass, and what is kept of freed ones."""
+        """Return the buffers of every model, the results of the largest pass, and the freed memory that is kept."""
         kept = sum(self._buffer_bytes(run) for run in passes)
         rows = " and ".join(f"{run.num_rows:,} rows of the {run.name}" for run in passes)
-        found = []
+        parts = []
         for run in passes:
             hidden = (run.num_rows + run.num_logits) * run.model.hidden_size * FLOAT_BYTES
             logits = run.num_logits * run.model.vocab_size * FLOAT_BYTES
             how = f"{run.num_rows:,} hidden states of the {run.name}, {hidden / 1e6:,.1f} MB; {run.num_logits:,} rows "
             how += f"of logits, {logits / 1e6:,.1f} MB{run.taps_said}"
             num_bytes = KERNEL_BYTES + hidden + logits + run.tap_bytes + run.kept_bytes
-            found.append(MemoryPart("activations", num_bytes, how))
-        largest = max(found, key=lambda part: part.bytes)
+            parts.append(MemoryPart("activations", num_bytes, how))
+        largest = max(parts, key=lambda part: part.bytes)
         # glibc gives the end of its heap back where it is larger than twice the largest block that was freed.
         freed = largest.bytes + 2 * max(run.num_logits * run.model.vocab_size for run in passes) * FLOAT_BYTES
         return [
@@ -118,9 +118,9 @@ class NativeSizes:
         return ()
 
     def loading_bytes(self, model: Spec) -> int:
-        """Two blocks of the files, or what is packed of a tensor before its source is given back.
+        """Return two blocks of the files, or what is packed of a tensor before its source is given back, if more.
 
-        A tensor that is about to be packed takes what it will have when it is. Blocks that are unpacked or rounded take
+        Before a tensor is packed, it takes the bytes that it will have packed. Blocks that are unpacked or rounded take
         several times their bytes.
         """
         num_blocks = 4 if any(map(self._packed_schemes, self.schemes)) else 2
@@ -140,8 +140,8 @@ class NativeSizes:
             return num_bytes
         rows, shape = max(run.num_rows, run.context), encoder.cache_shape  # one source at least, whatever its length
         kept = 2 * shape.num_kv_heads * shape.head_dim
-        made = encoder.hidden_size + 2 * kept  # keys and values as the kernels give them, and as they are written
-        return num_bytes + self._bytes_of(run, encoder, rows) + rows * (kept + made) * FLOAT_BYTES
+        num_made = encoder.hidden_size + 2 * kept  # keys and values as the kernels return them, and as they are written
+        return num_bytes + self._bytes_of(run, encoder, rows) + rows * (kept + num_made) * FLOAT_BYTES
 
     def _bytes_of(self, run: Pass, model: Spec, num_rows: int) -> int:
         """Return the bytes of the buffers and rotations of a decoder or an encoder."""
@@ -158,7 +158,7 @@ class NativeSizes:
 
 
 def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
-    """Yield the numbers of each table whose rows are looked up: an embedding that is not packed, and positions."""
+    """Yield the size of each table whose rows are looked up: an embedding that is not packed, and positions."""
     if not model.tied and EMBEDDING not in schemes:
         yield model.vocab_size * model.hidden_size
     if model.layer_input is not None and LAYER_EMBEDDING not in schemes:
@@ -169,7 +169,7 @@ def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
 
 
 def packed_bytes(num_out: int, num_in: int, dtype: str, *, paired: bool = False) -> int:
-    """Return the bytes of a packed matrix, padding included; paired: two of `num_out` outputs each (gate and up)."""
+    """Return the bytes of a packed matrix, padding included; paired: gate and up, of `num_out` outputs each."""
     return int(native.extension().packed_bytes(num_out * (1 + paired), num_in, dtype == "bfloat16", paired))
 
 
@@ -182,9 +182,9 @@ def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int
 
 
 def packed_matrix_bytes(c: Spec, dtype: str, schemes: Schemes | None = None) -> Iterator[int]:
-    """Yield the bytes of every packed matrix of a decoder, those of the LM head and of a quantised embedding last.
+    """Yield the bytes of every packed matrix of a decoder, the LM head and a quantised embedding last.
 
-    schemes: of quantised matrices, by name, that are packed as they are.
+    schemes: by name, of the quantised matrices that are packed as they are.
     """
     schemes, groups = schemes or {}, products(weights(c))
     embedding = groups.pop("embedding")
@@ -205,7 +205,7 @@ def packed_matrix_bytes(c: Spec, dtype: str, schemes: Schemes | None = None) -> 
 
 
 def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
-    """Return a matrix of which nothing is read."""
+    """Return a quantised matrix that has no rows to read."""
     return QuantisedMatrix(scheme, shape, lambda: iter(()))
 
 
@@ -217,20 +217,20 @@ def allocated_bytes(num_bytes: int) -> int:
 def _vector_bytes(c: Spec) -> int:
     """Return the bytes of the norms, and of the biases padded to whole panels, all in float32.
 
-    A norm with an offset is kept a second time, with its offset, and so are the biases of relative positions, by
-    distance, and the weights of convolutions, by input.
+    Some are kept a second time: norms with their offset added, biases of relative positions by distance, and weights of
+    convolutions by input.
     """
-    found, panel = weights(c), native.extension().PANEL
+    all_weights, panel = weights(c), native.extension().PANEL
     recurrences = [block.recurrence for block in c.blocks if block.recurrence is not None]
     parts = tuple({f".{recurrence_name(r)}" for r in recurrences})
-    vectors = [weight for weight in found if weight.role == "vector" and not weight.product]
+    vectors = [weight for weight in all_weights if weight.role == "vector" and not weight.product]
     norms = [math.prod(w.shape) for w in vectors if not any(part in w.name for part in parts)]
     num = sum(norms) * (2 if c.final_norm is not None and c.final_norm.offset else 1)
     num += sum(math.prod(w.shape) for w in vectors) - sum(norms)
     num += sum(r.width(c.hidden_size) * r.conv + r.value_heads * (r.decay == "log") for r in recurrences)
     num += max((r.width(c.hidden_size) for r in recurrences), default=0)  # the inputs of no token
-    biased = {weight.product for weight in found if weight.name.endswith(".bias") and weight.product}
-    for name, group in products(found).items():
+    biased = {weight.product for weight in all_weights if weight.name.endswith(".bias") and weight.product}
+    for name, group in products(all_weights).items():
         if name in biased:
             num += panel * -(-sum(weight.shape[0] for weight in group) // panel)  # half a panel of each of a pair
     for block in (*c.blocks, *(() if c.encoder is None else c.encoder.blocks)):

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
-    """Return the distribution of a token. made: (ids or None, probabilities), or None where the likeliest was taken."""
+    """Return the distribution of a token. made: (ids or None, probabilities); None = the likeliest was taken."""
     if made is None:
         return Probs.of_point(token)
     ids, weights = made
@@ -64,7 +64,7 @@ class CpuModel:
     """The packed weights of a model, and the native object that runs a pass in one call.
 
     Rows go in and come out as float32; keys and values are kept in the type of the weights (`weight_dtype`). weights,
-    consume: see ops.load_model; what a dictionary is consumed of is taken out of it.
+    consume: see ops.load_model; consumed weights are taken out of a dictionary.
     """
 
     device = "cpu"
@@ -73,7 +73,7 @@ class CpuModel:
     rows = HostRows()
     tells_confidence = True  # `run_ahead` takes stops
     draws_ahead = True  # `run_ahead` takes draws
-    feeds_itself = True  # in `run_ahead` rows of a head stand for features
+    feeds_itself = True  # `run_ahead` takes a head's own rows as features
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class CpuModel:
         self.config, self.ops, self._lent = spec, ops, lent
         # Referenced here because the native object has only the addresses of the tables.
         self._vectors: dict[str, Floats] = {}  # norms and their biases
-        self._tables: dict[str, HostTensor] = {}  # of which rows are looked up
+        self._tables: dict[str, HostTensor] = {}  # whose rows are looked up
         self._places: dict[str, tuple[PackedMatrix, int, int]] = {}  # name -> where it is packed: first row, rows
-        source, found = _Source(weights, consume), blocks.weights(spec)
-        groups = {product: [w.name for w in members] for product, members in products(found).items()}
+        source, weights_of_spec = _Source(weights, consume), blocks.weights(spec)
+        groups = {product: [w.name for w in members] for product, members in products(weights_of_spec).items()}
         embedding = groups.pop("embedding", [])
-        # The largest first: what packing it takes beside the packed matrix is gone before all the others are there.
+        # The largest first: the memory that packing it takes is free again before the others are packed.
         if lent is None or spec.head:
             head = self._pack(source, groups.pop("head", embedding))
         else:
@@ -107,7 +107,7 @@ class CpuModel:
         for product, names in groups.items():
             is_paired, is_wide = product.endswith(".gate_up") and len(names) == 2, product.endswith(blocks.SCORES)
             self.matrices[product] = self._pack(source, names, paired=is_paired, is_wide=is_wide)
-        for weight in found:
+        for weight in weights_of_spec:
             if weight.role == "vector" and not weight.product:
                 self._vectors[weight.name] = _vector(source.weights[weight.name])
         self._take_positions(source, spec, POSITIONS)
@@ -121,7 +121,7 @@ class CpuModel:
         self._embed_scale = float(scale.float32())  # rounded to the type, as published code does
 
     def _take_table(self, source: _Source, name: str) -> PackedMatrix | None:
-        """Keep an embedding that is not the LM head: packed where it is quantised, which is returned, else as it is."""
+        """Keep an embedding apart from the LM head: pack and return it where it is quantised, else keep it as it is."""
         table = source.weights[name]
         if not isinstance(table, QuantisedMatrix):
             self._tables[name] = table.contiguous()
@@ -131,23 +131,25 @@ class CpuModel:
         return packed
 
     def _turns(self, end: int) -> list[tuple[int, int]]:
-        """The tables of cos and sin of every position below `end`: where each begins, and how many positions it has."""
+        """Return where each table of cos and sin begins, and its number of positions: at least `end`."""
         return turns(self._rotations, end)
 
     def _take_positions(self, source: _Source, spec: Spec, name: str) -> None:
-        """Keep what is added to embeddings by position, where a spec has that. name: the weight's."""
-        own = spec.positions
-        if own is None:
+        """Keep the table that a spec adds to embeddings by position, if any. name: of its weight."""
+        positions = spec.positions
+        if positions is None:
             return
-        if own.kind == "sinusoidal":
-            table: HostTensor | QuantisedMatrix = HostTensor.of(sinusoids(own.num + own.offset, spec.hidden_size))
+        if positions.kind == "sinusoidal":
+            table: HostTensor | QuantisedMatrix = HostTensor.of(
+                sinusoids(positions.num + positions.offset, spec.hidden_size)
+            )
         else:
             table = source.weights[name]
         dense = dequantised(table) if isinstance(table, QuantisedMatrix) else table
         self._tables[name] = dense.to(self.weight_dtype).contiguous()
 
     def _take_biases(self, source: _Source, spec: Spec, part: str) -> None:
-        """Keep the biases of relative positions: as they are stored, and by distance, as csrc/kernels.h has them."""
+        """Keep the biases of relative positions as they are stored, and by distance as csrc/kernels.h reads them."""
         for i, block in enumerate(spec.blocks):
             a = block.attention
             if a is None or not isinstance(a.bias, Buckets):
@@ -160,19 +162,19 @@ class CpuModel:
             self._vectors |= {f"{name}weight": table, f"{name}by_distance": np.ascontiguousarray(table[buckets].T)}
 
     def _made(self, spec: Spec, part: str = "model.") -> tuple[Any, list[Rotations]]:
-        """Return the native object of a spec, and the rotations that it takes. part: how its weights' names begin."""
+        """Return the native object of a spec, and its rotations. part: the prefix of its weight names."""
 
         def named(found: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
             parts = (part, "head", EMBEDDING, *(blocks.BEFORE_BLOCKS if spec.features else ()))
-            own = {name: of(weight) for name, weight in found.items() if name.startswith(parts)}
-            return {name.replace(part, "model.", 1): weight for name, weight in own.items()}
+            of_part = {name: of(weight) for name, weight in found.items() if name.startswith(parts)}
+            return {name.replace(part, "model.", 1): weight for name, weight in of_part.items()}
 
         matrices = named(self.matrices, lambda matrix: matrix.handle)
         if spec.own_embedding and part == "encoder.":
             matrices["embedding"] = self.matrices[blocks.of_encoder("embedding")].handle
         elif self._embedding is not None:
             matrices["embedding"] = self._embedding.handle
-        made = self.ops.extension.make_model(
+        native = self.ops.extension.make_model(
             self.ops.backend,
             spec,
             self.weight_dtype == "bfloat16",
@@ -181,13 +183,13 @@ class CpuModel:
             named(self._tables, lambda table: address(table.values)),
             *(() if self._lent is None else (self._lent.target._native, self._lent.ids)),
         )
-        turned = [cast(Attention, spec.blocks[i].attention) for i in made.rotations]
+        turned = [cast(Attention, spec.blocks[i].attention) for i in native.rotations]
         ropes = [(a.rope, a.head_dim) for a in turned]
-        return made, [Rotations(rope, dim) for rope, dim in ropes if rope is not None]
+        return native, [Rotations(rope, dim) for rope, dim in ropes if rope is not None]
 
     @property
     def weight_bits(self) -> tuple[int, ...]:
-        """The bits of the quantised matrices, ascending; () = none is."""
+        """The bits of the quantised matrices, ascending; () = no matrix is quantised."""
         return tuple(sorted({bits for matrix in self._all_matrices() for bits in matrix.bits}))
 
     @property
@@ -199,15 +201,15 @@ class CpuModel:
     def bytes_per_pass(self) -> int:
         """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once, but a source's.
 
-        Of a mixture of experts they are those of one row, with as many experts as it chooses.
+        A mixture of experts counts as many experts as one row chooses.
         """
         of_sources = [name for name in self.matrices if name.startswith("encoder.") or name.endswith(".kv")]
-        own = {name: matrix for name, matrix in self.matrices.items() if name not in of_sources}
-        read = round(sum(matrix.nbytes * blocks.read_share(self.config, name) for name, matrix in own.items()))
+        decoders = {name: matrix for name, matrix in self.matrices.items() if name not in of_sources}
+        read = round(sum(matrix.nbytes * blocks.read_share(self.config, name) for name, matrix in decoders.items()))
         return read + sum(v.nbytes for name, v in self._vectors.items() if not name.startswith("encoder."))
 
     def stored(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yield the name and the bytes of all weights as they are in memory."""
+        """Yield each weight with its name, as it is in memory."""
         for name, matrix in self.matrices.items():
             yield name, matrix.stored
             if matrix.bias is not None:
@@ -217,7 +219,7 @@ class CpuModel:
 
     @property
     def precision(self) -> str:
-        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        """The precision of the weights in words: 4-bit and 8-bit weights, or bfloat16 weights."""
         return kinds_in_words(self.weight_bits, [self.weight_dtype] * self.has_dense)
 
     def forward(
@@ -255,17 +257,17 @@ class CpuModel:
         return Passed(out, inner, num_experts)
 
     def _cached(self, batch: RaggedBatch, cache: BlockCache | None) -> tuple[list[list[int]], Any]:
-        """The runs of a pass in numbers, and the pools that they are of; without a cache rows that nobody keeps."""
+        """Return the runs of a pass as numbers, and their pools; without a cache, pools that keep no rows."""
         if cache is not None:
             return [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds], cache.pools.native
         tables = [list(batch.run(b)) for b in range(len(batch.slots))]
         nowhere = [0] * self.config.num_layers
-        kept = type_number(self.cache_dtype)  # what recurrent blocks convolve is rounded as if it were kept
+        kept = type_number(self.cache_dtype)  # the inputs of convolutions are rounded as if they were kept
         pools = self.ops.extension.Pools(nowhere, nowhere, 1, [(0, 0)], [batch.run_starts[-1]], kept)
         return [run_numbers(batch, tables)], pools
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None, counts: Seq[int] | None = None) -> list[int]:
-        """What the recurrent blocks read and write of each run in numbers; nothing where there are none.
+        """Return what recurrent blocks read and write for each run, as numbers; empty where there are no such blocks.
 
         counts: see `StateTables.plan`.
         """
@@ -276,21 +278,21 @@ class CpuModel:
         return state_numbers(cache.states.plan(batch, counts))
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Floats]) -> None:
-        """Keep what its blocks see of these tokens, as TorchModel.remember."""
+        """Write the keys and values of these tokens' features into the cache, as TorchModel.remember."""
         rows = [float_rows(layer, self._feature_size, batch.run_starts[-1]) for layer in layer_rows]
         numbers, pools = self._cached(batch, cache)
         where = batch.ids()[1], self._turns(end_of(batch)), len(batch.slots), numbers, pools
         self._native.remember(*where, [address(layer) for layer in rows])
 
     def features(self, layer_rows: Seq[Floats]) -> Floats:
-        """Return what a head makes of its target's rows behind each layer [n, size], float32 [n, H]."""
+        """Return a head's features, float32 [n, H], from its target's rows [n, size] behind each layer."""
         rows = [float_rows(layer, self._feature_size, len(layer_rows[0])) for layer in layer_rows]
         out = np.empty((len(rows[0]), self.config.hidden_size), np.float32)
         self._native.features([address(layer) for layer in rows], len(out), address(out))
         return out
 
     def fed(self, hidden: Floats) -> Floats:
-        """Return what stands for a target's rows in a head's next step, as TorchModel.fed."""
+        """Return what replaces the target's rows in a head's next step, as TorchModel.fed."""
         return self.ops.linear(float_rows(hidden, self.config.hidden_size), self.matrices["output"])
 
     @property
@@ -298,11 +300,11 @@ class CpuModel:
         return self.config.hidden_size if self.config.features is None else self.config.features.size
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Run the encoder over these tokens, as TorchModel.begin."""
+        """Run the encoder over the tokens of each slot, as TorchModel.begin."""
         encoder = self.config.encoder
         if encoder is None or self._encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
-        batch, (made, rotations) = batch_of_sources(sources), self._encoder
+        batch, (native, rotations) = batch_of_sources(sources), self._encoder
         tokens, positions = batch.ids()
         shape, num = encoder.cache_shape, encoder.num_layers
         kept = HostTensor.empty((2, len(tokens), shape.num_kv_heads, shape.head_dim), self.cache_dtype)  # of one layer
@@ -311,7 +313,7 @@ class CpuModel:
         addresses = [address(kept.values[0])] * num, [address(kept.values[1])] * num
         pools = self.ops.extension.Pools(*addresses, 1, [(row_bytes, row_bytes)], [len(tokens)], number)
         rows = np.empty((len(tokens), encoder.hidden_size), np.float32)
-        made.forward(
+        native.forward(
             tokens,
             positions,
             turns(rotations, end_of(batch)),
@@ -324,16 +326,16 @@ class CpuModel:
             True,
             address(rows),
         )
-        places = np.concatenate([cache.rows(slot, 0, len(own)) for slot, own in sources.items()])
+        places = np.concatenate([cache.rows(slot, 0, len(source)) for slot, source in sources.items()])
         for i in cache.shape.kept:
             a = self.config.blocks[i].attention
             if a is not None and a.sees == "encoder":
-                found = self.ops.linear(rows, self.matrices[f"model.layers.{i}.kv"])
-                pairs = found.reshape(len(rows), 2, a.kv_heads, a.head_dim)
+                keys_values = self.ops.linear(rows, self.matrices[f"model.layers.{i}.kv"])
+                pairs = keys_values.reshape(len(rows), 2, a.kv_heads, a.head_dim)
                 cache.pools[i].write(places, pairs[:, 0], pairs[:, 1])
 
     def _sources(self, batch: RaggedBatch, cache: BlockCache) -> list[int]:
-        """The sources of a batch's runs in numbers; none of a model without an encoder."""
+        """Return the sources of a batch's runs as numbers; empty without an encoder."""
         if self._encoder is None:
             return []
         check_sources(batch)
@@ -352,16 +354,15 @@ class CpuModel:
         layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run in one native call; returns ids[b], lengths[b] of them.
+        """Continue each run in one native call; returns lengths[b] ids for run b.
 
-        stops: of each run when it ends earlier; () = none does.
+        batch: runs of committed tokens, with cache rows for these and for lengths[b] - 1 more ids, which are fed one by
+        one. layers: the layers that run, None = all; the final norm follows the last of them. ids[b][i] comes from the
+        first `num_ids` logits behind the run's tokens and ids[b][:i]. draws: how each run is drawn; () = the likeliest
+        id is taken. stops: when each run ends early; () = none does. Returns None where a logit is NaN.
 
-        batch: runs of committed tokens, with cache rows for those and for lengths[b] - 1 more, which are fed one by
-        one. layers: those that run, None = all; the final norm follows the last of them. ids[b][i] is drawn from the
-        first `num_ids` logits after the run's tokens and ids[b][:i]. draws: how each run is drawn; () = the likeliest
-        id is taken. Returns None where a logit is NaN. A head takes hidden [T, H], the features of the tokens, or
-        layer_rows, the target's rows behind each of the layers that it reads [T, size]. Behind an id that was found
-        its own row before stands for features.
+        A head takes hidden [T, H], the tokens' features, or layer_rows, the target's rows [T, size] behind each layer
+        that it reads. For an id fed back, the head's own row before it serves as features.
         """
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
@@ -378,9 +379,9 @@ class CpuModel:
         pools = cache.pools.native
         rows = [np.ascontiguousarray(layer, np.float32) for layer in layer_rows]
         given = list(map(address, rows))
-        own = [self.ops.extension.Stop(EDGES, stop.shares, stop.least) for stop in stops]
+        native_stops = [self.ops.extension.Stop(EDGES, stop.shares, stop.least) for stop in stops]
         states = self._states(fed, cache, counts)
-        found = self._native.run_ahead(
+        result = self._native.run_ahead(
             *batch.ids(),
             counts,
             lengths,
@@ -390,7 +391,7 @@ class CpuModel:
             list(chosen),
             num_ids,
             address(hidden),
-            own,
+            native_stops,
             given,
             self._sources(batch, cache),
             [
@@ -399,34 +400,34 @@ class CpuModel:
             ],
             states,
         )
-        if found is None:
+        if result is None:
             return None
-        ids, confidences, distributions = found
+        ids, confidences, distributions = result
         of_draws = zip(ids, distributions, strict=True) if draws else ()
-        probs = [list(map(_probs_of, drawn, made)) for drawn, made in of_draws]
+        probs = [list(map(_probs_of, drawn, kept)) for drawn, kept in of_draws]
         return RanAhead(ids, confidences if stops else (), probs)
 
     def wait(self) -> None:
-        """Everything is computed when a call returns."""
+        """Do nothing: everything is computed when a call returns."""
 
     def rounded(self, quantization: Quantization) -> CpuModel:
-        """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.
+        """Return a second model of these weights with every matrix rounded; this one stays as it is.
 
-        Raises BadOption where weights have no more bits already, or groups do not divide a row.
+        Raises BadOption where a matrix already has no more bits than asked for, or groups do not divide a row.
         """
         if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
                 f"quantization={str(quantization)!r} is not possible: the model has {self.precision} in memory; load "
                 "it with dtype='float32' or from an unquantised checkpoint"
             )
-        found = blocks.weights(self.config)
-        weights = RoundedWeights(found, self.matrix_rows, self.vector, quantization, None)
+        spec_weights = blocks.weights(self.config)
+        weights = RoundedWeights(spec_weights, self.matrix_rows, self.vector, quantization, None)
         return CpuModel(self.ops, self.config, weights, lent=self._lent)
 
     def embed(self, ids: Seq[int]) -> Floats:
-        """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has; of a head zeros.
+        """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has.
 
-        What a head is given in their place are features.
+        A head returns zeros: it takes features in their place.
         """
         if self.config.features is not None:
             return np.zeros((len(ids), self.config.hidden_size), np.float32)
@@ -452,10 +453,10 @@ class CpuModel:
         return out
 
     def best(self, hidden: Floats, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
+        """Return id and value of the largest of the first `num_ids` logits of each of these rows of hidden [T, H].
 
-        Ties go to the lowest id, and NaN counts as the largest. The values are bit for bit those of `logits`; the other
-        logits are not written.
+        Ties go to the lowest id, and NaN counts as the largest. The values have the bits of `logits`; the other logits
+        are not written.
         """
         if not rows:
             return [], []
@@ -507,8 +508,8 @@ class CpuModel:
 
 
 def turns(rotations: Seq[Rotations], end: int) -> list[tuple[int, int]]:
-    """Return where each table of cos and sin begins, and how many positions it has; all below `end` at least."""
-    return [(address(own.table(end)), own.num_positions) for own in rotations]
+    """Return where each table of cos and sin begins, and its number of positions: at least `end`."""
+    return [(address(rotation.table(end)), rotation.num_positions) for rotation in rotations]
 
 
 def _vector(weight: HostTensor | QuantisedMatrix) -> Floats:
@@ -521,14 +522,14 @@ def _vector(weight: HostTensor | QuantisedMatrix) -> Floats:
 class _Source:
     """The weights that a decoder is packed from, each looked up once and let go when it is packed.
 
-    consume: those of a dictionary are taken out of it.
+    consume: take them out of the dictionary that holds them.
     """
 
     weights: Mapping[str, HostTensor | QuantisedMatrix]
     consume: bool
 
     def parts(self, names: Seq[str]) -> tuple[list[HostTensor | QuantisedMatrix], HostTensor | None]:
-        """Return the matrices of these names, and their biases joined (None where none has one)."""
+        """Return the matrices of these names, and their joined biases; None = no matrix has a bias."""
         parts = [self.weights[name] for name in names]
         ends = {EMBEDDING: "lm_head.bias", HEAD: "lm_head.bias"}
         bias_names = [ends.get(name, name.removesuffix("weight") + "bias") for name in names]

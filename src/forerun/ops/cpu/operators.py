@@ -3,7 +3,8 @@
 Operators take rows of numpy and return float32 rows; a matrix must be packed before it can be used (`CpuOps.pack`).
 Between two operators everything is float32. With bfloat16 weights the inputs of a product are rounded to bfloat16, and
 so are keys and values before they enter the cache. The bits of a row depend on that row, its keys and values and the
-instruction set alone, not on the number of rows or threads, nor on where the cache keeps a token (docs/kernels.md).
+instruction set alone, not on the number of rows or threads, nor on where the cache keeps a token
+(docs/development/kernels.md).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class CpuOps(Operators):
 
     @property
     def build(self) -> str:
-        """The name of the kernels that compute; the bits of a result depend on no other part of the build."""
+        """The name of the kernels in use; the bits of a result depend on no other part of the build."""
         return f"native kernels, {self.isa}"
 
     @property
@@ -67,11 +68,11 @@ class CpuOps(Operators):
     def alone(self) -> Iterator[None]:
         """Return a context in which torch computes on the calling thread alone, if it is there.
 
-        Threads that torch has woken for one of its own operators spin for milliseconds behind it, on the processors
-        that the next pass needs: with them a verified step at temperature 1 took 1.3 times as long.
+        Threads that torch wakes for an operator spin for milliseconds behind it, on the processors that the next pass
+        needs: with them a verified step at temperature 1 took 1.3 times as long.
         """
         torch = sys.modules.get("torch")
-        # Another thread may be about to import it: then it has none of its functions yet.
+        # Another thread may still be importing it: then these functions are missing.
         ask, tell = (getattr(torch, name, None) for name in ("get_num_threads", "set_num_threads"))
         if ask is None or tell is None:
             yield
@@ -148,7 +149,7 @@ class CpuOps(Operators):
         return PackedMatrix(handle, num_out, num_in, "bfloat16", paired, bits, bias)
 
     def _fill(self, handle: Any, sections: list[list[QuantisedMatrix]], formats: list[Format]) -> int | None:
-        """Read all rows into a packed matrix; returns the index of a section that needs float32, or None."""
+        """Read all rows into a packed matrix; return the index of a section that needs float32, or None."""
         first = 0
         for i, (section, format) in enumerate(zip(sections, formats, strict=True)):
             for part in section:
@@ -169,7 +170,7 @@ class CpuOps(Operators):
         return True
 
     def _fill_stored(self, handle: Any, first: int, part: QuantisedMatrix) -> bool | None:
-        """Let the kernels read the rows of a file; returns whether they fit. None = they cannot: blocks say why."""
+        """Let the kernels read the rows of a file; return whether they fit. None = they cannot: blocks say why."""
         if (stored := part.stored) is None:
             return None
         try:
@@ -203,7 +204,7 @@ class CpuOps(Operators):
         return out
 
     def add_gated(self, residual: Floats, x: Floats, gate_up: PackedMatrix, down: PackedMatrix) -> Floats:
-        """Return a feed-forward block, residual [T, O] + down(silu(gate x) * up x), as a new array."""
+        """Compute a feed-forward block, residual [T, O] + down(silu(gate x) * up x), as a new array."""
         x, out = float_rows(x, gate_up.num_in), float_rows(residual, down.num_out, len(x)).copy()
         self.backend.gated_linear(gate_up.handle, down.handle, address(x), len(x), address(out))
         return out
@@ -220,10 +221,10 @@ class CpuOps(Operators):
         """Compute the layer norm over the last dimension (Ba et al. 2016, eq. 4)."""
         shape, width = x.shape, x.shape[-1]
         x = float_rows(x.reshape(-1, width), width)
-        own = np.ones(width, np.float32) if weight is None else np.ascontiguousarray(weight, np.float32)
+        scale = np.ones(width, np.float32) if weight is None else np.ascontiguousarray(weight, np.float32)
         added = None if bias is None else np.ascontiguousarray(bias, np.float32)
         out = np.empty_like(x)
-        self.backend.layer_norm(address(x), address(own), address(added), len(x), width, eps, address(out))
+        self.backend.layer_norm(address(x), address(scale), address(added), len(x), width, eps, address(out))
         return out.reshape(shape)
 
     def silu_mul(self, gate: Floats, up: Floats) -> Floats:

@@ -22,9 +22,9 @@ from forerun.types import RaggedBatch
 class PackedMatrix:
     """A packed weight [num_out, num_in] of one or several parts.
 
-    paired: gate and up of a gated feed-forward block, whose outputs are side by side in memory. dtype: of dense
-    weights; of quantised ones the type of keys and values beside them. bits: of quantised weights, ascending; () =
-    dense. bias: float32 [num_out], of which the packed matrix holds a copy; None = it has none.
+    paired: gate and up of a gated feed-forward block, with outputs side by side in memory. dtype: of dense weights, or
+    of the keys and values beside quantised weights. bits: of quantised weights, ascending; () =
+    dense. bias: float32 [num_out], which the packed matrix holds a copy of; None = no bias.
     """
 
     handle: Any
@@ -43,8 +43,8 @@ class PackedMatrix:
     @property
     def stored(self) -> HostTensor:
         """The bytes in memory, uint8 [nbytes], which live as long as the matrix."""
-        own = (ctypes.c_uint8 * self.nbytes).from_address(self.handle.address)
-        return HostTensor.of(np.ctypeslib.as_array(own))
+        buffer = (ctypes.c_uint8 * self.nbytes).from_address(self.handle.address)
+        return HostTensor.of(np.ctypeslib.as_array(buffer))
 
     def unpack(self, rows: Seq[int] | None = None) -> HostTensor:
         """Return rows of the weight as they were before packing, [rows, num_in]; None = all. Raises IndexError.
@@ -62,14 +62,14 @@ class PackedMatrix:
 
 
 BITS = (2, 3, 4, 5, 6, 8)  # of codes
-TABLE_CODES = 16  # that a table has numbers for
+TABLE_CODES = 16  # codes that a table has an entry for
 
 
 @dataclass(frozen=True)
 class Format:
     """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that are chosen here.
 
-    number_bytes: of scales, and of what is subtracted: 4 float32, 2 float16, 1 powers of two.
+    number_bytes: of scales and subtracted numbers: 4 float32, 2 float16, 1 powers of two.
     """
 
     bits: int
@@ -85,9 +85,9 @@ class Format:
     def of(cls, schemes: Seq[Scheme]) -> Format:
         """Return the format of rows of these schemes; where they differ, the most bits and the smallest groups.
 
-        Numbers are float32 where a scheme's are, or are products of two, as K-quants' are beside other schemes. Those
-        of other types may turn out not to fit into float16, either. Beside another scheme what a table has is packed
-        as codes of 8 bits.
+        Numbers are float32 where a scheme's are, or where they are products of two, like K-quants' beside other
+        schemes. Numbers of other types may turn out not to fit into float16 either. Beside another scheme, table codes
+        are packed as the 8-bit codes that they stand for.
         """
         if len(set(schemes)) > 1:
             schemes = [scheme.looked_up() for scheme in schemes]
@@ -110,7 +110,7 @@ class Format:
         return [*map(int, fields), bool(self.table), *(self.table or [0] * TABLE_CODES)]
 
     def numbers_of(self, rows: QuantisedRows, num_in: int) -> list[Array | None]:
-        """Return what the native `fill` reads: codes, the numbers of heads, and the integers of units."""
+        """Return the arguments of the native `fill`: codes, the numbers of heads, and the integers of units."""
         rows = rows if self.table else rows.looked_up()
         codes = np.ascontiguousarray(rows.codes)
         if self.two_levels:
@@ -128,7 +128,7 @@ def packs(scheme: Scheme) -> bool:
 
 
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
-    """Divide the parts of a product into those that are packed alike: of one scheme, where a panel ends with them."""
+    """Divide the parts of a product into sections that are packed alike: by scheme, where each ends with a panel."""
     panel = native.extension().PANEL  # outputs that the kernels compute side by side, which are packed alike
     runs = [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.scheme)]
     is_whole = all(sum(part.shape[0] for part in run) % panel == 0 for run in runs[:-1])
@@ -136,7 +136,7 @@ def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[Quantis
 
 
 def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format]) -> list[list[int]]:
-    """Return sections as csrc/bind_ops.cpp takes them: of each its rows, then the fields of its format."""
+    """Return sections as csrc/bind_ops.cpp takes them: for each its rows, then the fields of its format."""
     rows = [sum(part.shape[0] for part in section) for section in sections]
     return [[num, *format.numbers] for num, format in zip(rows, formats, strict=True)]
 
@@ -149,7 +149,7 @@ def distances_of(buckets: Buckets) -> list[int]:
 
 
 def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Return the sources of a batch's runs as csrc/bindings.h takes runs: rows that are all cached, and no others."""
+    """Return the sources of a batch's runs as csrc/bindings.h takes runs: their rows are all cached."""
     numbers = [0] * (6 * len(tables))
     for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
         numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)
@@ -158,7 +158,7 @@ def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
 
 
 def state_numbers(runs: Seq[StateRun]) -> list[int]:
-    """Return what recurrent layers read and write of each run as csrc/bind_model.cpp takes it."""
+    """Return what recurrent layers read and write for each run, as csrc/bind_model.cpp takes it."""
     numbers = list[int]()
     for run in runs:
         numbers += (run.first, len(run.before), len(run.pending), len(run.saves), *run.before, *run.pending, *run.rows)

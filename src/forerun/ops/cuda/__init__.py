@@ -33,7 +33,7 @@ COMPILERS = ("gcc", "clang", "cc")
 
 
 def usable(device: str) -> str | None:
-    """Return what keeps these kernels from a device, as a sentence goes on behind their name; None where they run."""
+    """Return why these kernels cannot run on a device, as a sentence goes on behind their name; None where they can."""
     if interprets():
         return _without_triton()
     if device != "cuda":
@@ -55,7 +55,7 @@ def card() -> str | None:
 
 @cache
 def _without_triton() -> str | None:
-    """Why Triton cannot be imported, or None."""
+    """Return why Triton cannot be imported, or None."""
     try:
         importlib.import_module("triton.language")
     except ImportError as error:
@@ -67,7 +67,7 @@ LARGEST_HEAD = 512
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why a model is not computed here, in a sentence without an end; None where it is."""
+    """Return why this backend cannot compute a model, as a sentence without its end; None where it can."""
     if (reason := in_torch.supports(spec)) is not None:
         return reason
     if spec.has_states:
@@ -95,7 +95,7 @@ def load(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> Any:
-    """Make a model that runs a pass of a few rows as one CUDA graph; see ops.load_model."""
+    """Load a model that runs a pass of a few rows as one CUDA graph; see ops.load_model."""
     return CudaModel(spec, Laid(spec, DeviceWeights(weights, device)), operators, lent)
 
 

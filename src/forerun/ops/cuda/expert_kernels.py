@@ -1,9 +1,9 @@
-"""The kernels of mixtures of experts, in Triton: rows choose on the device, and launches do not depend on what.
+"""The kernels of mixtures of experts, in Triton: rows choose on the device, and launches do not depend on the choice.
 
 A pair is a row with one of the experts that it has chosen: pair row * CHOSEN + c. Pairs are grouped by expert into
-tiles of a few rows, so that a pass of a few rows reads each chosen expert once. Where in a tile a pair lies changes no
-bits, nor does the order of tiles. A pair's product is what ops/cuda/kernels.py does with a row, and a row's experts are
-added in the order in which it has chosen them.
+tiles of a few rows, so that a pass of a few rows reads each chosen expert once. Neither a pair's place in a tile nor
+the order of tiles changes any bits. A pair is multiplied as ops/cuda/kernels.py multiplies a row, and a row's experts
+are added in the order in which it has chosen them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from forerun.ops.cuda.kernels import CODES_STEP, TILE, _begun, _codes_multiplied, _multiplied, _summed
 
-LEAST = tl.constexpr(-3.0e38)  # what counts as a score that is no number, or below all numbers
+LEAST = tl.constexpr(-3.0e38)  # stands in for a score that is NaN or below all numbers
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -45,8 +45,8 @@ def routed(
 ):
     """Choose the experts of one row by the router's parts [SPLITS, num_rows, num_experts], the lowest id on ties.
 
-    ids, shares [num_rows, CHOSEN]; ids are -1 where live is 0. counts [2] becomes 0, or of one row, ALONE, what
-    `grouped` would say, with its tiles. CHOICES, BLOCK: powers of two, no less than CHOSEN and num_experts.
+    ids, shares [num_rows, CHOSEN]; ids are -1 where live is 0. counts [2] becomes 0. ALONE: there is one row, and
+    counts and tiles get what `grouped` would write. CHOICES, BLOCK: powers of two, no less than CHOSEN and num_experts.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -66,29 +66,29 @@ def routed(
     if SCORE == "sigmoid":
         found = 1.0 / (1.0 + tl.exp(-found))
     slots = tl.arange(0, CHOICES)
-    own = tl.full((CHOICES,), -float("inf"), tl.float32)
+    weights = tl.full((CHOICES,), -float("inf"), tl.float32)
     chosen = tl.zeros((CHOICES,), tl.int32)
     for c in tl.static_range(CHOSEN):
         _, best = tl.max(left, 0, return_indices=True)
-        own = tl.where(slots == c, tl.sum(tl.where(at == best, found, 0.0), 0), own)
+        weights = tl.where(slots == c, tl.sum(tl.where(at == best, found, 0.0), 0), weights)
         chosen = tl.where(slots == c, best, chosen)
         left = tl.where(at == best, -float("inf"), left)
     is_own = slots < CHOSEN
     if SCORE == "softmax_of_chosen":
-        own = tl.exp(own - tl.max(own, 0))
-        own = own / tl.sum(own, 0)
+        weights = tl.exp(weights - tl.max(weights, 0))
+        weights = weights / tl.sum(weights, 0)
     elif NORMALISE:
-        own = own / tl.sum(tl.where(is_own, own, 0.0), 0)
-    own = own * scale
+        weights = weights / tl.sum(tl.where(is_own, weights, 0.0), 0)
+    weights = weights * scale
     if SCALED:
-        own = own * tl.load(expert_scales + chosen, mask=is_own, other=0.0).to(tl.float32)
+        weights = weights * tl.load(expert_scales + chosen, mask=is_own, other=0.0).to(tl.float32)
     is_live = True
     if LIVE:
         is_live = tl.load(live + row) > 0
         chosen = tl.where(is_live, chosen, -1)
     pairs = row * CHOSEN + slots
     tl.store(ids + pairs, chosen, mask=is_own)
-    tl.store(shares + pairs, own, mask=is_own)
+    tl.store(shares + pairs, weights, mask=is_own)
     if ALONE:
         tl.store(order + slots, slots, mask=is_own)
         tl.store(tiles + slots * 3, chosen, mask=is_own)
@@ -108,8 +108,8 @@ def grouped(
 ):
     """Collect the pairs of one expert, and cut them into tiles of ROWS: one program for each expert.
 
-    ids [num_pairs]. order: pairs, num_rows places for each expert. tiles [most, 3]: of each its expert, its first place
-    in `order`, and its pairs. counts: how many tiles there are, and experts with pairs.
+    ids [num_pairs]. order: pairs, num_rows places for each expert. tiles [most, 3]: for each tile its expert, its first
+    place in `order`, and its number of pairs. counts: the numbers of tiles and of experts with pairs.
     """
     _begun(EARLY)
     expert = tl.program_id(0)
@@ -134,15 +134,15 @@ def grouped(
 
 @triton.jit
 def _of_expert(addresses, at, like):
-    """The address of a tensor, a multiple of 16 bytes, as a pointer like this one."""
+    """Load the address of a tensor, a multiple of 16 bytes, as a pointer like this one."""
     return tl.multiple_of(tl.load(addresses + at).to(like.dtype), 16)
 
 
 @triton.jit
 def _first_bias(biases, expert, outs, num_out, split):
-    """What the first part of K adds to an expert's outputs."""
-    own = biases + expert.to(tl.int64) * num_out + outs
-    return tl.load(own, mask=outs < tl.where(split == 0, num_out, 0), other=0.0).to(tl.float32)
+    """Load the bias that the first part of K adds to an expert's outputs; 0 for other parts."""
+    at = biases + expert.to(tl.int64) * num_out + outs
+    return tl.load(at, mask=outs < tl.where(split == 0, num_out, 0), other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -171,8 +171,8 @@ def product_of_experts(
 ):
     """Multiply pairs by the matrix [O, I] of their expert -> out [splits, num_pairs, O], as `product` does rows.
 
-    x [num_pairs / EACH, I]. matrices: the address of each, a multiple of 16 bytes, of the type of x. biases [experts,
-    O] are in the first part.
+    x [num_pairs / EACH, I]. matrices: by expert, the address of a matrix of the type of x, a multiple of 16 bytes.
+    biases [experts, O] go into the first part.
     """
     _begun(EARLY)
     tile = tl.program_id(0)
@@ -235,8 +235,8 @@ def product_of_experts_codes(
 ):
     """Multiply pairs by the packed matrix of their expert -> out [splits, num_pairs, O], as `product_of_codes` rows.
 
-    addresses [experts, 6]: of codes, scales, zeros, minimums, supers and super_minimums, each of the type of the tensor
-    of that name, which is the first expert's. See product_of_experts for the others.
+    addresses [experts, 6]: of codes, scales, zeros, minimums, supers and super_minimums. The arguments of these names
+    are the first expert's tensors, which give the types. See product_of_experts for the other arguments.
     """
     _begun(EARLY)
     pair_tile = tl.program_id(0)
@@ -305,10 +305,10 @@ def experts_added(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add what the experts of a row gave, in the order of its choice, and the expert that all rows share.
+    """Add the results of a row's experts, in the order of its choice, and of the expert that all rows share.
 
-    parts [SPLITS, num_rows * CHOSEN, width], shared [SHARED, num_rows, width], 0 = none; gates [GATES, num_rows]: what
-    the sigmoid of weighs the shared one, 0 = nothing does -> out [num_rows, width].
+    parts [SPLITS, num_rows * CHOSEN, width], shared [SHARED, num_rows, width], 0 = none -> out [num_rows, width].
+    gates [GATES, num_rows]: their sigmoid weighs the shared expert; 0 = it counts whole.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -319,16 +319,16 @@ def experts_added(
     for c in tl.static_range(CHOSEN):
         pair = row * CHOSEN + c
         is_there = at < tl.where(tl.load(ids + pair) >= 0, width, 0)
-        found = _summed(parts, pair.to(tl.int64) * width + at, stride * CHOSEN, is_there, SPLITS)
-        acc += found * tl.load(shares + pair)
+        given = _summed(parts, pair.to(tl.int64) * width + at, stride * CHOSEN, is_there, SPLITS)
+        acc += given * tl.load(shares + pair)
     if SHARED > 0:
-        found = _summed(shared, row.to(tl.int64) * width + at, stride, inside, SHARED)
+        given = _summed(shared, row.to(tl.int64) * width + at, stride, inside, SHARED)
         if SHARED_BIAS:
-            found += tl.load(shared_bias + at, mask=inside, other=0.0).to(tl.float32)
+            given += tl.load(shared_bias + at, mask=inside, other=0.0).to(tl.float32)
         if GATES > 0:
             gate = tl.load(gates + row)
             for i in tl.static_range(1, GATES):
                 gate += tl.load(gates + i * num_rows + row)
-            found = found * (1.0 / (1.0 + tl.exp(-gate)))
-        acc += found
+            given = given * (1.0 / (1.0 + tl.exp(-gate)))
+        acc += given
     tl.store(out + row.to(tl.int64) * width + at, acc, mask=inside)

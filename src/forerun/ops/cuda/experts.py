@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CUDA device: no launch depends on what rows choose, so that a graph holds them.
+"""Mixtures of experts on a CUDA device: no launch depends on the rows' choice, so that a graph can hold them.
 
 A row's bits depend on that row alone: see ops/cuda/expert_kernels.py.
 """
@@ -19,13 +19,13 @@ from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp
 from forerun.ops.torch_parts import normed
 
-BLOCK_PAIRS = 1024  # that are looked through at once
+BLOCK_PAIRS = 1024  # pairs that are looked through at once
 
 
 class Tally:
-    """How many experts rows chose in one pass, of each layer that has some: int32 [layers, 2], of tiles and experts.
+    """Counts the tiles and the chosen experts of one pass, int32 [layers, 2], for each layer with experts.
 
-    live [T]: 0 = the row is padding, and chooses none; None = all are rows.
+    live [T]: 0 = the row is padding, and chooses none; None = there is no padding.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
@@ -35,12 +35,12 @@ class Tally:
         self._told: tuple[list[int], list[int]] | None = None
 
     def tell(self, to: list[int], layers: list[int]) -> None:
-        """Append the counts of these layers to a list as soon as `arrive` is called, behind this pass."""
+        """Have `arrive` append the expert counts of these layers, behind this pass, to a list."""
         self._host.copy_(self.counts, non_blocking=True)
         self._told = to, layers
 
     def arrive(self) -> None:
-        """Write what was asked for; all that the device was to do is done."""
+        """Append the counts that `tell` asked for; the device must have finished."""
         if self._told is not None:
             to, layers = self._told
             to += [int(self._host[i, 1]) for i in layers]
@@ -49,7 +49,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What rows have chosen, on the device. ids, shares [T, chosen]; see expert_kernels.grouped for the others."""
+    """The rows' choice, on the device. ids, shares [T, chosen]; see expert_kernels.grouped for the other fields."""
 
     ids: Tensor
     shares: Tensor
@@ -61,20 +61,20 @@ class _Choice:
 
     @property
     def num_pairs(self) -> int:
-        """The rows, each as often as it has chosen an expert."""
+        """The number of pairs of a row and one of its experts."""
         return self.ids.numel()
 
 
 class _Matrices:
-    """The same matrix of each expert. biases [experts, O], or None. first: the first expert's."""
+    """One matrix of all experts. biases [experts, O], or None. first: the first expert's matrix."""
 
     def __init__(self, parts: Seq[tuple[Any, Tensor | None]], times: int) -> None:
-        self.kept = _alike([part for part, _ in parts])  # for as long as their addresses are known
+        self.kept = _alike([part for part, _ in parts])  # alive as long as their addresses are used
         self.first: Any = self.kept[0]
         self.num_out, self.num_in = self.first.shape
         self.dtype: torch.dtype = self.first.dtype
         device = self.first.device
-        addresses = [[own.data_ptr() for own in _tensors(part)] for part in self.kept]
+        addresses = [[tensor.data_ptr() for tensor in _tensors(part)] for part in self.kept]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         biases = [bias for _, bias in parts if bias is not None]
         self.biases = torch.stack(biases) if biases else None
@@ -84,16 +84,18 @@ class _Matrices:
 
 
 def _tensors(part: Any) -> list[Tensor]:
-    """What a matrix consists of, in the order in which kernels have the addresses."""
+    """Return the tensors of a matrix, in the order in which kernels take the addresses."""
     if isinstance(part, Tensor):
         return [part]
-    found = [part.codes, *(getattr(part, name) for name in OF_GROUPS)]
-    return [part.codes if own is None else own for own in found]
+    tensors = [part.codes, *(getattr(part, name) for name in OF_GROUPS)]
+    return [part.codes if tensor is None else tensor for tensor in tensors]
 
 
 def _alike(parts: Seq[Any]) -> list[Any]:
-    """Matrices as the kernels read them: packed alike, or all dense, beginning at multiples of 16 bytes."""
-    kinds = {tuple(map(_kind, [getattr(part, own.name) for own in fields(part)])) for part in parts if _packed(part)}
+    """Return matrices as the kernels read them: packed alike, or all dense, beginning at multiples of 16 bytes."""
+    kinds = {
+        tuple(map(_kind, [getattr(part, entry.name) for entry in fields(part)])) for part in parts if _packed(part)
+    }
     if len(kinds) == 1 and all(map(_packed, parts)):
         return list(parts)
     dense = [part.float().to(part.dtype) if _packed(part) else part for part in parts]
@@ -105,12 +107,12 @@ def _packed(part: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """What must be the same of all experts."""
+    """Return the part of a field's value that must be the same for all experts."""
     return (value.dtype, value.shape) if isinstance(value, Tensor) else value
 
 
 class CudaExperts(TorchExperts):
-    """A mixture of experts whose rows choose on the device. own: what it is made of. layer: its row of the tally."""
+    """A mixture of experts whose rows choose on the device. own: the mixture in torch. layer: its row of the tally."""
 
     def __init__(self, ops: CudaOps, own: TorchExperts, dtype: torch.dtype, tally: Tally, layer: int) -> None:
         vars(self).update(vars(own))
@@ -119,33 +121,33 @@ class CudaExperts(TorchExperts):
         self.down = _Matrices([expert.down.parts[0] for expert in self.experts], self.spec.chosen)
 
     def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
-        """y [T, H] -> float32 [T, H]; the tally knows how many experts were chosen, and 0 is returned."""
+        """Compute y [T, H] -> float32 [T, H]. The tally counts the chosen experts; the count returned is 0."""
         return self.parts(y, stream).sums[0], 0
 
     def parts(self, y: Tensor, stream: Tensor) -> Parts:
-        """Return the same as one part [1, T, H], to be added to the rows."""
+        """Compute the same as one part [1, T, H], to be added to the rows."""
         ops, e = self.ops, self.spec
         choice = self.choose(normed(self.router_norm, ops, stream if e.reads_stream else y))
         y = y.to(self.up.dtype).contiguous()
-        found = self._product(y, self.up, choice, each=e.chosen)
-        inner = ops.inner(e.mlp.act, e.mlp.gated, Parts(found, None), self.down.dtype)
-        found = self._product(inner, self.down, choice, each=1)
+        outputs = self._product(y, self.up, choice, each=e.chosen)
+        inner = ops.inner(e.mlp.act, e.mlp.gated, Parts(outputs, None), self.down.dtype)
+        outputs = self._product(inner, self.down, choice, each=1)
         shared = None if self.shared is None else _mlp(ops, self.shared, y, self.dtype)
         gates = None if self.shared_gate is None else ops.product(y, *self.shared_gate.parts[0])
         num, width = y.shape
         out = torch.empty(1, num, width, dtype=torch.float32, device=y.device)
         block = min(512, _power(width))
         ops.expert_kernels.experts_added[(num, -(-width // block))](
-            found,
+            outputs,
             choice.ids,
             choice.shares,
-            found if shared is None else shared.sums,
-            found if shared is None or shared.bias is None else shared.bias,
-            found if gates is None else gates.sums,
+            outputs if shared is None else shared.sums,
+            outputs if shared is None or shared.bias is None else shared.bias,
+            outputs if gates is None else gates.sums,
             out,
             num,
             width,
-            SPLITS=len(found),
+            SPLITS=len(outputs),
             CHOSEN=e.chosen,
             SHARED=0 if shared is None else shared.splits,
             SHARED_BIAS=shared is not None and shared.bias is not None,
@@ -204,7 +206,7 @@ class CudaExperts(TorchExperts):
         return _Choice(ids, shares, order, tiles, counts, num_tiles, rows)
 
     def _product(self, x: Tensor, matrices: _Matrices, choice: _Choice, each: int) -> Tensor:
-        """Multiply pairs by their experts' matrices -> [splits, pairs, O]. each: the pairs of a row of x."""
+        """Multiply pairs by their experts' matrices -> [splits, pairs, O]. each: pairs for each row of x."""
         ops, num_pairs, biases = self.ops, choice.num_pairs, matrices.biases
         num_out, num_in, first = matrices.num_out, matrices.num_in, matrices.first
         cut = matrices.cut
@@ -255,12 +257,12 @@ class CudaExperts(TorchExperts):
 
 
 def _rows(num_pairs: int, num_experts: int) -> int:
-    """The rows of a tile: about as many as choose an expert. It changes no bits; see CudaOps.cut."""
+    """Return the rows of a tile: about as many as choose an expert. It changes no bits; see CudaOps.cut."""
     return next((rows for rows in ROWS if num_pairs <= rows * num_experts), ROWS[-1])
 
 
 def _whole(product: Any) -> tuple[Any, Tensor | None]:
-    """One matrix of a product's, and its bias."""
+    """Return a product as one matrix, and its bias."""
     if product.joined is not None or len(product.parts) == 1:
         return product.joined or product.parts[0]  # type: ignore[no-any-return]
     biases = [bias for _, bias in product.parts if bias is not None]
@@ -268,17 +270,17 @@ def _whole(product: Any) -> tuple[Any, Tensor | None]:
 
 
 def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> Parts:
-    """A feed-forward part of rows y [T, H] -> its parts [splits, T, H]."""
-    found = ops.product(y, *_whole(mlp.up))
-    return ops.product(ops.inner(mlp.spec.act, mlp.spec.gated, found, dtype), *mlp.down.parts[0])
+    """Compute a feed-forward part on rows y [T, H] -> its parts [splits, T, H]."""
+    inner = ops.product(y, *_whole(mlp.up))
+    return ops.product(ops.inner(mlp.spec.act, mlp.spec.gated, inner, dtype), *mlp.down.parts[0])
 
 
 def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> Tally | None:
-    """Let the experts of all blocks choose on the device; returns what counts them, None where nothing does."""
-    found = [(block, block.experts) for block in blocks if block.experts is not None]
-    if not found:
+    """Let the experts of all blocks choose on the device; return their tally, None where there are no experts."""
+    mixtures = [(block, block.experts) for block in blocks if block.experts is not None]
+    if not mixtures:
         return None
-    tally = Tally(len(found), found[0][1].router.parts[0][0].device)
-    for layer, (block, own) in enumerate(found):
-        block.experts = CudaExperts(ops, own, dtype, tally, layer)
+    tally = Tally(len(mixtures), mixtures[0][1].router.parts[0][0].device)
+    for layer, (block, experts) in enumerate(mixtures):
+        block.experts = CudaExperts(ops, experts, dtype, tally, layer)
     return tally

@@ -1,10 +1,10 @@
 """The kernels of the CUDA backend, in Triton. Each also runs under Triton's interpreter on a CPU.
 
-What the bits of a row depend on is fixed by three rules. A product runs over tiles of 16 rows, filled up where there
+Three rules fix the bits of a row. A product runs over tiles of 16 rows, filled up where there
 are fewer, so that every row takes the same instructions; K is cut into parts whose number depends on the matrix alone,
 and the parts are added in order. Attention walks the keys of a row in the order of their logical positions, in parts
-that begin at multiples of SPLIT_KEYS, and adds the parts in order; where a key lies in the cache does not matter. All
-else is computed row by row. Sums are float32.
+that begin at multiples of SPLIT_KEYS, and adds the parts in order; where a key lies in the cache does not matter.
+Everything else is computed row by row. Sums are float32.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _begun(EARLY: tl.constexpr):
     """Let the next kernel begin, and wait for the one before.
 
-    EARLY: kernels are launched before the one before them has ended (programmatic dependent launch). Each waits before
-    it reads what others write, and so does not end before all that came before it.
+    EARLY: a kernel is launched before the previous one has ended (programmatic dependent launch). It waits before it
+    reads what others write, and so does not end before all earlier kernels.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -36,14 +36,14 @@ def _tanh(x):
 
 @triton.jit
 def _erf(x):
-    """Abramowitz and Stegun 7.1.26 is too coarse: the series of Numerical Recipes' erfc, error below 1.2e-7."""
+    """Numerical Recipes' series of erfc, error below 1.2e-7: Abramowitz and Stegun 7.1.26 is too coarse."""
     z = tl.abs(x)
     t = 1.0 / (1.0 + 0.5 * z)
     poly = 1.48851587 + t * (-0.82215223 + t * 0.17087277)
     poly = -0.18628806 + t * (0.27886807 + t * (-1.13520398 + t * poly))
     poly = -1.26551223 + t * (1.00002368 + t * (0.37409196 + t * (0.09678418 + t * poly)))
-    found = t * tl.exp(-z * z + poly)
-    return tl.where(x >= 0, 1.0 - found, found - 1.0)
+    erfc = t * tl.exp(-z * z + poly)
+    return tl.where(x >= 0, 1.0 - erfc, erfc - 1.0)
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _activated(x, ACT: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """Add a b to acc. widened: the interpreter multiplies no bfloat16, whose products float32 holds exactly."""
+    """Add a b to acc. "widened": the interpreter cannot multiply bfloat16, and float32 holds the products exactly."""
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -119,9 +119,9 @@ def product(
 ):
     """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O], each part the sum over PART inputs.
 
-    ROWS: 16, 32 or 64 rows of a tile, which give a row the same bits (docs/gpu.md). EVEN: PART parts of INS
-    inputs each fill I, and OUTS divides O. LINES: cache lines, of LINE weights, of each output's part that are asked
-    for before the kernel before this one has ended.
+    ROWS: 16, 32 or 64 rows of a tile, which give a row the same bits (docs/gpu.md). EVEN: parts of PART inputs fill I,
+    and OUTS divides O. LINES: cache lines, of LINE weights each, that are prefetched from each output's part before the
+    previous kernel has ended.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -156,7 +156,7 @@ LESS_128 = tl.constexpr(-0x3CFF3D00)  # the words of 32 bits that hold -128 twic
 TWICE = tl.constexpr(0x10001)  # times a number of 16 bits = the number in both halves of a word
 
 # Codes become exact bfloat16 numbers by their bits, two at a time. 0x4300 is 128, and the 7 bits of a mantissa behind
-# it add 0 to 127. Each text gets words ($8, or $4) and gives what the weights of a word stand for, in order.
+# it add 0 to 127. Each text takes words ($8, or $4) and gives the numbers of a word's codes, in order.
 INT4_TEXT = tl.constexpr(
     """{
     .reg .b32 a<4>, t<4>, one;
@@ -194,8 +194,8 @@ INT8_TEXT = tl.constexpr(
     mov.b32 {$2, $3}, a1;
     }"""
 )
-# The 4 bits of exponent and 3 of mantissa of a float of 8 bits (e4m3), where those of bfloat16 are, are 2 ** -120 of
-# it, also below the least normal number.
+# The 4 exponent bits and 3 mantissa bits of e4m3, put where bfloat16 has its own, give 2 ** -120 times the number, also
+# below the least normal number.
 FP8_TEXT = tl.constexpr(
     """{
     .reg .b32 a<2>, t<2>, up, none;
@@ -218,38 +218,38 @@ FP8_TEXT = tl.constexpr(
 
 @triton.jit
 def _part(words, INDEX: tl.constexpr, COUNT: tl.constexpr):
-    """Part INDEX of COUNT of words [N, COUNT] -> [N]. Each thread has all of the last dimension: nothing moves."""
+    """Return part INDEX of words [N, COUNT] -> [N]. Each thread has all of the last dimension: nothing moves."""
     num: tl.constexpr = words.shape[0]
     if COUNT == 1:
-        found = tl.reshape(words, (num,))
+        part = tl.reshape(words, (num,))
     else:
         low, high = tl.split(tl.permute(tl.reshape(words, (num, 2, COUNT // 2)), (0, 2, 1)))
         if INDEX < COUNT // 2:
-            found = _part(low, INDEX, COUNT // 2)
+            part = _part(low, INDEX, COUNT // 2)
         else:
-            found = _part(high, INDEX - COUNT // 2, COUNT // 2)
-    return found
+            part = _part(high, INDEX - COUNT // 2, COUNT // 2)
+    return part
 
 
 @triton.jit
 def _numbers(at, COUNT: tl.constexpr):
-    """The numbers of the outputs of a tile, of COUNT groups: a tuple of tensors [TILE], in the order of memory."""
+    """Load the numbers of COUNT groups for a tile's outputs: a tuple of tensors [TILE], in the order of memory."""
     if COUNT == 1:
-        found = (tl.load(at),)
+        groups = (tl.load(at),)
     else:
-        found = _numbers(at, COUNT // 2) + _numbers(at + COUNT // 2 * TILE, COUNT // 2)
-    return found
+        groups = _numbers(at, COUNT // 2) + _numbers(at + COUNT // 2 * TILE, COUNT // 2)
+    return groups
 
 
 @triton.jit
 def _by_output(numbers):
-    """Numbers [TILE] in the order of memory, where outputs i and i + 8 of 16 are neighbours, in that of outputs."""
+    """Return numbers [TILE] in the order of outputs; in memory outputs i and i + 8 of 16 are neighbours."""
     return tl.reshape(tl.permute(tl.reshape(numbers, (4, 8, 2)), (0, 2, 1)), (TILE,))
 
 
 @triton.jit
 def _nibbles(words, zeros, ZERO: tl.constexpr, ZEROS: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N] of 4 bits, less zeros [TILE], or less ZERO."""
+    """Return weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N] of 4-bit codes, less zeros [TILE] or ZERO."""
     if PRECISION == "widened":
         less, more = ZERO, ZERO
         if ZEROS:
@@ -282,7 +282,7 @@ def _nibbles(words, zeros, ZERO: tl.constexpr, ZEROS: tl.constexpr, PRECISION: t
 
 @triton.jit
 def _bytes(words, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N, 2] of signed bytes, or of floats of 8 bits."""
+    """Return weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N, 2] of signed bytes, or of floats of 8 bits."""
     if PRECISION == "widened":
         a0, a1 = _byte(words << 24, KIND), _byte(words << 8, KIND)
         a2, a3 = _byte(words << 16, KIND), _byte(words, KIND)
@@ -295,13 +295,13 @@ def _bytes(words, KIND: tl.constexpr, PRECISION: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    found = tl.join(tl.join(a0, a1), tl.join(a2, a3))
-    return tl.permute(found, (0, 4, 1, 3, 6, 2, 5))
+    weights = tl.join(tl.join(a0, a1), tl.join(a2, a3))
+    return tl.permute(weights, (0, 4, 1, 3, 6, 2, 5))
 
 
 @triton.jit
 def _byte(words, KIND: tl.constexpr):
-    """What the highest byte of words stands for, float32."""
+    """Return the number that the highest byte of each word stands for, float32."""
     if KIND == "int8":
         return (words >> 24).to(tl.float32)
     exponent, mantissa = (words >> 27) & 15, ((words >> 24) & 7).to(tl.float32)
@@ -313,7 +313,7 @@ def _byte(words, KIND: tl.constexpr):
 
 @triton.jit
 def _asked(lines, COUNT: tl.constexpr):
-    """Ask for COUNT cache lines, of 128 bytes, from this address of 32-bit words on."""
+    """Prefetch COUNT cache lines, of 128 bytes, from this address of 32-bit words on."""
     at = lines + tl.arange(0, COUNT) * 32
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
@@ -349,14 +349,14 @@ def _codes_multiplied(
 ):
     """Multiply rows [ROWS], pointers to their first inputs, by steps first to last of a tile -> [TILE, ROWS].
 
-    words: where the codes of the first step lie. See product_of_codes for the others.
+    words: where the codes of the first step lie. See product_of_codes for the other arguments.
     """
     num_words: tl.constexpr = CODES_STEP * TILE // (8 if KIND == "int4" else 4)
     count: tl.constexpr = CODES_STEP // GROUP if GROUP < CODES_STEP else 1
     each: tl.constexpr = CODES_STEP // count  # inputs of a product
     span: tl.constexpr = GROUP // CODES_STEP if GROUP > CODES_STEP else 1  # steps of a group
     super_span: tl.constexpr = SUPER // CODES_STEP if SUPER > 0 else 1
-    own_words: tl.constexpr = num_words // 128 // count  # words of a group that a thread has
+    own_words: tl.constexpr = num_words // 128 // count  # words of a group in one thread
     ins = tl.arange(0, each)
     xs = rows[:, None] + ins[None, :]
     cs = words + tl.arange(0, num_words)
@@ -462,13 +462,13 @@ def product_of_codes(
 ):
     """Multiply x [num_rows, I], bfloat16, by a packed matrix (packed.Packed) -> out [splits, num_rows, O].
 
-    steps: of CODES_STEP inputs, in all; part: of one program, parts being the third axis of the grid. GROUP, SUPER:
-    inputs that share a scale, and a factor above scales; 0 = there is none. EVEN: steps fill I.
+    steps: of CODES_STEP inputs, in all. part: steps of one program; parts are the third axis of the grid. GROUP, SUPER:
+    inputs that share a scale, and a factor above scales; 0 = no factor. EVEN: steps fill I.
 
-    The weights are the left operand, out = W x^T, and what a thread loads is what it multiplies, in the order of
+    The weights are the left operand, out = W x^T. A thread multiplies the weights that it loads, in the order of
     ops/cuda/packed.py: nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and a
-    group's scale and minimum are applied in float32 to its sum. A row is a column of the right operand, and has its
-    bits from the order of K alone, in steps of 16 inputs, which is the same for 16, 32 and 64 columns.
+    group's scale and minimum are applied in float32 to its sum. A row is a column of the right operand. Its bits come
+    from the order of K alone, in steps of 16 inputs, which is the same for 16, 32 and 64 columns.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -519,10 +519,10 @@ def product_of_codes(
 
 @triton.jit
 def _summed(parts, at, stride, mask, SPLITS: tl.constexpr):
-    found = tl.load(parts + at, mask=mask, other=0.0)
+    total = tl.load(parts + at, mask=mask, other=0.0)
     for i in tl.static_range(1, SPLITS):
-        found += tl.load(parts + at + i * stride, mask=mask, other=0.0)
-    return found
+        total += tl.load(parts + at + i * stride, mask=mask, other=0.0)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -542,10 +542,10 @@ def summed(
     row = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = outs < num_out
-    found = _summed(parts, row.to(tl.int64) * num_out + outs, num_rows.to(tl.int64) * num_out, inside, SPLITS)
+    total = _summed(parts, row.to(tl.int64) * num_out + outs, num_rows.to(tl.int64) * num_out, inside, SPLITS)
     if BIAS:
-        found += tl.load(bias + outs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * num_out + outs, found.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(bias + outs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * num_out + outs, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -570,20 +570,20 @@ def activated(
     width = size * 2 if GATED else size
     stride = num_rows.to(tl.int64) * width
     at = row.to(tl.int64) * width + outs
-    found = _summed(parts, at, stride, inside, SPLITS)
+    gate = _summed(parts, at, stride, inside, SPLITS)
     if BIAS:
-        found += tl.load(bias + outs, mask=inside, other=0.0).to(tl.float32)
+        gate += tl.load(bias + outs, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = _summed(parts, at + size, stride, inside, SPLITS)
         if BIAS:
             up += tl.load(bias + size + outs, mask=inside, other=0.0).to(tl.float32)
         if ACT == "clamped_silu":
-            found = tl.minimum(found, 7.0)
+            gate = tl.minimum(gate, 7.0)
             up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
-        found = _activated(found, ACT) * up
+        gate = _activated(gate, ACT) * up
     else:
-        found = _activated(found, ACT)
-    tl.store(out + row.to(tl.int64) * size + outs, found.to(out.dtype.element_ty), mask=inside)
+        gate = _activated(gate, ACT)
+    tl.store(out + row.to(tl.int64) * size + outs, gate.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -634,14 +634,14 @@ def added(
 ):
     """Add a branch to rows x [num_rows, width] and norm the sums for the next product.
 
-    parts [SPLITS, num_rows, width]: of the branch; 0 splits = no branch. POST: the norm of the branch, or AT_SUM of
-    the sum. sums: the new residual stream. PRE: the norm of `out`.
+    parts [SPLITS, num_rows, width]: of the branch; 0 splits = no branch. POST: the norm of the branch, or of the sum
+    with AT_SUM. sums: the new residual stream. PRE: the norm of `out`.
     """
     _begun(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
-    found = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     if SPLITS > 0:
         branch = _summed(parts, row * width + at, num_rows.to(tl.int64) * width, inside, SPLITS)
         if PARTS_BIAS:
@@ -650,16 +650,18 @@ def added(
             branch = _normed(
                 branch, post_weight, post_bias, at, inside, width, post_eps, post_offset, POST, POST_WEIGHT, POST_BIAS
             )
-        found += branch * scale
+        stream += branch * scale
         if POST != "none" and AT_SUM:
-            found = _normed(
-                found, post_weight, post_bias, at, inside, width, post_eps, post_offset, POST, POST_WEIGHT, POST_BIAS
+            stream = _normed(
+                stream, post_weight, post_bias, at, inside, width, post_eps, post_offset, POST, POST_WEIGHT, POST_BIAS
             )
     if HAS_SUMS:
-        tl.store(sums + row * width + at, found, mask=inside)
+        tl.store(sums + row * width + at, stream, mask=inside)
     if PRE != "none":
-        found = _normed(found, pre_weight, pre_bias, at, inside, width, pre_eps, pre_offset, PRE, PRE_WEIGHT, PRE_BIAS)
-    tl.store(out + row * width + at, found.to(out.dtype.element_ty), mask=inside)
+        stream = _normed(
+            stream, pre_weight, pre_bias, at, inside, width, pre_eps, pre_offset, PRE, PRE_WEIGHT, PRE_BIAS
+        )
+    tl.store(out + row * width + at, stream.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -691,7 +693,7 @@ def heads_of(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Queries, keys and values of parts [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]: bias, norm of heads, rotation.
+    """Make queries, keys and values of parts [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]: bias, norm, rotation.
 
     Queries go to [num_rows, HEADS, DIM], keys and values to rows `writes` of the pools; -1 = nowhere. table
     [positions, 2, TURNED]: cos and sin, the first half of sin negated. TURNED: dimensions that turn, 0 = none.
@@ -704,17 +706,19 @@ def heads_of(
     width = (HEADS + 2 * KV_HEADS) * DIM
     stride = num_rows.to(tl.int64) * width
     start = row.to(tl.int64) * width + head * DIM
-    found = _summed(parts, start + at, stride, inside, SPLITS)
+    head_row = _summed(parts, start + at, stride, inside, SPLITS)
     if BIAS:
-        found += tl.load(bias + head * DIM + at, mask=inside, other=0.0).to(tl.float32)
+        head_row += tl.load(bias + head * DIM + at, mask=inside, other=0.0).to(tl.float32)
     is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     inverse = 1.0
     if Q_NORM != "none" or K_NORM != "none":
         eps = tl.where(is_query, q_eps, k_eps)
         if not is_value:
-            inverse = 1.0 / tl.sqrt_rn(tl.sum(found * found, 0) / DIM + eps)
-            found = (
-                found * inverse * _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM)
+            inverse = 1.0 / tl.sqrt_rn(tl.sum(head_row * head_row, 0) / DIM + eps)
+            head_row = (
+                head_row
+                * inverse
+                * _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM, K_NORM)
             )
     if TURNED > 0:
         if not is_value:
@@ -739,23 +743,23 @@ def heads_of(
             angles = table + tl.load(positions + row).to(tl.int64) * (2 * TURNED) + place
             cos = tl.load(angles, mask=turns, other=1.0)
             sin = tl.load(angles + TURNED, mask=turns, other=0.0)
-            found = found * cos + partner * sin
+            head_row = head_row * cos + partner * sin
     if is_query:
-        tl.store(queries + (row * HEADS + head) * DIM + at, found, mask=inside)
+        tl.store(queries + (row * HEADS + head) * DIM + at, head_row, mask=inside)
     else:
         to = tl.load(writes + row).to(tl.int64)
         if to >= 0:
             if is_value:
                 place_v = values + (to * KV_HEADS + head - HEADS - KV_HEADS) * DIM + at
-                tl.store(place_v, found.to(values.dtype.element_ty), mask=inside)
+                tl.store(place_v, head_row.to(values.dtype.element_ty), mask=inside)
             else:
                 place_k = keys + (to * KV_HEADS + head - HEADS) * DIM + at
-                tl.store(place_k, found.to(keys.dtype.element_ty), mask=inside)
+                tl.store(place_k, head_row.to(keys.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
-    """The weights of the norm of a head of queries or keys."""
+    """Return the norm weights for a head of queries or keys."""
     weight = tl.full(at.shape, 1.0, tl.float32)
     if Q_NORM == "weight":
         weight = tl.where(is_query, tl.load(q_norm + at, mask=inside, other=0.0).to(tl.float32) + q_offset, weight)
@@ -781,7 +785,7 @@ def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK
 
 @triton.jit
 def _seen(lengths, places, row, window, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr):
-    """Which of its keys a row is, and the first that it sees, and one more than the last."""
+    """Return a row's own place among its keys, the first key that it sees, and one more than the last."""
     length = tl.load(lengths + row)
     own, lowest = length - 1, 0
     if SEES_ALL:
@@ -835,11 +839,11 @@ def attended(
 ):
     """Attend with the query heads of one row and one head of keys to one part of the row's keys.
 
-    A row sees `lengths` keys. The i-th of them lies, for i below `seen`, where the block table of its run says, and
-    else in row tails[i - seen]. SEES_ALL: the row is the key `places` of them, and not the last. biases [HEADS,
-    2 reach + 1]: by the distance from a key to its row, from -reach on; what is further has that of `reach`.
-    parts [T, HEADS, splits, DIM] and stats [T, HEADS, splits, 2] get the weighted sum of values, the largest score and
-    the sum of weights; DIRECT: there is one part, and `out` gets the result.
+    A row sees `lengths` keys. Key i lies where the block table of its run says for i below `seen`, else in row
+    tails[i - seen]. SEES_ALL: the row is key number `places`, and not the last key. biases [HEADS, 2 reach + 1]: by the
+    distance from a key to its row, from -reach on; larger distances have the bias of `reach`. parts [T, HEADS, splits,
+    DIM] get the weighted sum of values, and stats [T, HEADS, splits, 2] the largest score and the sum of weights.
+    DIRECT: there is one part, and `out` gets the result.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -896,8 +900,8 @@ def attended(
                 shrunk = tl.exp2(largest - new)
                 mass = mass * shrunk + tl.exp2(sink - new)
                 acc = acc * shrunk[:, None]
-            found = tl.where((mass > 0)[:, None], acc / mass[:, None], 0.0)
-            tl.store(out + whole[:, None] * DIM + dims[None, :], found.to(out.dtype.element_ty), mask=q_mask)
+            result = tl.where((mass > 0)[:, None], acc / mass[:, None], 0.0)
+            tl.store(out + whole[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask=q_mask)
         else:
             part = whole * num_splits + split
             tl.store(parts + part[:, None] * DIM + dims[None, :], acc, mask=q_mask)
@@ -937,9 +941,9 @@ def parts_joined(
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(lowest // SPLIT_KEYS, tl.cdiv(length, SPLIT_KEYS)):
         part = whole * num_splits + split
-        own = tl.load(stats + part * 2)
-        new = tl.maximum(largest, own)
-        shrunk, share = tl.exp2(largest - new), tl.exp2(own - new)
+        part_largest = tl.load(stats + part * 2)
+        new = tl.maximum(largest, part_largest)
+        shrunk, share = tl.exp2(largest - new), tl.exp2(part_largest - new)
         mass = mass * shrunk + tl.load(stats + part * 2 + 1) * share
         acc = acc * shrunk + tl.load(parts + part * DIM + dims, mask=is_dim, other=0.0) * share
         largest = new
@@ -949,8 +953,8 @@ def parts_joined(
         shrunk = tl.exp2(largest - new)
         mass = mass * shrunk + tl.exp2(sink - new)
         acc = acc * shrunk
-    found = tl.where(mass > 0, acc / mass, 0.0)
-    tl.store(out + whole * DIM + dims, found.to(out.dtype.element_ty), mask=is_dim)
+    result = tl.where(mass > 0, acc / mass, 0.0)
+    tl.store(out + whole * DIM + dims, result.to(out.dtype.element_ty), mask=is_dim)
 
 
 @triton.jit
@@ -971,10 +975,10 @@ def advanced(
     num_rows,
     EARLY: tl.constexpr,
 ):
-    """Feed what was found to the next pass of a run ahead: one program for each row.
+    """Feed the ids `found` to the next pass of a run ahead: one program for each row.
 
-    fed [steps, num_rows]: all that was found, in order; -1 = logits were no numbers. step [num_rows]: how many passes
-    there were. limits [num_rows]: positions below which a row may write.
+    fed [steps, num_rows]: all ids so far, in order; -1 = logits were no numbers. step [num_rows]: the number of passes
+    so far. limits [num_rows]: a row writes below this position only.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -996,28 +1000,28 @@ def advanced(
 
 @triton.jit
 def largest_in_parts(logits, values, ids, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """The largest logit of each part of BLOCK ids of each row, and its id; NaN counts as infinity."""
+    """Find the largest logit and its id in each part of BLOCK ids of each row; NaN counts as infinity."""
     _begun(EARLY)
     row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(logits + row.to(tl.int64) * width + at, mask=at < width, other=-float("inf"))
-    found = tl.where(found != found, float("inf"), found)
-    value, place = tl.max(found, 0, return_indices=True)
+    scores = tl.load(logits + row.to(tl.int64) * width + at, mask=at < width, other=-float("inf"))
+    scores = tl.where(scores != scores, float("inf"), scores)
+    value, place = tl.max(scores, 0, return_indices=True)
     tl.store(values + row * num_parts + part, value)
     tl.store(ids + row * num_parts + part, part * BLOCK + place)
 
 
 @triton.jit
 def largest_of_parts(values, ids, pairs, found, num_parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """The largest of the parts, the lowest id on ties: pairs float32 [2, T] of ids and values, found int32 [T].
+    """Find the largest of the parts, the lowest id on ties: pairs float32 [2, T] of ids and values, found int32 [T].
 
     found is -1 where logits are no numbers.
     """
     _begun(EARLY)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, BLOCK)
-    own = tl.load(values + row * num_parts + at, mask=at < num_parts, other=-float("inf"))
-    value, place = tl.max(own, 0, return_indices=True)
+    maxima = tl.load(values + row * num_parts + at, mask=at < num_parts, other=-float("inf"))
+    value, place = tl.max(maxima, 0, return_indices=True)
     id_ = tl.load(ids + row * num_parts + place)
     is_number = (value < float("inf")) & (value > -float("inf"))
     tl.store(pairs + row, id_.to(tl.float32))

@@ -28,7 +28,7 @@ from forerun.ops.torch_memory import ReferenceSizes
 
 @dataclass(frozen=True)
 class CudaSizes(ReferenceSizes):
-    """The sizes of the CUDA backend. schemes: by the names of models, how their quantised matrices are stored."""
+    """The sizes of the CUDA backend. schemes: by model, how its quantised matrices are stored."""
 
     schemes: Mapping[str, Schemes] = field(default_factory=dict)
 
@@ -45,30 +45,30 @@ class CudaSizes(ReferenceSizes):
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return the memory of the largest pass, and what the graphs of all models keep."""
-        found = []
+        parts = []
         for run in passes:
             rows, logits = self._row_bytes(run, run.num_rows), self._logit_bytes(run.model, run.num_logits)
             tables = rope_table_bytes(run.model, self.max_seq_len, FLOAT_BYTES)
             how = f"{run.num_rows:,} rows of the {run.name}, {rows / 1e6:,.1f} MB; {run.num_logits:,} rows of logits "
             how += f"and their probabilities, {logits / 1e6:,.1f} MB{run.taps_said}"
-            found.append(MemoryPart("activations", rows + logits + tables + run.tap_bytes + run.kept_bytes, how))
+            parts.append(MemoryPart("activations", rows + logits + tables + run.tap_bytes + run.kept_bytes, how))
         graphs = sum(self._graph_bytes(run) for run in passes)
         how = f"static rows of passes of {', '.join(map(str, GRAPH_ROWS))} rows, and of what they draw"
-        return [max(found, key=lambda part: part.bytes), MemoryPart("graphs", graphs, how)]
+        return [max(parts, key=lambda part: part.bytes), MemoryPart("graphs", graphs, how)]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
         """Return no parts: what graphs keep is counted from the start."""
         return ()
 
     def _product_bytes(self, model: Spec, schemes: Schemes) -> Iterator[int]:
-        """Yield the bytes of the matrices of every product, those of one scheme packed together, and of vectors."""
+        """Yield the bytes of every product, packed where its matrices share a scheme, and of the vectors."""
         known = weights(model)
         grouped = set[str]()
         for group in products(known).values():
-            own = [schemes.get(weight.name) for weight in group]
+            group_schemes = [schemes.get(weight.name) for weight in group]
             grouped.update(weight.name for weight in group)
-            first, num_out, num_in = own[0], sum(weight.shape[0] for weight in group), group[0].shape[-1]
-            if first is None or len(set(own)) > 1 or not packs(first) or len(group[0].shape) != 2:
+            first, num_out, num_in = group_schemes[0], sum(weight.shape[0] for weight in group), group[0].shape[-1]
+            if first is None or len(set(group_schemes)) > 1 or not packs(first) or len(group[0].shape) != 2:
                 yield sum(math.prod(weight.shape) for weight in group) * itemsize(self.dtype)
             else:
                 yield -(-num_out // TILE) * tile_bytes(first, num_in)
@@ -85,20 +85,22 @@ class CudaSizes(ReferenceSizes):
         return num_rows * (3 * hidden * FLOAT_BYTES + 2 * widest * FLOAT_BYTES + heads + inner) + parts
 
     def _parts_of(self, model: Spec) -> Iterator[tuple[int, int]]:
-        """Yield the outputs of each product, and in how many parts they are summed."""
+        """Yield the outputs of each product, and the number of parts that they are summed in."""
         for num_out, num_in in matrix_shapes(model):
             yield num_out, Tiles.of(num_out, num_in, itemsize(self.dtype)).splits
-        for e in {block.experts for block in model.blocks if block.experts is not None}:  # of all it chooses
+        for e in {
+            block.experts for block in model.blocks if block.experts is not None
+        }:  # of all experts that a row chooses
             inner, hidden = e.mlp.size * (2 if e.mlp.gated else 1), model.hidden_size
             for num_out, num_in in ((inner, hidden), (hidden, e.mlp.size)):
                 yield e.chosen * num_out, Tiles.of(num_out, num_in, itemsize(self.dtype), e.chosen).splits
 
     def _logit_bytes(self, model: Spec, num_rows: int) -> int:
-        """Logits, the probabilities that are made of them, and their parts where K is cut: float32."""
+        """Return the float32 bytes of logits, their probabilities, and their parts where K is cut."""
         return 3 * num_rows * model.vocab_size * FLOAT_BYTES
 
     def _graph_bytes(self, run: Pass) -> int:
-        """Return the static rows of all sizes of passes, the probabilities of each, and the work of the largest."""
+        """Return the bytes of static rows and probabilities for all sizes of passes, and the work of the largest."""
         num = sum(GRAPH_ROWS)
         static = num * (2 * run.model.hidden_size + run.model.vocab_size) * FLOAT_BYTES
         return static + self._row_bytes(run, GRAPH_ROWS[-1]) + self._logit_bytes(run.model, GRAPH_ROWS[-1])

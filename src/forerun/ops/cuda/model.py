@@ -1,7 +1,7 @@
 """Models of the CUDA backend: a pass of a few rows is one CUDA graph, with one copy to the device before it.
 
-Blocks that are like Llama's or Gemma's run on joined kernels: two for the attention's products and two for those of
-the feed-forward part, and one behind each; in place of that part there may be experts (ops/cuda/experts.py). Other
+Blocks like Llama's or Gemma's run on joined kernels: two for the products of attention, two for the products of the
+feed-forward part, and one behind each. Experts may take the place of the feed-forward part (ops/cuda/experts.py). Other
 blocks run operator by operator, as in ops/torch.py, in the same graph.
 """
 
@@ -55,7 +55,7 @@ from forerun.sampling.arithmetic import Row
 from forerun.types import Afar, Draw, Probs, RaggedBatch, Stop
 
 GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
-LEAST_POSITIONS = 4096  # of a table of cos and sin, which is made anew where a text grows beyond it
+LEAST_POSITIONS = 4096  # of a table of cos and sin, which grows where a text is longer
 
 Told = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
 
@@ -72,38 +72,38 @@ class _Stream:
 
 
 class _Joined:
-    """A block of joined kernels. See `joins` for which are."""
+    """A block that runs on joined kernels; `joins` tells which blocks do."""
 
     def __init__(self, ops: CudaOps, block: TorchBlock, dtype: torch.dtype) -> None:
         self.ops, self.block, self.dtype = ops, block, dtype
-        spec, own = block.spec, block.attention
-        assert own is not None
-        assert own.spec is not None
-        self.attention, self.a = own, own.spec
+        spec, attention = block.spec, block.attention
+        assert attention is not None
+        assert attention.spec is not None
+        self.attention, self.a = attention, attention.spec
         self.pre_attention, self.post_attention = _told(block.pre_attention), _told(block.post_attention)
         self.pre_mlp, self.post_mlp = _told(block.pre_mlp), _told(block.post_mlp)
         self.at_sum, self.scale = spec.norm_at == "sum", spec.branch_scale
-        self.qkv = _whole(own._products[0][1])
-        self.o = own.o.parts[0]
+        self.qkv = _whole(attention._products[0][1])
+        self.o = attention.o.parts[0]
         self.mlp, self.experts = block.mlp, cast("CudaExperts | None", block.experts)
         if self.mlp is not None:
             self.up, self.down = _whole(self.mlp.up), self.mlp.down.parts[0]
 
     def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _Stream:
-        """Run the block; what its feed-forward part adds is left to be added."""
+        """Run the block; the stream that it returns has the feed-forward part still to add."""
         ops, a, rows = self.ops, self.a, cast(Rows, step.views[0])
         assert step.cache is not None
         x, y = added(ops, stream, self.pre_attention, self.dtype)
         pool = step.cache.pools[i]
         queries = self._heads(ops.product(y, *self.qkv), pool, rows, tables)
-        found = ops.attend(queries, pool, rows, a.window, self.attention.scoring, self.dtype)
-        branch = ops.product(found.view(len(x), -1), *self.o)
+        attended = ops.attend(queries, pool, rows, a.window, self.attention.scoring, self.dtype)
+        branch = ops.product(attended.view(len(x), -1), *self.o)
         stream = _Stream(x, branch, self.post_attention, self.at_sum, self.scale)
         x, y = added(ops, stream, self.pre_mlp, self.dtype)
         return _Stream(x, self._fed_forward(x, y), self.post_mlp, self.at_sum, self.scale)
 
     def _fed_forward(self, x: Tensor, y: Tensor) -> Parts:
-        """The feed-forward part, or the experts, of rows y, which are x behind their norm."""
+        """Compute the feed-forward part, or the experts, of rows y, which are x behind the norm."""
         ops = self.ops
         if self.experts is not None:
             return self.experts.parts(y, x)
@@ -112,12 +112,12 @@ class _Joined:
         return ops.product(inner, *self.down)
 
     def _heads(self, found: Parts, pool: Any, rows: Rows, tables: Mapping[Turn, Tensor]) -> Tensor:
-        """Return the queries [T, heads, D], and put keys and values into the pool."""
-        a, own = self.a, self.attention
+        """Return the queries [T, heads, D], and write keys and values into the pool."""
+        a, attention = self.a, self.attention
         num = found.sums.shape[1]
         queries = torch.empty(num, a.heads, a.head_dim, dtype=torch.float32, device=found.sums.device)
         table = queries if a.rope is None else tables[a.rope, a.head_dim]
-        q_norm, k_norm = own.q_norm, own.k_norm
+        q_norm, k_norm = attention.q_norm, attention.k_norm
         self.ops.kernels.heads_of[(num, a.heads + 2 * a.kv_heads)](
             found.sums,
             found.sums if found.bias is None else found.bias,
@@ -149,7 +149,7 @@ class _Joined:
 
 
 def _whole(product: Any) -> tuple[Tensor, Tensor | None]:
-    """One matrix of a product's, and its bias."""
+    """Return the single matrix of a product, and its bias."""
     return product.joined if product.joined is not None else product.parts[0]  # type: ignore[no-any-return]
 
 
@@ -166,7 +166,7 @@ def _kind_of(norm: Normed | None) -> str:
 
 
 def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The residual stream with all that is to be added to it, and the same behind a norm."""
+    """Return the residual stream with its branch added, and the same behind a norm."""
     if stream.branch is None and pre is None and dtype == stream.x.dtype:
         return stream.x, stream.x
     return ops.added(stream.x, stream.branch, stream.post, pre, dtype, at_sum=stream.at_sum, scale=stream.scale)
@@ -174,12 +174,12 @@ def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -
 
 def joins(block: TorchBlock) -> bool:
     """Tell whether a block runs on joined kernels."""
-    spec, own = block.spec, block.attention
-    if own is None or (block.mlp is None) == (block.experts is None):
+    spec, attention = block.spec, block.attention
+    if attention is None or (block.mlp is None) == (block.experts is None):
         return False
     if block.mlp is not None and not block.mlp.spec.down:
         return False
-    a = own.spec
+    a = attention.spec
     is_told = a.shares_kv_of is None and not a.k_is_v and a.reads is None and a.sees == "past" and a.bias is None
     plain = is_told and not a.gate and a.position_scale is None
     norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
@@ -187,13 +187,13 @@ def joins(block: TorchBlock) -> bool:
         return False
     ropes = a.rope is None or a.rope.pairs == "half" or a.rope.pairs == "adjacent"
     simple = not spec.parallel and not spec.out_scale and a.v_norm is None and spec.per_layer_input is None
-    products = [own._products[0][1], *([] if block.mlp is None else [block.mlp.up])]
-    whole = len(own._products) == 1 and all(p.joined is not None or len(p.parts) == 1 for p in products)
-    return plain and ropes and simple and whole and _same_biases(own._products[0][1])
+    products = [attention._products[0][1], *([] if block.mlp is None else [block.mlp.up])]
+    whole = len(attention._products) == 1 and all(p.joined is not None or len(p.parts) == 1 for p in products)
+    return plain and ropes and simple and whole and _same_biases(attention._products[0][1])
 
 
 def _same_biases(product: Any) -> bool:
-    """Whether all matrices of a product have a bias, or none has."""
+    """Tell whether all matrices of a product have a bias, or none has."""
     return len({bias is None for _, bias in product.parts}) == 1
 
 
@@ -230,12 +230,12 @@ class _Numbers:
         return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens, sees_all=sees_all))
 
     def send_alike(self, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-        """Copy those of a pass whose rows see all of `lengths` keys of their run; returns the most of these."""
+        """Copy the numbers of a pass whose rows all see `lengths` keys of their run; returns the most keys."""
         return self._send(lambda array: fill_alike(array, self.layout, batch, tables, lengths))
 
     def _send(self, write: Callable[[Any], int]) -> int:
         if self._sent is not None:
-            self._sent.synchronize()  # of the pass before, which may not have read them yet
+            self._sent.synchronize()  # the pass before may not have read them yet
         most = write(self._array)
         self.device.copy_(self.host, non_blocking=True)
         if self._sent is not None:
@@ -248,7 +248,7 @@ class CudaModel(TorchModel):
 
     def __init__(self, spec: Spec, weights: Laid, ops: ReferenceOps, lent: Lent | None = None) -> None:
         super().__init__(spec, weights, ops, weights.join, lent)
-        self.weights, self._packed = weights, None  # which `join` lets go of, for backends that copy
+        self.weights, self._packed = weights, None  # with a `join`, super() lets the weights go, for backends that copy
         self._cuda = cast(CudaOps, ops)
         self._tally = on_device(self._cuda, self.blocks, torch_dtype(self.weight_dtype))
         self._joined = [
@@ -280,13 +280,13 @@ class CudaModel(TorchModel):
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run one pass, as TorchModel.forward; its rows are float32, and experts are counted when it was waited for."""
+        """Run one pass, as TorchModel.forward. Rows are float32, and `wait` fills in num_experts."""
         passed = self._pass(batch, cache, layers, hidden, taps)
         if self._tally is None or not len(passed.hidden):
             return passed
         num_experts = list[int]()
         ran = self.blocks if layers is None else [self.blocks[i] for i in layers]
-        self._tally.tell(num_experts, [own.experts.layer for own in ran if isinstance(own.experts, CudaExperts)])
+        self._tally.tell(num_experts, [block.experts.layer for block in ran if isinstance(block.experts, CudaExperts)])
         return replace(passed, num_experts=num_experts)
 
     def _pass(
@@ -297,7 +297,7 @@ class CudaModel(TorchModel):
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run one pass, without a count of the experts that rows chose."""
+        """Run one pass without counting experts."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         num = batch.run_starts[-1]
         if num == 0:
@@ -326,7 +326,7 @@ class CudaModel(TorchModel):
         return Passed(graph.out[:num].clone(), inner)
 
     def wait(self) -> None:
-        """Return when all that was asked for is computed, and known: what `forward` was to say of experts, too."""
+        """Wait until everything launched is computed, and fill in the expert counts of `forward`."""
         super().wait()
         if self._tally is not None:
             self._tally.arrive()
@@ -358,9 +358,9 @@ class CudaModel(TorchModel):
                 stream = _Stream(added(ops, stream, None, torch.float32)[0])
                 _write(taps, range(first, i + 1), stream.x)
             first = i + 1
-            own = self._joined[i]
-            if own is not None and read is None and cache is not None:
-                stream = own.run(stream, i, step, tables)
+            joined = self._joined[i]
+            if joined is not None and read is None and cache is not None:
+                stream = joined.run(stream, i, step, tables)
             else:
                 if not step.rotations:
                     step.rotations = {
@@ -388,12 +388,12 @@ class CudaModel(TorchModel):
         )
 
     def _table(self, turn: Turn) -> Tensor:
-        """cos and sin of every position that was asked for so far [positions, 2, turned dimensions]."""
+        """Return cos and sin of every position that was needed so far [positions, 2, turned dimensions]."""
         table = self._rotations[turn].table(self._num_positions)
         return table.view(len(table), 2, -1)
 
     def _need_positions(self, end: int) -> None:
-        """Make the tables of rotations long enough; graphs that read shorter ones are given up."""
+        """Grow the tables of rotations to `end` positions, and drop graphs that read shorter tables."""
         if end > self._num_positions:
             self._num_positions = max(LEAST_POSITIONS, 1 << (end - 1).bit_length())
             for rotations in self._rotations.values():
@@ -410,7 +410,7 @@ class CudaModel(TorchModel):
         layout: Layout,
         wanted: tuple[tuple[int, ...], bool, bool, tuple[int, ...]],
     ) -> _Graph:
-        """Return the graph of a pass like this one, captured where there is none yet, with its numbers on the way."""
+        """Return the graph of a pass like this one, capturing it if there is none yet, and send the pass's numbers."""
         size = next(n for n in GRAPH_ROWS if n >= layout.rows)
         runs = next(n for n in GRAPH_ROWS if n >= layout.runs)
         tail = 1 if layout.tail == 1 else GRAPH_TAIL
@@ -443,15 +443,17 @@ class CudaModel(TorchModel):
         return Rows(batch, NO_ROWS, [], numbers.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
-        """Return where the sources of an encoder-decoder lie, which all rows of their runs see."""
+        """Return where the sources of a batch lie in the cache; all rows of a run see its source."""
         if self.encoder is None:
             return None
         check_sources(batch)
         tables = [cache.table(source.slot) for source in batch.sources]
-        return rows_alike(batch, tables, cache.block_tokens, [own.num_tokens for own in batch.sources], self.place)
+        return rows_alike(
+            batch, tables, cache.block_tokens, [source.num_tokens for source in batch.sources], self.place
+        )
 
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
-        """Return the same for a graph of so many rows and runs, on its way to the device, and what else is captured."""
+        """Send the same for a graph of this many rows and runs, and return it with its part of the graph's key."""
         if self.encoder is None:
             return None, None
         check_sources(batch)
@@ -464,11 +466,11 @@ class CudaModel(TorchModel):
         numbers = self._numbers[key]
         most = numbers.send_alike(batch, tables, [source.num_tokens for source in batch.sources])
         num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
-        found = self._static_rows(batch, numbers, layout, cache, num_keys)
-        return found, (layout, num_keys)
+        source_rows = self._static_rows(batch, numbers, layout, cache, num_keys)
+        return source_rows, (layout, num_keys)
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Run something once, capture it, and return what runs it again, and where its result is then."""
+        """Run a function once, capture it, and return its replay and the result that a replay writes."""
         with torch.inference_mode():
             stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self.place))
@@ -487,14 +489,14 @@ class CudaModel(TorchModel):
 
     @torch.inference_mode()
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return ids and values of the largest of the first `num_ids` logits of some rows of hidden [T, H].
+        """Return id and value of the largest of the first `num_ids` logits of each of these rows of hidden [T, H].
 
         Ties go to the lowest id, and NaN counts as the largest. One copy comes to the host.
         """
         if not rows:
             return [], []
-        found = self._best(hidden if len(rows) == len(hidden) else hidden[rows], num_ids)
-        ids, values = found.cpu().tolist()
+        largest = self._best(hidden if len(rows) == len(hidden) else hidden[rows], num_ids)
+        ids, values = largest.cpu().tolist()
         return [int(id_) for id_ in ids], values
 
     def _best(self, hidden: Tensor, num_ids: int) -> Tensor:
@@ -525,11 +527,11 @@ class CudaModel(TorchModel):
     def draw(
         self, hidden: Tensor, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
     ) -> tuple[list[Probs], list[int]]:
-        """Draw an id of the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
+        """Draw an id from the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
 
-        asked: of each row, ids whose probabilities are wanted with it. Returns the distributions, which stay on the
-        device until their weights are asked for or rows are drawn from anew, and the likeliest ids; -1 where logits are
-        no numbers. One copy comes to the host.
+        asked: for each row, further ids whose probabilities are wanted. Returns the distributions and the likeliest
+        ids, -1 where logits are no numbers. The weights of the distributions stay on the device, and can be fetched
+        until the next draw. One copy comes to the host.
         """
         drawn = self._drawn(hidden if len(rows) == len(hidden) else hidden[rows], num_ids, draws)
         width = drawn.probs.shape[1]
@@ -537,19 +539,19 @@ class CudaModel(TorchModel):
         chances = drawn.probs.view(-1)[torch.tensor(flat, dtype=torch.int64).to(self.place)]
         num = len(rows)
         parts = (drawn.ids[:num], drawn.best[:num], drawn.chances[:num].view(torch.int32), chances.view(torch.int32))
-        told = torch.cat(parts).cpu()
-        ids, best = told[:num].tolist(), told[num : 2 * num].tolist()
-        own = told[2 * num :].view(torch.float32).tolist()
-        of_asked = iter(own[num:])
+        numbers = torch.cat(parts).cpu()
+        ids, best = numbers[:num].tolist(), numbers[num : 2 * num].tolist()
+        floats = numbers[2 * num :].view(torch.float32).tolist()
+        of_asked = iter(floats[num:])
         known = [{id_: next(of_asked) for id_ in ids if id_ < width} for ids in asked]
-        found = list[Probs]()
+        distributions = list[Probs]()
         for i, draw in enumerate(draws):
-            chances_of = known[i] | {ids[i]: own[i]}
-            found.append(_afar(draw, ids[i], chances_of, self._fetching(drawn.probs, i)))
-        return found, best
+            chances_of = known[i] | {ids[i]: floats[i]}
+            distributions.append(_afar(draw, ids[i], chances_of, self._fetching(drawn.probs, i)))
+        return distributions, best
 
     def _fetching(self, probs: Tensor, row: int) -> Callable[[], Row]:
-        """Return what copies a row to the host, as long as nothing has been drawn behind it."""
+        """Return a function that copies a row to the host; behind the next draw it raises InternalError."""
         number = self._num_draws
 
         def fetch() -> Row:
@@ -560,7 +562,7 @@ class CudaModel(TorchModel):
         return fetch
 
     def _drawn(self, hidden: Tensor, num_ids: int, draws: Seq[Draw]) -> Drawn:
-        """Draw from the logits of rows hidden [R, H]; what is returned holds until the next call."""
+        """Draw from the logits of rows hidden [R, H]; the result holds until the next call."""
         self._num_draws += 1
         num, cuts = len(hidden), Cuts.of(draws, num_ids)
         size = next((n for n in GRAPH_ROWS if n >= num), num) if self._captures else num
@@ -579,11 +581,11 @@ class CudaModel(TorchModel):
                 self._graphs[key] = _Graph(replay, drawn.probs, hidden=given, keeps=(settings, drawn, depths))
             graph = self._graphs[key]
             assert graph.hidden is not None
-            own, found, _ = graph.keeps
-            own.send(draws)
+            graph_settings, graph_drawn, _ = graph.keeps
+            graph_settings.send(draws)
             graph.hidden[:num].copy_(hidden)
             graph.replay()
-            return found  # type: ignore[no-any-return]
+            return graph_drawn  # type: ignore[no-any-return]
         alone = Settings(num, num_ids, self.place)
         alone.send(draws)
         none = torch.zeros(num, dtype=torch.int32, device=self.place)
@@ -617,18 +619,18 @@ class CudaModel(TorchModel):
         lasts = [stop - 1 for stop in batch.run_starts[1:]]
         self._need_positions(end_of(batch) + steps)
         rows = out if num == len(out) else out[lasts]
-        told = _Told(draws)
+        distributions = _Told(draws)
         if draws:
             drawn = self._drawn(rows, num_ids, draws)
-            found = drawn.ids[:num]
-            told.add(drawn)
+            next_ids = drawn.ids[:num]
+            distributions.add(drawn)
         else:
-            found = self._ids(rows, num_ids)
+            next_ids = self._ids(rows, num_ids)
         if steps == 1:
-            ids = self._told_ids(found[None].tolist(), lengths)
+            ids = self._told_ids(next_ids[None].tolist(), lengths)
         else:
-            ids = self._go_on(batch, lengths, cache, num_ids, tuple(chosen), found, told)
-        return None if ids is None else RanAhead(ids, probs=told.probs_of(ids))
+            ids = self._go_on(batch, lengths, cache, num_ids, tuple(chosen), next_ids, distributions)
+        return None if ids is None else RanAhead(ids, probs=distributions.probs_of(ids))
 
     def _go_on(
         self,
@@ -640,7 +642,7 @@ class CudaModel(TorchModel):
         found: Tensor,
         told: _Told,
     ) -> list[list[int]] | None:
-        """Feed what was found, one by one: each pass is one replay of a graph that ends in the next ids."""
+        """Feed the ids found so far, one by one: each pass is one replay of a graph that ends in the next ids."""
         num, steps = len(batch.slots), max(lengths)
         size = next((n for n in GRAPH_ROWS if n >= num), num)
         starts = list(range(num + 1))
@@ -661,7 +663,7 @@ class CudaModel(TorchModel):
         ahead: _Ahead = loop.keeps
         if ahead.settings is not None:
             ahead.settings.send(told.draws)
-        limits = [own + length for own, length in zip(cached, lengths, strict=True)]
+        limits = [start + length for start, length in zip(cached, lengths, strict=True)]
         ahead.begin(last, tables, cache.block_tokens, limits, found)
         for _ in range(steps - 1):
             loop.replay()
@@ -719,31 +721,31 @@ class CudaModel(TorchModel):
         return _Graph(replay, out, rows, keeps=ahead)
 
     def _ids(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """The ids of the largest logits of rows on the device, int32; -1 where logits are no numbers."""
+        """Return the likeliest id of each row, int32 on the device; -1 where logits are no numbers."""
         return self._cuda.largest(self.logits(hidden, num_ids))[1]
 
     @staticmethod
     def _told_ids(found: list[list[int]], lengths: list[int]) -> list[list[int]] | None:
         ids = [[found[i][b] for i in range(length)] for b, length in enumerate(lengths)]
-        return None if any(id_ < 0 for own in ids for id_ in own) else ids
+        return None if any(id_ < 0 for run_ids in ids for id_ in run_ids) else ids
 
     # ------------------------------------------------------------------------------------------------- the rest
 
     @property
     def weight_bits(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The bits of the quantised matrices, ascending; () = none is."""
+        """The bits of the quantised matrices, ascending; () = no matrix is quantised."""
         return tuple(sorted({part.bits for part in cast(Laid, self.weights).values() if isinstance(part, Packed)}))
 
     @property
     def precision(self) -> str:
-        """What weights are computed with, in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        """The precision of the weights in words: 4-bit and 8-bit weights, or bfloat16 weights."""
         dense = any(part.ndim > 1 for part in self.weights.values() if isinstance(part, Tensor))
         return kinds_in_words(self.weight_bits, [self.weight_dtype] * (dense or not self.weight_bits))
 
     def rounded(self, quantization: Quantization) -> CudaModel:
-        """Return a second model of these weights, each matrix rounded to so many bits; the first stays as it is.
+        """Return a second model of these weights with every matrix rounded; this one stays as it is.
 
-        Raises BadOption where weights have no more bits already, or groups do not divide a row.
+        Raises BadOption where a matrix already has no more bits than asked for, or groups do not divide a row.
         """
         if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
@@ -760,25 +762,25 @@ class CudaModel(TorchModel):
         return CudaModel(self.config, Laid(self.config, DeviceWeights(weights, self.device)), self.ops, self._lent)
 
     def _dense_rows(self, name: str, rows: range) -> Tensor:
-        """Return what some rows of a matrix stand for."""
-        own = self.weights[name][rows.start : rows.stop]
-        return own.float() if isinstance(own, Packed) else own
+        """Return rows of a matrix, dequantised where it is packed."""
+        matrix = self.weights[name][rows.start : rows.stop]
+        return matrix.float() if isinstance(matrix, Packed) else matrix
 
 
 MOST_AHEAD = 256  # passes of one run ahead
 
 
 def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[], Row]) -> Probs:
-    """The distribution that an id was drawn from on the device."""
+    """Return the distribution that an id was drawn from on the device."""
     if id_ < 0 or draw.filters[0] == 0:
         return Probs.of_point(id_)
     return Probs(afar=Afar(fetch, chances, draw, id_))
 
 
 class _Told:
-    """What a run ahead found besides ids: the probability of each, and the whole rows where a judge may ask for them.
+    """Collects what a run ahead draws besides ids: their probabilities, and whole rows where a judge may need them.
 
-    Where the drafter shares the noise of its target, a rejected token is replaced without a look at them.
+    Where the drafter shares the noise of its target, a rejected token is replaced without a look at the rows.
     """
 
     def __init__(self, draws: Seq[Draw]) -> None:
@@ -788,18 +790,18 @@ class _Told:
         self._rows: list[Tensor] = []
 
     def add(self, drawn: Drawn) -> None:
-        """Keep what one pass has drawn, which the next one writes over."""
+        """Copy what one pass drew, before the next one writes over it."""
         num = len(self.draws)
         self._chances.append(drawn.chances[:num].clone())
         if self._keeps_rows:
             self._rows.append(drawn.probs[:num].clone())
 
     def probs_of(self, ids: list[list[int]]) -> list[list[Probs]]:
-        """Return the distributions of the ids of each draw."""
+        """Return the distribution of each id, by run."""
         chances = torch.stack(self._chances).tolist() if self._chances else []
         return [
-            [_afar(draw, id_, {id_: chances[i][b]}, self._fetching(i, b)) for i, id_ in enumerate(own)]
-            for b, (draw, own) in enumerate(zip(self.draws, ids, strict=False))
+            [_afar(draw, id_, {id_: chances[i][b]}, self._fetching(i, b)) for i, id_ in enumerate(run_ids)]
+            for b, (draw, run_ids) in enumerate(zip(self.draws, ids, strict=False))
         ]
 
     def _fetching(self, step: int, row: int) -> Callable[[], Row]:
@@ -812,9 +814,9 @@ class _Told:
 
 
 class _Ahead:
-    """What a run ahead keeps on the device between its passes."""
+    """The data that a run ahead keeps on the device between its passes."""
 
-    settings: Settings | None = None  # what its rows are drawn with; None = they take the likeliest id
+    settings: Settings | None = None  # how its rows are drawn; None = they take the likeliest id
     drawn: Drawn | None = None  # by the last pass
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -830,7 +832,7 @@ class _Ahead:
     def begin(
         self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, limits: list[int], found: Tensor
     ) -> None:
-        """Begin behind the last row of each run, for which `found` was found."""
+        """Begin behind the last row of each run; found: the first ids to feed."""
         array = self._host.numpy()
         size, num = self.layout.size, len(limits)
         fill(array[:size], self.layout, batch, tables, block_tokens)

@@ -1,7 +1,7 @@
 """The CUDA operators: Triton kernels behind the interface of ops/reference.py.
 
 Rows are float32 between two operators, whatever the weights are. The inputs of a product are rounded to the type of
-its weights, and so are queries, and keys and values before they enter the cache. The bits of a row depend on that row,
+its weights, and so are queries, and keys and values on their way into the cache. The bits of a row depend on that row,
 its keys and values and the card alone, not on the number of rows, nor on where the cache keeps a token: tiles of 16
 rows, filled up, and fixed parts of K and of keys (ops/cuda/kernels.py, docs/gpu.md).
 
@@ -30,14 +30,14 @@ from forerun.types import CacheView
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_SHARED_BYTES = 99 << 10  # of a program on cards of 8.6, 8.9 and 12.0; an H100 has 227 KiB
 SPLIT_KEYS = 128  # keys of a part of attention
-KEYS = 64  # keys of one step, of heads of up to WIDE_BYTES
+KEYS = 64  # keys of one step, for heads of up to WIDE_BYTES
 WIDE_BYTES = 512
 ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
-AHEAD_LINES = 2  # of 128 bytes, of a part of an output's weights, that are asked for ahead
-AHEAD_BYTES = 8192  # of codes that a program asks for ahead
+AHEAD_LINES = 2  # cache lines of 128 bytes of each output's weights that are prefetched
+AHEAD_BYTES = 8192  # of codes that a program prefetches
 PROGRAMS = 384  # of a product of codes, where K can be cut into so many parts
 PART_IDS = 4096  # logits that one program looks through
-PARTS_BYTES = 64 << 20  # of attention's parts that are in memory at once
+PARTS_BYTES = 64 << 20  # of attention parts that are in memory at once
 
 
 def interprets() -> bool:
@@ -47,7 +47,7 @@ def interprets() -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut. outs, ins: of a tile of weights. splits: parts of K; part: inputs of each, whole tiles."""
+    """How a product is cut. outs, ins: of a tile of weights. splits: parts of K. part: inputs of each, whole tiles."""
 
     outs: int
     ins: int
@@ -59,16 +59,16 @@ class Tiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, itemsize: int, times: int = 1) -> Tiles:
-        """Return how a matrix is cut: what every pass does, however many rows it has.
+        """Return how a matrix is cut, whatever the number of rows of a pass.
 
-        times: how many matrices of this size a row is multiplied with at once.
+        times: how many matrices of this size a row is multiplied by at once.
         """
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:
             ins //= 2
         outs = 64 if num_out >= 16384 else 32
         steps = -(-num_in // ins)
-        # As many programs as keep the memory busy, as far as a part has a few steps (docs/gpu.md has the times).
+        # Enough programs to keep the memory busy, as long as a part has a few steps (docs/gpu.md has the times).
         splits = 1
         while (-(-num_out // outs) * splits * times < 256 or ins * steps // splits > 4096) and steps // (
             2 * splits
@@ -90,9 +90,9 @@ class CodeTiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, times: int = 1) -> CodeTiles:
-        """Return how a matrix is cut, however many rows a pass has. times: as of Tiles."""
+        """Return how a matrix is cut, whatever the number of rows of a pass. times: as for Tiles."""
         tiles, steps = -(-num_out // TILE), -(-num_in // STEP)
-        # Three programs or more for each processor of a large card, as far as a part has two steps.
+        # Three programs or more for each processor of a large card, as long as a part has two steps.
         splits = 1
         while tiles * splits * times < PROGRAMS and steps // (2 * splits) >= 2:
             splits *= 2
@@ -102,7 +102,7 @@ class CodeTiles:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a product left: parts [splits, T, O], to be added in order, and a bias that is not in them yet."""
+    """A product as parts [splits, T, O], to be added in order, and a bias that is not in them yet."""
 
     sums: Tensor
     bias: Tensor | None
@@ -119,7 +119,9 @@ class CudaOps(ReferenceOps):
     def __init__(self) -> None:
         super().__init__()
         self.row_invariant, self.extra_row, self.name = True, 0.01, "cuda"
-        self._biases: dict[int, tuple[Scoring, Tensor]] = {}  # of relative positions, with what they are of
+        self._biases: dict[
+            int, tuple[Scoring, Tensor]
+        ] = {}  # of relative positions by distance; the Scoring keeps the id valid
         from forerun.ops.cuda import expert_kernels, kernels
 
         self.kernels: Any = kernels
@@ -127,14 +129,14 @@ class CudaOps(ReferenceOps):
         # Kernels begin before the one before them has ended, on cards that can (programmatic dependent launch).
         self.early = not interprets() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         self.shared_bytes = _shared_bytes()
-        # Said, since Triton's default is another from version to version, and bits with it.
+        # Set here because Triton's default, and the bits with it, changes from version to version.
         self.launch: dict[str, Any] = {"EARLY": self.early, "enable_fp_fusion": True}
         if self.early:
             self.launch["launch_pdl"] = True
 
     @property
     def build(self) -> str:
-        """The name of what computes: bits are promised, and speeds were measured, for it alone."""
+        """The versions behind a result: bits are promised, and speeds were measured, for them alone."""
         import triton
 
         card = "interpreter" if interprets() else torch.cuda.get_device_name()
@@ -155,7 +157,7 @@ class CudaOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------------- products
 
     def product(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, *, whole: bool = False) -> Parts:
-        """Multiply x [T, I] by weight [O, I]; whole: the bias is in what is returned where there is one part."""
+        """Multiply x [T, I] by weight [O, I]; whole: add the bias here if the product has one part."""
         if isinstance(weight, Packed):
             return self._product_of_codes(x, weight, bias, whole=whole)
         x = x if x.dtype == weight.dtype else x.to(weight.dtype)
@@ -194,9 +196,9 @@ class CudaOps(ReferenceOps):
         return Parts(sums, None if adds_bias else bias)
 
     def stages(self, most: int, num_bytes: int) -> int:
-        """Return how many steps of a product are under way at once, where each takes so much shared memory.
+        """Return how many steps of a product run at once, where each takes `num_bytes` of shared memory.
 
-        It does not change what is computed.
+        The number does not change the result.
         """
         return max(1, min(most, self.shared_bytes // num_bytes))
 
@@ -238,7 +240,7 @@ class CudaOps(ReferenceOps):
 
     @staticmethod
     def code_constants(weight: Packed) -> dict[str, Any]:
-        """Return what a kernel of products of codes is compiled for, of a matrix."""
+        """Return the constants that a kernel of code products is compiled with for a matrix."""
         return {
             "KIND": weight.kind,
             "GROUP": weight.group,
@@ -252,9 +254,9 @@ class CudaOps(ReferenceOps):
 
     @staticmethod
     def cut(num: int, outs: int) -> tuple[int, int]:
-        """Return the rows and the outputs of a tile, of a matrix that is cut into tiles of `outs` for few rows.
+        """Return the rows and outputs of a tile. outs: the outputs for few rows.
 
-        Neither changes the bits of a row; what does is in Tiles.
+        Neither changes the bits of a row; the fields of Tiles do.
         """
         rows = next((rows for rows in ROWS if num <= rows), ROWS[-1])
         return rows, max(outs, 64) if rows == ROWS[-1] else outs
@@ -264,26 +266,26 @@ class CudaOps(ReferenceOps):
         num, num_out = x.shape[0], weight.shape[0]
         if num == 0:
             return torch.empty(0, num_out, dtype=torch.float32, device=x.device)
-        found = self.product(x if x.stride(-1) == 1 else x.contiguous(), weight, bias, whole=True)
-        if found.splits == 1 and found.bias is None:
-            return found.sums[0]
+        product = self.product(x if x.stride(-1) == 1 else x.contiguous(), weight, bias, whole=True)
+        if product.splits == 1 and product.bias is None:
+            return product.sums[0]
         out = torch.empty(num, num_out, dtype=torch.float32, device=x.device)
         block = min(1024, _power(num_out))
         self.kernels.summed[(num, -(-num_out // block))](
-            found.sums,
-            found.sums if found.bias is None else found.bias,
+            product.sums,
+            product.sums if product.bias is None else product.bias,
             out,
             num,
             num_out,
-            SPLITS=found.splits,
-            BIAS=found.bias is not None,
+            SPLITS=product.splits,
+            BIAS=product.bias is not None,
             BLOCK=block,
             **self.launch,
         )
         return out
 
     def inner(self, act: Act, gated: bool, found: Parts, dtype: torch.dtype) -> Tensor:
-        """The inner rows [T, size] of a feed-forward part, in the type of the next weights."""
+        """Compute the inner rows [T, size] of a feed-forward part, in the type of the next weights."""
         _, num, width = found.sums.shape
         size = width // 2 if gated else width
         out = torch.empty(num, size, dtype=dtype, device=found.sums.device)
@@ -313,21 +315,21 @@ class CudaOps(ReferenceOps):
         return self.inner(act, True, Parts(torch.cat((gate, up), -1)[None], None), torch.float32)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and values of the largest of each row of logits [T, V], float32 [2, T], and the ids, int32 [T].
+        """Return id and value of the largest of each row of logits [T, V], float32 [2, T], and the ids, int32 [T].
 
-        Ties go to the lowest id. Where logits are no numbers the value is none, and the second id is -1.
+        Ties go to the lowest id. Where logits are no numbers the value is infinite, and the second id is -1.
         """
         num, device = len(logits), logits.device
         values, ids = self.largest_in_parts(logits, PART_IDS)
         parts = values.shape[1]
         pairs = torch.empty(2, num, dtype=torch.float32, device=device)
-        found = torch.empty(num, dtype=torch.int32, device=device)
+        best = torch.empty(num, dtype=torch.int32, device=device)
         if num:
-            self.kernels.largest_of_parts[(num,)](values, ids, pairs, found, parts, BLOCK=_power(parts), **self.launch)
-        return pairs, found
+            self.kernels.largest_of_parts[(num,)](values, ids, pairs, best, parts, BLOCK=_power(parts), **self.launch)
+        return pairs, best
 
     def largest_in_parts(self, logits: Tensor, part_ids: int) -> tuple[Tensor, Tensor]:
-        """Return values and ids of the largest of each part of so many logits: float32 and int32 [T, parts]."""
+        """Return value and id of the largest of each part of `part_ids` logits: float32 and int32 [T, parts]."""
         num, width = logits.shape
         parts = -(-width // part_ids)
         values = torch.empty(num, parts, dtype=torch.float32, device=logits.device)
@@ -351,7 +353,7 @@ class CudaOps(ReferenceOps):
         at_sum: bool = False,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Add a branch, behind its norm `post`, to rows x [T, H]; returns the sums, and these behind the norm `pre`."""
+        """Add a branch, behind its norm `post`, to rows x [T, H]; return the sums, also behind the norm `pre`."""
         num, width = x.shape
         sums = x if branch is None else torch.empty_like(x)
         out = torch.empty(num, width, dtype=dtype, device=x.device)
@@ -449,7 +451,7 @@ class CudaOps(ReferenceOps):
     def attend(
         self, q: Tensor, pool: TorchPool, rows: Rows, window: int | None, scoring: Scoring, dtype: torch.dtype
     ) -> Tensor:
-        """Attend with queries [T, heads, D] over what their rows see -> [T, heads, D] of a type."""
+        """Attend with queries [T, heads, D] over the keys that rows see -> [T, heads, D] of type `dtype`."""
         num, heads, dim = q.shape
         out = torch.empty(num, heads, dim, dtype=dtype, device=q.device)
         splits = max(1, -(-rows.num_keys // SPLIT_KEYS))
@@ -471,7 +473,7 @@ class CudaOps(ReferenceOps):
     ) -> None:
         heads, dim = q.shape[1:]
         kv_heads, num = pool.keys.shape[1], len(chosen)
-        own, out = q[chosen.start : chosen.stop], out[chosen.start : chosen.stop]
+        queries, out = q[chosen.start : chosen.stop], out[chosen.start : chosen.stop]
         lengths, seen, runs, tails, places = rows.part(chosen.start, chosen.stop)
         parts, stats = out, out
         if splits > 1:
@@ -482,10 +484,12 @@ class CudaOps(ReferenceOps):
         sees_all = scoring.sees_all and (window is not None or biases is not None)
         scale = dim**-0.5 if scoring.scale is None else scoring.scale
         block = max(16, _power(dim))
-        wide = max(1, block * pool.keys.element_size() // WIDE_BYTES)  # so that keys and values of a step fit any card
+        wide = max(
+            1, block * pool.keys.element_size() // WIDE_BYTES
+        )  # so that the keys and values of a step fit on any card
         keys = max(16, KEYS // wide)
         self.kernels.attended[(num, kv_heads, splits)](
-            own,
+            queries,
             pool.keys,
             pool.values,
             lengths,
@@ -553,14 +557,14 @@ class CudaOps(ReferenceOps):
         if id(scoring) not in self._biases:
             reach = scoring.buckets.max_distance
             distances = torch.arange(-reach, reach + 1, device=scoring.table.device)
-            found = scoring.bias(distances[None])
-            assert found is not None
-            self._biases[id(scoring)] = scoring, found[:, 0].contiguous()
+            biases = scoring.bias(distances[None])
+            assert biases is not None
+            self._biases[id(scoring)] = scoring, biases[:, 0].contiguous()
         return self._biases[id(scoring)][1]
 
 
 def _shared_bytes() -> int:
-    """Return the shared memory that one program may have on the card; without one what the least of cards has."""
+    """Return the shared memory that one program may have on the card; without a card, on the smallest card."""
     if interprets() or not torch.cuda.is_available():
         return LEAST_SHARED_BYTES
     driver: Any = importlib.import_module("triton.runtime").driver.active
@@ -573,7 +577,7 @@ def _power(n: int) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return how products of a type are computed: float32 exactly, not as TF32."""
+    """Return the precision with which products of a type are computed: float32 exactly, not as TF32."""
     if interprets():
         return "widened"
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -584,5 +588,5 @@ def _norm_of(
 ) -> tuple[str, Tensor | None, Tensor | None, float, float]:
     if norm is None:
         return "none", None, None, 0.0, 0.0
-    own, weight, bias = norm
-    return own.kind, weight, bias, float(own.eps), float(own.offset)
+    kind, weight, bias = norm
+    return kind.kind, weight, bias, float(kind.eps), float(kind.offset)

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits on a CUDA device, as the product kernel reads them, and where matrices lie side by side."""
+"""Weights of 4 and 8 bits on a CUDA device, laid out for the product kernel, and the placing of matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forerun.ops.torch_parts import Projections
 from forerun.ops.torch_tensors import tensor_of
 
 TILE = 64  # outputs of a tile: what the matrix instructions of four warps take
-STEP = 128  # inputs of a step of the kernel, which fills up rows of codes with zeros
+STEP = 128  # inputs of a step of the kernel; rows of codes are filled up with zeros
 LEAST_GROUP = 16  # weights of a group: what the matrix instructions take at least
 OF_GROUPS = ("scales", "zeros", "minimums", "supers", "super_minimums")  # tensors of numbers
 
@@ -40,9 +40,9 @@ class Packed:
     """A matrix [O, I] of 4 or 8 bits: weight = scale * (code - zero) - minimum, by group.
 
     kind: "int4", codes 0 to 15; "int8", signed bytes, no zeros; "fp8", floats of 8 bits (e4m3), no zeros. group: inputs
-    that share a scale. zero: what all codes of 4 bits have subtracted where there are no zeros. scales, zeros,
-    minimums [tiles, groups, 64], zeros uint8 or None = `zero`, minimums or None = 0. super_group: inputs that share one
-    more factor of scales, supers [tiles, super groups, 64], and one of minimums, super_minimums; 0 = None.
+    that share a scale. zero: the zero point of all 4-bit codes where there are no zeros. scales, zeros, minimums
+    [tiles, groups, 64]: zeros are uint8, None = `zero`; minimums None = 0. super_group: inputs that share one more
+    factor of scales, supers [tiles, super groups, 64], and one of minimums, super_minimums; 0 = None.
 
     codes: int32 [tiles, units, 4, 8, 4, 4], the words in the order in which threads multiply them. A tile is 64
     outputs, a unit 64 inputs of 4 bits or 32 of 8: 4 warps, of 8 by 4 threads, of 4 words each. Output 16 w + 8 h + g
@@ -66,20 +66,20 @@ class Packed:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """The bits of a code."""
         return 4 if self.kind == "int4" else 8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """The numbers of outputs and inputs."""
         return self.num_out, self.num_in
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the codes."""
         return self.codes.device
 
-    dtype = torch.bfloat16  # of the numbers that it is multiplied with
+    dtype = torch.bfloat16  # of the rows that it is multiplied by
     itemsize = 1
 
     @property
@@ -88,8 +88,8 @@ class Packed:
         return sum(part.nbytes for part in self._tensors().values())
 
     def _tensors(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in ("codes", *OF_GROUPS)}
-        return {name: part for name, part in found.items() if part is not None}
+        tensors = {name: getattr(self, name) for name in ("codes", *OF_GROUPS)}
+        return {name: part for name, part in tensors.items() if part is not None}
 
     def __len__(self) -> int:
         return self.num_out
@@ -99,7 +99,7 @@ class Packed:
     @overload
     def __getitem__(self, rows: list[int]) -> Tensor: ...
     def __getitem__(self, rows: slice | list[int]) -> Packed | Tensor:
-        """Return some outputs: of a slice as they are, without a copy where it begins a tile; of a list as `rows`."""
+        """Return some outputs: a slice stays packed, without a copy where it begins a tile; a list is as for `rows`."""
         if not isinstance(rows, slice):
             return self.rows(torch.tensor(rows, dtype=torch.int64, device=self.device))
         first, stop, _ = rows.indices(self.num_out)
@@ -112,7 +112,7 @@ class Packed:
         return replace(self, num_out=num, **parts)
 
     def _taken(self, name: str, ids: Tensor) -> Tensor:
-        """Return a tensor in the order of outputs: uint8 codes [n, I], or the numbers of groups [n, groups]."""
+        """Return some outputs of a tensor in order: uint8 codes [n, I], or the numbers of groups [n, groups]."""
         part: Tensor = getattr(self, name)
         tile, place = ids // TILE, ids % TILE
         warp, half, thread = place // 16, place // 8 % 2, place % 8
@@ -132,17 +132,17 @@ class Packed:
         return codes.flatten(1)[:, : self.num_in]
 
     def _tiled(self, parts: Mapping[str, Tensor]) -> Packed:
-        """Return a matrix like this one of parts in the order of outputs, as `_taken` gives them."""
+        """Return a matrix like this one, from tensors in the order of outputs, as `_taken` returns them."""
         num_out, num_in = parts["codes"].shape
         codes = _filled(parts["codes"], -(-num_in // STEP) * STEP)
         if self.kind == "int4":  # w, h, g, n (units of 4), j, t, e
-            found = codes.view(-1, 4, 2, 8, codes.shape[1] // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 8, 2, 6)
-            pairs = found.reshape(-1, 2)
-            found = (pairs[:, 0] | pairs[:, 1] << 4).view(len(codes) // TILE, -1, 4, 8, 4, 16)
+            tiled = codes.view(-1, 4, 2, 8, codes.shape[1] // 64, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 8, 2, 6)
+            pairs = tiled.reshape(-1, 2)
+            tiled = (pairs[:, 0] | pairs[:, 1] << 4).view(len(codes) // TILE, -1, 4, 8, 4, 16)
         else:
-            found = codes.view(-1, 4, 2, 8, codes.shape[1] // 32, 2, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 2, 8, 6)
-            found = found.reshape(len(codes) // TILE, -1, 4, 8, 4, 16)
-        laid: dict[str, Any] = {"codes": found.contiguous().view(torch.int32)}
+            tiled = codes.view(-1, 4, 2, 8, codes.shape[1] // 32, 2, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 2, 8, 6)
+            tiled = tiled.reshape(len(codes) // TILE, -1, 4, 8, 4, 16)
+        laid: dict[str, Any] = {"codes": tiled.contiguous().view(torch.int32)}
         for name, part in parts.items():
             if name != "codes":
                 span = self.group if not name.startswith("super") else self.super_group
@@ -152,7 +152,7 @@ class Packed:
         return replace(self, num_out=num_out, num_in=num_in, **laid)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return what some outputs stand for, float32 [n, I]."""
+        """Return some outputs dequantised, float32 [n, I]."""
         taken = {name: self._taken(name, ids.long()) for name in self._tensors()}
         groups = -(-self.num_in // self.group)
         numbers = {name: part[:, :groups].float() for name, part in taken.items() if name != "codes"}
@@ -162,16 +162,16 @@ class Packed:
                 numbers[name] = numbers[name] * repeated[:, :groups]
         codes = taken["codes"]
         if self.kind == "fp8":
-            found = codes.view(torch.float8_e4m3fn).float()
+            values = codes.view(torch.float8_e4m3fn).float()
         else:
-            found = (codes if self.kind == "int4" else codes.view(torch.int8)).float()
-        found = torch.unflatten(_filled(found, groups * self.group, len(found)), -1, (-1, self.group))
+            values = (codes if self.kind == "int4" else codes.view(torch.int8)).float()
+        values = torch.unflatten(_filled(values, groups * self.group, len(values)), -1, (-1, self.group))
         if self.kind == "int4":
-            found = found - (numbers["zeros"].unsqueeze(-1) if self.zeros is not None else self.zero)
-        found = found * numbers["scales"].unsqueeze(-1)
+            values = values - (numbers["zeros"].unsqueeze(-1) if self.zeros is not None else self.zero)
+        values = values * numbers["scales"].unsqueeze(-1)
         if self.minimums is not None:
-            found = found - numbers["minimums"].unsqueeze(-1)
-        whole: Tensor = found.flatten(1)[:, : self.num_in]
+            values = values - numbers["minimums"].unsqueeze(-1)
+        whole: Tensor = values.flatten(1)[:, : self.num_in]
         return whole
 
     def float(self) -> Tensor:
@@ -182,22 +182,22 @@ class Packed:
     @classmethod
     def of(cls, matrix: QuantisedMatrix, device: torch.device) -> Packed:
         """Read a quantised matrix on its way to the device, whole tiles at a time."""
-        found, left = list[Packed](), dict[str, Tensor]()
+        tiles, left = list[Packed](), dict[str, Tensor]()
         unlaid: Packed | None = None
         for rows in matrix.blocks():
             unlaid, parts = cls._of_rows(rows, device)
             left = {name: torch.cat((left[name], part)) if left else part for name, part in parts.items()}
             if whole := len(left["codes"]) // TILE * TILE:
-                found.append(unlaid._tiled({name: part[:whole] for name, part in left.items()}))
+                tiles.append(unlaid._tiled({name: part[:whole] for name, part in left.items()}))
                 left = {name: part[whole:].clone() for name, part in left.items()}
         assert unlaid is not None
         if len(left["codes"]):
-            found.append(unlaid._tiled(left))
-        return cls.joined(found)
+            tiles.append(unlaid._tiled(left))
+        return cls.joined(tiles)
 
     @classmethod
     def joined(cls, parts: Seq[Packed]) -> Packed:
-        """Put the outputs of several matrices of one scheme one behind the other."""
+        """Join matrices of one scheme along their outputs."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -207,14 +207,14 @@ class Packed:
         ids = [torch.arange(len(part), device=part.device) for part in parts]
         return first._tiled(
             {
-                name: torch.cat([part._taken(name, own) for part, own in zip(parts, ids, strict=True)])
+                name: torch.cat([part._taken(name, ids_of_part) for part, ids_of_part in zip(parts, ids, strict=True)])
                 for name in first._tensors()
             }
         )
 
     @classmethod
     def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> tuple[Packed, dict[str, Tensor]]:
-        """Return a matrix of which nothing is laid yet, and its parts in the order of outputs."""
+        """Return a matrix whose tensors are not laid out yet, and these tensors in the order of outputs."""
         rows = rows.looked_up()
         scheme, num_in = rows.scheme, rows.codes.shape[1]
         kind = "fp8" if scheme.floats else "int4" if scheme.bits <= 4 else "int8"
@@ -227,7 +227,7 @@ class Packed:
             numbers["minimums"] = None if rows.minimums is None else least
         codes, zero = tensor_of(rows.codes), 0
         if scheme.zero is not None:
-            codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)  # of floats it is 0
+            codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)  # floats have 0
         elif kind == "int4":
             numbers["zeros"] = rows.zeros
         else:  # bytes have a sign and no zeros, and the product of a scale and a whole number of 8 bits is exact
@@ -239,17 +239,17 @@ class Packed:
             elif lift:
                 numbers["minimums"], numbers["super_minimums"] = least - np.float32(lift) * scales, None
         span = _span(scheme.group)
-        found = {name: tensor_of(part, device) for name, part in numbers.items() if part is not None}
+        tensors = {name: tensor_of(part, device) for name, part in numbers.items() if part is not None}
         if span != scheme.group:
-            for name in [name for name in found if not name.startswith("super")]:
-                found[name] = found[name].repeat_interleave(scheme.group // span, 1)
+            for name in [name for name in tensors if not name.startswith("super")]:
+                tensors[name] = tensors[name].repeat_interleave(scheme.group // span, 1)
         codes = codes.to(device)
         unlaid = cls(kind, len(codes), num_in, span, codes, codes, zero, super_group=super_group)
-        return unlaid, {"codes": codes, **found}
+        return unlaid, {"codes": codes, **tensors}
 
 
 def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """Return a matrix with zeros behind it, up to so many columns and rows; None = whole tiles."""
+    """Fill a matrix up with zeros to so many columns and rows; None = whole tiles."""
     rows = -(-len(part) // TILE) * TILE if rows is None else rows
     return torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - len(part))).contiguous()
 
@@ -257,7 +257,7 @@ def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:
 class Laid(Mapping[str, Any]):
     """The weights of a model on the device, matrices of one product side by side.
 
-    wholes: by the names of its matrices, the whole of a product that is packed.
+    wholes: each packed product as one matrix, by the names of its parts.
     """
 
     def __init__(self, spec: Spec, weights: Mapping[str, Tensor | QuantisedMatrix]) -> None:
@@ -277,20 +277,20 @@ class Laid(Mapping[str, Any]):
 
     @staticmethod
     def _some(known: Seq[Weight], weights: Mapping[str, Tensor | QuantisedMatrix]) -> tuple[str, Tensor]:
-        """Some tensor, which says the type and the device."""
+        """Return some tensor with its name, which tells the type and the device."""
         for weight in known:
-            if weight.role == "vector" and isinstance(found := weights[weight.name], Tensor):
-                return weight.name, found
-        found = weights[known[0].name]
-        assert isinstance(found, Tensor)
-        return known[0].name, found
+            if weight.role == "vector" and isinstance(tensor := weights[weight.name], Tensor):
+                return weight.name, tensor
+        tensor = weights[known[0].name]
+        assert isinstance(tensor, Tensor)
+        return known[0].name, tensor
 
     def _packed(self, parts: Seq[tuple[Weight, Tensor | QuantisedMatrix]], device: torch.device) -> bool:
-        """Pack the matrices of a product, where they are of one scheme."""
-        found = [part for _, part in parts if isinstance(part, QuantisedMatrix)]
-        if len(found) < len(parts) or len({part.scheme for part in found}) > 1:
+        """Pack the matrices of a product where they share one scheme; return whether they did."""
+        matrices = [part for _, part in parts if isinstance(part, QuantisedMatrix)]
+        if len(matrices) < len(parts) or len({part.scheme for part in matrices}) > 1:
             return False
-        whole = Packed.joined([Packed.of(part, device) for part in found])
+        whole = Packed.joined([Packed.of(part, device) for part in matrices])
         self.wholes[tuple(w.name for w, _ in parts)] = whole
         first = 0
         for weight, part in parts:
@@ -299,16 +299,16 @@ class Laid(Mapping[str, Any]):
         return True
 
     def of_encoder(self, own: Mapping[str, Any]) -> Laid:
-        """Return the weights of the encoder of this model, which are `own` by the names of its spec."""
-        found = Laid.__new__(Laid)
+        """Return the encoder's weights. own: the weights, by the names in its spec."""
+        encoder = Laid.__new__(Laid)
         names = {blocks.of_encoder(name): name for name in own}
-        found._found = dict(own)
-        found.wholes = {
+        encoder._found = dict(own)
+        encoder.wholes = {
             tuple(names[name] for name in group): whole
             for group, whole in self.wholes.items()
             if all(name in names and name.startswith("encoder.") for name in group)
         }
-        return found
+        return encoder
 
     def join(self, weights: Mapping[str, Any], names: list[str]) -> Projections:
         """Return the product of the matrices of these names."""
@@ -339,13 +339,13 @@ def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:
 
 
 def _side_by_side(spec: Spec, known: Seq[Weight], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors, those of one product in one storage: as they are, or copied where they lie apart."""
+    """Return the tensors with each product in one storage, copied if they lie apart."""
     groups = [group for group in blocks.products(known).values() if len(group) > 1]
     pairs = [(tensors[a.name], tensors[b.name]) for group in groups for a, b in itertools.pairwise(group)]
     if all(a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes for a, b in pairs):
         return tensors
     some = next(iter(tensors.values()))
-    own = empty_weights(spec, some.dtype, some.device)
+    placed = empty_weights(spec, some.dtype, some.device)
     for name in tensors:
-        own[name].copy_(tensors[name])
-    return {name: own[name] for name in tensors}
+        placed[name].copy_(tensors[name])
+    return {name: placed[name] for name in tensors}

@@ -1,4 +1,4 @@
-"""What one pass of the CUDA backend knows of its rows: where each is written, and where the keys that it sees lie."""
+"""The rows of one pass of the CUDA backend: where each is written, and where the keys that it sees lie."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from forerun.types import CacheView, RaggedBatch, bits
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
-PER_ROW = 6  # numbers of each row: id, position, row of the pool, keys that it sees, those in its table, its run
+PER_ROW = 6  # numbers of each row: id, position, row of the pool, keys that it sees, keys in its table, its run
 Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many rows, places of tails and of tables the numbers of a pass have room for."""
+    """The room for the numbers of a pass: rows, tail places of each row, runs, and blocks of each table."""
 
     rows: int
     tail: int
@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The int32 numbers in all."""
+        """The number of int32 numbers."""
         return self.rows * (PER_ROW + self.tail) + self.runs * self.blocks
 
 
@@ -70,8 +70,8 @@ class Rows(CacheView):
 
     def part(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return lengths, seen, runs, tails and positions of some rows."""
-        found = self.lengths, self.seen, self.runs, self.tails, self.positions
-        return tuple(part[start:stop] for part in found)  # type: ignore[return-value]
+        tensors = self.lengths, self.seen, self.runs, self.tails, self.positions
+        return tuple(part[start:stop] for part in tensors)  # type: ignore[return-value]
 
 
 def layout_of(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
@@ -112,7 +112,9 @@ def fill(
         room[b, : len(table)] = table
         rows, end, cached = batch.run(b), batch.end(b), batch.cached[b]
         start, stop = rows.start, rows.stop
-        own = np.arange(end - len(rows), end, dtype=np.int32)  # logical rows of the slot that the run is written to
+        own = np.arange(
+            end - len(rows), end, dtype=np.int32
+        )  # rows of the slot that the run is written to, in logical order
         by_row[2, start:stop] = table[own // block_tokens] * block_tokens + own % block_tokens
         by_row[5, start:stop] = b
         most = max(most, end)
@@ -129,7 +131,7 @@ def fill(
 
 
 def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-    """Write the numbers of a pass whose rows see all of `lengths` keys of their run; see `fill`. None is written."""
+    """Write the numbers of a pass whose rows all see `lengths` keys of their run, and write no keys; see `fill`."""
     n, num = layout.rows, batch.run_starts[-1]
     by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
     by_row[:, num:] = 0
@@ -145,14 +147,14 @@ def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Se
 
 
 def layout_alike(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
-    """Return the least layout of such a pass."""
+    """Return the least layout of a pass for `fill_alike`."""
     return Layout(batch.run_starts[-1], 1, max(len(batch.slots), 1), max(map(len, tables), default=1))
 
 
 def rows_alike(
     batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, lengths: Seq[int], device: torch.device
 ) -> Rows:
-    """Return the numbers of a pass whose rows see all of `lengths` keys of their run, which lie in these blocks."""
+    """Return the numbers of a pass whose rows all see `lengths` keys of their run, which lie in these blocks."""
     layout = layout_alike(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
     most = fill_alike(numbers, layout, batch, tables, lengths)
@@ -160,7 +162,7 @@ def rows_alike(
 
 
 def rows_of_themselves(batch: RaggedBatch, device: torch.device) -> Rows:
-    """Return the numbers of rows that are in no cache, each of which sees all of its run: of an encoder."""
+    """Return the numbers of an encoder's rows, which are in no cache and see all of their run."""
     runs = [batch.run(b) for b in range(len(batch.slots))]
     return rows_alike(batch, runs, 1, [len(run) for run in runs], device)
 
@@ -183,7 +185,7 @@ def rows_of(
 
 
 def rows_of_view(view: CacheView, device: torch.device) -> Rows:
-    """Return the numbers of a pass whose rows of the cache are known one by one."""
+    """Return the numbers of a pass from a view that lists cache rows one by one."""
     if isinstance(view, Rows):
         return view
     return rows_of(view.batch, [rows.tolist() for rows in view.read_rows], 1, device, view)

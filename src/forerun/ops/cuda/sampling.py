@@ -1,7 +1,7 @@
 """Draws on the device: rows of logits become distributions and ids there, with the bits of forerun.sampling.
 
-A step with drafts then copies a few ids and probabilities to the host, where it copied whole rows. What the judge needs
-of a row beyond those, where a token was rejected, it fetches (`types.Probs`).
+A step with drafts then copies a few ids and probabilities to the host instead of whole rows. Where a token was
+rejected, the judge fetches the rest of the row (`types.Probs`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNFUSED = {"enable_fp_fusion": False, "num_warps": WARPS}
 
 
 class Field(enum.IntEnum):
-    """What a row is drawn with, in the order of ops/cuda/sampling_kernels.py. Floats are the bits of a float64."""
+    """The settings of a row's draw, in the order of ops/cuda/sampling_kernels.py. Floats are the bits of a float64."""
 
     TEMPERATURE = 0
     TOP_K = 1
@@ -56,13 +56,13 @@ class Cuts:
 
     @classmethod
     def of(cls, draws: Seq[Draw], width: int) -> Cuts:
-        """Return what some row needs."""
+        """Return the searches that at least one row needs."""
         filters = [draw.filters for draw in draws if draw.filters[0] > 0]
         return cls(any(0 < top_k < width for _, top_k, *_ in filters), any(top_p < 1 for *_, top_p, _ in filters))
 
 
 def fill(numbers: NUMBERS, draws: Seq[Draw], width: int) -> None:
-    """Write what rows are drawn with into numbers [fields, R]; rows beyond the draws take the likeliest id."""
+    """Write the settings of draws into numbers [fields, R]; rows beyond the draws take the likeliest id."""
     numbers[Field.KIND, len(draws) :] = 0
     numbers[Field.TOP_K, len(draws) :] = 0
     numbers[Field.TOP_P, len(draws) :] = _bits(1.0)
@@ -86,16 +86,16 @@ def fill(numbers: NUMBERS, draws: Seq[Draw], width: int) -> None:
 
 
 def _bits(value: float) -> int:
-    """The bits of a float64 as an integer."""
+    """Return the bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What rows drew, on the device: ids int32 [R], -1 where logits are no numbers; chances float32 [R]; probs [R, V].
+    """The result of draws, on the device: ids int32 [R], -1 where logits are no numbers; chances float32 [R].
 
-    best: the likeliest ids int32 [R]. probs has 0 for what filters removed; of rows that take the likeliest id it means
-    nothing.
+    best: the likeliest ids int32 [R]. probs [R, V]: 0 for ids that filters removed; without meaning for rows that take
+    the likeliest id.
     """
 
     ids: Tensor
@@ -105,7 +105,7 @@ class Drawn:
 
 
 class Settings:
-    """What the rows of a pass are drawn with, on its way to the device; for one shape of passes."""
+    """The settings of a pass's draws on their way to the device, for one shape of passes."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.width = width
@@ -115,9 +115,9 @@ class Settings:
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, draws: Seq[Draw]) -> None:
-        """Copy what these rows are drawn with to the device, behind what was launched before."""
+        """Copy the settings of these draws to the device, behind earlier launches."""
         if self._sent is not None:
-            self._sent.synchronize()  # the pass before, which may not have read them yet
+            self._sent.synchronize()  # the pass before may not have read them yet
         fill(self._host.numpy(), draws, self.width)
         self.device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
@@ -126,7 +126,7 @@ class Settings:
 
 @dataclass
 class Sampler:
-    """The launches that draw. largest(logits, ids of a part) -> values and ids [R, parts]: the largest of each part."""
+    """Launches the draws. largest(logits, ids of a part) -> values and ids [R, parts]: the largest of each part."""
 
     largest: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     kernels: Any = dataclasses.field(
@@ -137,8 +137,8 @@ class Sampler:
     def draw(self, logits: Tensor, settings: Tensor, depths: Tensor, cuts: Cuts) -> Drawn:
         """Draw an id of each row of logits [R, V], float32. settings: int64 [fields, R]; depths: int32 [R].
 
-        The token of row r is at its draw's position plus depths[r]. Launches the same kernels whatever the rows are,
-        so that they can stand in a graph.
+        The token of row r is at its draw's position plus depths[r]. The launches do not depend on the rows, so that a
+        graph can hold them.
         """
         num, width = logits.shape
         values, largest_ids = self.largest(logits, self.part_ids)
@@ -175,8 +175,8 @@ class Sampler:
         has_cut = cuts.by_number or cuts.by_mass
         k.weighed[every](*of_row, cut_at, counts, probs, weights, *sizes, HAS_CUT=has_cut, **cut, **UNFUSED)
         k.drawn_in_parts[every](settings, depths, probs, weights, times, ids, masses, *sizes, **cut, **UNFUSED)
-        found, best = (torch.empty(num, dtype=torch.int32, device=device) for _ in range(2))
+        drawn, best = (torch.empty(num, dtype=torch.int32, device=device) for _ in range(2))
         chances = torch.empty(num, dtype=torch.float32, device=device)
-        k.drawn[row](settings, depths, probs, weights, times, ids, masses, values, largest_ids, found, best, chances,
+        k.drawn[row](settings, depths, probs, weights, times, ids, masses, values, largest_ids, drawn, best, chances,
                      *sizes, **cut, **UNFUSED)  # fmt: skip
-        return Drawn(found, best, chances, probs)
+        return Drawn(drawn, best, chances, probs)

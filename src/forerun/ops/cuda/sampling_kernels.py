@@ -1,10 +1,10 @@
 """The sampling pipeline of one row in Triton: the same bits as forerun.sampling has on the host.
 
-Everything is computed as it is defined there (sampling/arithmetic.py): exp and log are spelled out, masses are whole
-numbers of ticks, which have no order, and divisions round as IEEE 754 says. They must be compiled without fused
-multiplications and additions. Under Triton's interpreter they run on a CPU.
+Everything is computed as sampling/arithmetic.py defines it: exp and log are spelled out, masses are whole numbers of
+ticks, whose sums do not depend on order, and divisions round as IEEE 754 says. The kernels must be compiled without
+fused multiplications and additions. Under Triton's interpreter they run on a CPU.
 
-A row is cut into parts of PART ids, one program each. What a row is drawn with stands in `settings`, int64 [FIELDS, R]
+A row is cut into parts of PART ids, one program each. `settings`, int64 [FIELDS, R], says how each row is drawn
 (sampling.Field); floats stand there as the bits of a float64.
 """
 
@@ -27,7 +27,7 @@ ROUND = tl.constexpr(9)
 RACE = tl.constexpr(1)  # of KIND: by the noise of match; 2 = by the cumulative sum; 0 = the likeliest
 SUM = tl.constexpr(2)
 MATCH = tl.constexpr(3)  # forerun.sampling.random.PURPOSE_MATCH
-NIBBLES = tl.constexpr(8)  # of a key: a search for a threshold fixes one of them in each pass
+NIBBLES = tl.constexpr(8)  # of a key: each pass of a threshold search fixes one
 LAST_KEY = tl.constexpr(0x7FFFFFFF)
 HALF = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: adding it rounds a float64 to a whole number
 
@@ -44,7 +44,7 @@ def _int_of(settings, field, row, num_rows):
 
 @triton.jit
 def _exp(x):
-    """As arithmetic.exp of float32, x <= 0."""
+    """Compute exp as arithmetic.exp does, in float32, for x <= 0."""
     clipped = tl.maximum(x, -87.0)
     n = (clipped * 1.44269504088896341 + 12582912.0) - 12582912.0
     r = clipped - n * 0.693359375
@@ -69,7 +69,7 @@ def _exp(x):
 
 @triton.jit
 def _log(x):
-    """As arithmetic.log: float64, positive and normal."""
+    """Compute log as arithmetic.log does, in float64, for positive and normal x."""
     bits = x.to(tl.int64, bitcast=True)
     exponent = (bits >> 52) - 1022
     fraction = ((bits & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
@@ -90,21 +90,21 @@ def _log(x):
 
 @triton.jit
 def _ticks(weights, bits, exponent):
-    """Weights as whole numbers of ticks, of which 2^bits are the power of two above the largest, 2^exponent."""
+    """Return weights as whole numbers of ticks; 2^bits ticks are 2^exponent, the power of two above the largest."""
     scale = ((bits - exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
     return ((weights.to(tl.float64) * scale + HALF) - HALF).to(tl.int64)
 
 
 @triton.jit
 def _top(values, row, num_parts, PARTS: tl.constexpr):
-    """The largest logit of a row, of what its parts have."""
+    """Return the largest logit of a row, from the largest of each part."""
     at = tl.arange(0, PARTS)
     return tl.max(tl.load(values + row * num_parts + at, mask=at < num_parts, other=-float("inf")), 0)
 
 
 @triton.jit
 def _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART: tl.constexpr, PARTS: tl.constexpr):
-    """The logits of a part over the temperature, largest of the row = 0; the keys, whose order is the reverse."""
+    """Return a part's logits over the temperature, 0 = the row's largest; and keys, which sort in reverse."""
     at = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row.to(tl.int64) * width + at, mask=at < width, other=-float("inf"))
     temperature = _float_of(settings, TEMPERATURE, row, num_rows).to(tl.float32)
@@ -135,10 +135,10 @@ def searched(
 ):
     """Fix one nibble of the least key at which a row's sum over the keys up to it reaches the goal.
 
-    The sum is of ticks (BY_MASS) or counts ids. sums int64 [NIBBLES, R, parts, 16]: what the ids have whose keys begin
-    as the threshold does, by their next nibble. states int64 [NIBBLES + 1, R, 2]: the threshold's first nibbles, and
-    what comes before them. goals int64 [R]. cuts int64 [R, 2], where HAS_CUT: keys above cuts[row, 0] are out. step:
-    the pass; the last of them, NIBBLES, only fixes.
+    The sum is of ticks (BY_MASS) or counts ids. sums int64 [NIBBLES, R, parts, 16]: the sum over ids whose keys begin
+    like the threshold, by their next nibble. states int64 [NIBBLES + 1, R, 2]: the threshold's first nibbles, and the
+    sum over lower keys. goals int64 [R]. cuts int64 [R, 2], where HAS_CUT: keys above cuts[row, 0] are out. step: the
+    pass; the last one, NIBBLES, only fixes.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     step = step.to(tl.int64)
@@ -149,10 +149,10 @@ def searched(
         before = (step - 1) * num_rows + row
         prefix, below = tl.load(states + before * 2), tl.load(states + before * 2 + 1)
         at = tl.arange(0, PARTS)
-        own = tl.load(
+        nibble_sums = tl.load(
             sums + (before * num_parts + at[:, None]) * 16 + nibble[None, :], mask=at[:, None] < num_parts, other=0
         )
-        whole = tl.sum(own, 0)
+        whole = tl.sum(nibble_sums, 0)
         upto = below + tl.cumsum(whole, 0)
         chosen = tl.sum((upto < tl.load(goals + row)).to(tl.int64), 0)
         chosen = tl.minimum(chosen, 15)
@@ -176,17 +176,17 @@ def searched(
         amounts = tl.where(inside & begin, amounts, 0)
         next_nibbles = (keys >> shift) & 15
         for i in tl.static_range(16):
-            found = tl.sum(tl.where(next_nibbles == i, amounts, 0), 0)
-            tl.store(sums + ((step * num_rows + row) * num_parts + part) * 16 + i, found)
+            amount = tl.sum(tl.where(next_nibbles == i, amounts, 0), 0)
+            tl.store(sums + ((step * num_rows + row) * num_parts + part) * 16 + i, amount)
 
 
 @triton.jit
 def counted(
     logits, values, settings, cuts, sums, width, num_rows, num_parts, tick_bits, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Of each part: the ticks and the number of ids before the cut, and how many are at it: sums int64 [R, parts, 3].
+    """Count each part's ticks and ids before the cut, and its ids at the cut: sums int64 [R, parts, 3].
 
-    cuts int64 [R, 2]: keys up to cuts[row, 0], and of equal ones the first cuts[row, 1] of the row.
+    cuts int64 [R, 2]: keys up to cuts[row, 0] stay, of equal keys the first cuts[row, 1] of the row.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -201,7 +201,7 @@ def counted(
 
 @triton.jit
 def cut_by_number(settings, states, cuts, num_rows):
-    """Keep the top_k largest: cuts from a search by number. One program for each row."""
+    """Keep the top_k largest: set cuts from a search by number. One program for each row."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     top_k = _int_of(settings, TOP_K, row, num_rows)
@@ -211,19 +211,19 @@ def cut_by_number(settings, states, cuts, num_rows):
 
 @triton.jit
 def _at_key(key, tick_bits):
-    """The ticks of an id with this key."""
+    """Return the ticks of an id with this key."""
     scaled = (key.to(tl.int32) | -0x80000000).to(tl.float32, bitcast=True)
     return _ticks(_exp(scaled), tick_bits, 1)
 
 
 @triton.jit
 def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PARTS: tl.constexpr):
-    """The ticks that top_p of what is left has, rounded up. One program for each row."""
+    """Set goals to the ticks of top_p of the remaining mass, rounded up. One program for each row."""
     row = tl.program_id(0)
     at = tl.arange(0, PARTS)
-    own = sums + (row * num_parts + at) * 3
-    total = tl.sum(tl.load(own, mask=at < num_parts, other=0), 0)
-    num_equal = tl.sum(tl.load(own + 2, mask=at < num_parts, other=0), 0)
+    at_part = sums + (row * num_parts + at) * 3
+    total = tl.sum(tl.load(at_part, mask=at < num_parts, other=0), 0)
+    num_equal = tl.sum(tl.load(at_part + 2, mask=at < num_parts, other=0), 0)
     num_equal = tl.minimum(num_equal, tl.load(cuts + row * 2 + 1))
     total += num_equal * _at_key(tl.load(cuts + row * 2), tick_bits)
     top_p = _float_of(settings, TOP_P, row, num_rows)
@@ -235,7 +235,7 @@ def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PA
 
 @triton.jit
 def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
-    """Keep the fewest of the largest that have the mass of top_p: cuts from a search by mass."""
+    """Keep the fewest of the largest that have the mass of top_p: set cuts from a search by mass."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     key, below = tl.load(states + at), tl.load(states + at + 1)
@@ -250,7 +250,7 @@ def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
 
 @triton.jit
 def goal_of_number(settings, goals, num_rows):
-    """The number of ids that top_k keeps."""
+    """Set goals to the number of ids that top_k keeps."""
     row = tl.program_id(0)
     tl.store(goals + row, _int_of(settings, TOP_K, row, num_rows))
 
@@ -272,9 +272,9 @@ def weighed(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Weights e^x of the ids that filters leave, 0 of the others: probs [R, V]; sums int64 [R, parts, 2].
+    """Write weights e^x of the ids that filters leave, 0 for others: probs [R, V]; sums int64 [R, parts, 2].
 
-    sums: their ticks, and how many they are. counts: what `counted` left for these cuts.
+    sums: the ticks and the number of the ids left. counts: what `counted` wrote for these cuts.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -289,25 +289,25 @@ def weighed(
     weights = tl.where(kept, _exp(scaled), 0.0)
     to = row.to(tl.int64) * width + part * PART + tl.arange(0, PART)
     tl.store(probs + to, weights, mask=inside)
-    own = sums + (row * num_parts + part) * 2
-    tl.store(own, tl.sum(_ticks(weights, tick_bits, 1), 0))
-    tl.store(own + 1, tl.sum(kept.to(tl.int64), 0))
+    at_part = sums + (row * num_parts + part) * 2
+    tl.store(at_part, tl.sum(_ticks(weights, tick_bits, 1), 0))
+    tl.store(at_part + 1, tl.sum(kept.to(tl.int64), 0))
 
 
 @triton.jit
 def _mass(sums, row, num_parts, tick_bits, PARTS: tl.constexpr):
-    """The sum of a row's weights, float32, and how many ids the filters left."""
+    """Return the sum of a row's weights, float32, and how many ids the filters left."""
     at = tl.arange(0, PARTS)
-    own = sums + (row * num_parts + at) * 2
-    total = tl.sum(tl.load(own, mask=at < num_parts, other=0), 0)
-    num = tl.sum(tl.load(own + 1, mask=at < num_parts, other=0), 0)
+    at_part = sums + (row * num_parts + at) * 2
+    total = tl.sum(tl.load(at_part, mask=at < num_parts, other=0), 0)
+    num = tl.sum(tl.load(at_part + 1, mask=at < num_parts, other=0), 0)
     unit = ((1 - tick_bits + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
     return (total.to(tl.float64) * unit).to(tl.float32), num
 
 
 @triton.jit
 def _place_bits(settings, num, row, num_rows, tick_bits, width):
-    """The ticks of the largest probability in a draw: a list of few ids counts in finer ones where a row is wide."""
+    """Return the bits of ticks in a draw: a list of few ids counts in finer ticks where a row is wide."""
     is_listed = num <= _int_of(settings, MOST_LISTED, row, num_rows)
     is_cut = (
         (_int_of(settings, TOP_K, row, num_rows) > 0)
@@ -333,9 +333,9 @@ def drawn_in_parts(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Divide weights by their mass, and run the race of each part: times float64 [R, parts], ids of the first.
+    """Divide weights by their mass, and run each part's race: times float64 [R, parts] and ids of the winners.
 
-    masses int64 [R, parts]: the ticks of each part, of rows that are drawn by the cumulative sum.
+    masses int64 [R, parts]: the ticks of each part, for rows that are drawn by the cumulative sum.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     mass, num = _mass(sums, row, num_parts, tick_bits, PARTS)
@@ -343,8 +343,8 @@ def drawn_in_parts(
     inside = lanes < width
     to = row.to(tl.int64) * width + lanes
     divisor = tl.zeros((PART,), tl.float32) + mass
-    own = tl.div_rn(tl.load(probs + to, mask=inside, other=0.0), divisor)
-    tl.store(probs + to, own, mask=inside)
+    chances = tl.div_rn(tl.load(probs + to, mask=inside, other=0.0), divisor)
+    tl.store(probs + to, chances, mask=inside)
     kind = _int_of(settings, KIND, row, num_rows)
     if kind == RACE:
         position = _int_of(settings, POSITION, row, num_rows) + tl.load(depths + row)
@@ -355,8 +355,8 @@ def drawn_in_parts(
         lane = lanes & 3
         word = tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
         uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-        is_in = inside & (own > 0)
-        wide = tl.where(is_in, own, 1.0).to(tl.float64)
+        is_in = inside & (chances > 0)
+        wide = tl.where(is_in, chances, 1.0).to(tl.float64)
         finished = tl.where(is_in, -_log(uniform) / wide, float("inf"))
         first = tl.min(finished, 0)
         tl.store(times + row * num_parts + part, first)
@@ -365,7 +365,7 @@ def drawn_in_parts(
         largest = tl.div_rn(1.0 + 0.0 * mass, mass)
         exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 126
         bits = _place_bits(settings, num, row, num_rows, tick_bits, width)
-        tl.store(masses + row * num_parts + part, tl.sum(_ticks(own, bits, exponent), 0))
+        tl.store(masses + row * num_parts + part, tl.sum(_ticks(chances, bits, exponent), 0))
 
 
 @triton.jit
@@ -389,9 +389,9 @@ def drawn(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Return the id that each row draws and its likeliest, int32 [R], -1 where logits are no numbers; chances [R].
+    """Write the id that each row draws and its likeliest id, int32 [R], -1 where logits are no numbers; chances [R].
 
-    chances: the probability of what was drawn.
+    chances: the probability of the drawn id.
     """
     row = tl.program_id(0)
     at = tl.arange(0, PARTS)
@@ -403,11 +403,11 @@ def drawn(
     id_ = likeliest
     chance = 1.0
     if kind == RACE:
-        own = tl.load(times + row * num_parts + at, mask=is_part, other=float("inf"))
-        first = tl.min(own, 0)
+        part_times = tl.load(times + row * num_parts + at, mask=is_part, other=float("inf"))
+        first = tl.min(part_times, 0)
         id_ = tl.min(
             tl.where(
-                is_part & (own == first),
+                is_part & (part_times == first),
                 tl.load(ids + row * num_parts + at, mask=is_part, other=0x7FFFFFFF),
                 0x7FFFFFFF,
             ),
