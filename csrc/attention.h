@@ -2,9 +2,9 @@
 //
 // A row at logical position p sees the positions 0 .. p (or the last `window` of them): the cached rows, then its own
 // ancestors among pending rows and the run, depth by depth. Positions are taken in blocks of 64, counted from position 0,
-// with the running maximum and sum of Milakov and Gimelshein 2018. Four blocks are a range: each range has a maximum and
-// sums of its own, so that threads can share a long sequence, and ranges are folded in ascending order. The operations are the same wherever a key lies, however
-// long the run is, whatever is beside it, and whether the row is in a chain or in a tree.
+// with the running maximum and sum of Milakov and Gimelshein 2018. Four blocks are a range: each range has its own maximum and
+// sums, so that threads can share a long sequence, and ranges are folded in ascending order. The operations are the same
+// wherever a key lies, however long the run is, whatever is beside it, and whether the row is in a chain or in a tree.
 #pragma once
 
 #include "kernels.h"
@@ -123,8 +123,8 @@ void take_block(Tile& tile, const Seen* seen, int group, float softcap, State* s
     }
 }
 
-// Writes what a query has seen, divided by the sum of all weights, and times its gate. A sink's weight comes in last, behind
-// those of all keys.
+// Writes a query's weighted values, divided by the sum of all weights, and times its gate. A sink's weight comes last, behind
+// the weights of all keys.
 inline void write_out(const Attention& a, int row, int head, const State& state) {
     const bool has_values = state.sum != 0.0f;  // else all scores are -inf, and nothing was written there
     F16 inverse = f16(1.0f / state.sum);
@@ -144,16 +144,16 @@ inline void write_out(const Attention& a, int row, int head, const State& state)
     }
 }
 
-// What a row at a position sees of the block that begins at `start`, where all that it sees without a window ends at `end`. A
-// window is of positions up to the row's own and, where later rows are seen, of as many from there on.
+// The lanes of the block from `start` on that a row at a position sees; without a window it sees all positions below `end`. A
+// window holds the positions up to the row's own and, where later rows are seen, as many from there on.
 inline Seen seen_of(const Attention& a, int position, int end, int start) {
     if (a.window > 0 && a.sees == Sees::all && position + a.window < end) end = position + a.window;
     const int first = a.window > 0 && position + 1 - a.window > start ? position + 1 - a.window - start : 0;
     return {first, end - start < KEY_BLOCK ? end - start : KEY_BLOCK};
 }
 
-// Computes one block for all rows. Rows whose keys lie in the same lanes are computed together: those of a chain, and those
-// of a tree where all keys of the block are cached; elsewhere each row of a tree has ancestors of its own.
+// Computes one block for all rows. Rows whose keys lie in the same lanes are computed together: all rows of a chain, and
+// of a tree where all keys of the block are cached; elsewhere each row of a tree has its own ancestors.
 template <class Tile>
 void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_head, int start,
                          const int32_t* depths, int first, int last, Seen* seen, State* states) {
@@ -192,7 +192,7 @@ inline int first_block(const Attention& a, const Run& run, int first) {
     return oldest > 0 ? oldest / KEY_BLOCK * KEY_BLOCK : 0;
 }
 
-// Adds what a query has seen of a later range to what it has seen before. Where nothing was seen the sum is exactly 0.
+// Adds a query's state over a later range to its state so far. Where nothing was seen the sum is exactly 0.
 inline void fold(State& total, const State& part, int padded_dim) {
     if (part.sum == 0.0f) return;
     if (total.sum == 0.0f) {

@@ -19,7 +19,7 @@ struct Share {
     bool is_split() const { return num_ranges > 1; }
     size_t num_queries(const HeadShape& s) const { return static_cast<size_t>(num_rows()) * static_cast<size_t>(s.heads); }
 
-    // Where the part of a row and a query head is among those of one range: heads that share keys are side by side.
+    // The place of a row and a query head among the parts of one range: heads that share keys are side by side.
     size_t place(const HeadShape& s, int row, int head) const {
         const int group = s.heads / s.kv_heads;
         return (static_cast<size_t>(head / group) * static_cast<size_t>(num_rows()) + static_cast<size_t>(row)) *

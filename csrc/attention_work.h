@@ -20,7 +20,7 @@ struct HeadShape {
 };
 
 // Rows [first, last) of a run and some key heads, which one thread computes at once. range: -1 = all keys that the rows see,
-// and the result is written; else the keys of one range, and what each row and query head has seen of them goes to `parts`.
+// and the result is written; else the keys of one range, and the state of each row and query head goes to `parts`.
 struct AttentionItem {
     const Run* run;
     Heads heads;

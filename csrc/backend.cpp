@@ -21,14 +21,14 @@ int panels_per_tile(const Backend& backend, const Matrix& w, int num_rows, int n
 
 constexpr size_t FETCHED_BYTES = 4096;  // of each panel, as far as kernels fetch ahead within a matrix
 
-// Asks for the beginning of a matrix whose panels are read next. Those of another one are in no order that kernels could know.
+// Prefetches the beginning of the matrix that is read next: kernels fetch ahead within one matrix alone.
 void fetch_beginning(const Matrix& w, int num_rows) {
     const int side_by_side = is_quantised(w.type) ? num_streams(num_rows) : 1;
     for (int panel = 0; panel < std::min(side_by_side, w.num_panels); ++panel)
         for (size_t i = 0; i < FETCHED_BYTES; i += 64) __builtin_prefetch(w.panel_at(panel) + i, 0, 2);
 }
 
-constexpr int LEAST_SHARED_ROWS = 64;  // of fewer each thread rounds all for itself: to wait for others would take as long
+constexpr int LEAST_SHARED_ROWS = 64;  // with fewer, each thread rounds all of them: waiting for others would take as long
 
 }  // namespace
 

@@ -31,7 +31,7 @@ struct Product {
     Output to;
 };
 
-// Computes products of different weights and rows, none of which waits for another; as `product` otherwise.
+// Computes products of different weights and rows that do not wait for each other; otherwise as `product`.
 void products(Backend& backend, int thread, const std::vector<Product>& all);
 
 // A norm of rows. weight: with its offset; ones where a norm has none. bias: or null. is_per_head: over each head of a row.

@@ -48,8 +48,8 @@ struct Pools {
     std::vector<int64_t> num_rows;  // by pool
     std::vector<int> kinds;         // by pool: which runs of a pass have its rows
 
-    // Of recurrent layers: of each pool, null where a layer has none, with the bytes of a state, of the inputs before it, of
-    // those of a token and of its gates; and how many states and rows all of them have.
+    // Of recurrent layers: each pool, null where a layer has none, with the bytes of a state, of the inputs before it, of a
+    // token's inputs and of its gates; and the number of states and of rows in each.
     std::vector<StatePool> states;
     std::vector<std::array<size_t, 4>> state_bytes;
     int64_t num_states = 0, num_state_rows = 0;
@@ -184,9 +184,9 @@ std::vector<Runs> runs_of(const Model& m, const std::vector<Numbers>& numbers, i
     return runs;
 }
 
-// What recurrent layers read and write of each run. numbers: of each the state that it begins with, -1 = zeros; the rows of kept
-// tokens behind that state, and of pending ones of a tree; the states that it leaves; then those rows, the rows of its own
-// inputs, -1 = they are not kept, and of each state the tokens in it and where it goes. Throws WrongNumbers for what no pool has.
+// What recurrent layers read and write for each run. numbers, by run: the first state, -1 = zeros; how many kept tokens are
+// behind that state, how many pending ones of a tree, and how many states it leaves; the rows of these tokens; the rows of its
+// own inputs, -1 = not kept; and for each state the tokens in it and where it goes. Throws WrongNumbers for what no pool has.
 std::vector<StateRun> state_runs_of(const Model& m, const Numbers& numbers, const std::vector<Run>& runs, const std::vector<int>& layers, const Pools& pools) {
     int64_t num_states = pools.num_states, num_rows = pools.num_state_rows;
     bool has_states = false;
@@ -294,7 +294,7 @@ std::pair<Ids, std::vector<float>> largest(Model& m, Address hidden, int num_row
     return {std::move(ids), std::move(values)};
 }
 
-// Of each run the ids, their probabilities where there are stops, and where draws are made the distribution of each.
+// By run the ids, their probabilities where there are stops, and the distribution of each where draws are made.
 using Found = std::tuple<std::vector<Ids>, std::vector<std::vector<float>>, std::vector<std::vector<nb::object>>>;
 
 Found found_of(std::vector<Continued>&& runs) {

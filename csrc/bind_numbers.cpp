@@ -68,7 +68,7 @@ uint16_t float_to_half(float x) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return sign | 0x7e00u;
     if (magnitude >= 0x47800000u) return sign | 0x7c00u;
-    if (magnitude < 0x38800000u) {  // below the least normal half: a sum whose last bit is that of the least denormal
+    if (magnitude < 0x38800000u) {  // below the least normal half: the sum's last bit is the least denormal
         float wide;
         std::memcpy(&wide, &magnitude, 4);
         wide += 0.5f;

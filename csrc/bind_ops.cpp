@@ -222,7 +222,7 @@ void bind_ops(nb::module_& m) {
     m.def("quantised_bytes", [](const SectionNumbers& sections, int num_in, bool paired) {
         return packed_bytes(sections_of(sections), num_in, paired);
     }, "sections"_a, "num_in"_a, "paired"_a = false, "Counts those of a quantised one, whose sections are as `pack_quantised` takes them.");
-    nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/kernels.md.")
+    nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/development/kernels.md.")
         .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
         .def_prop_ro("address", [](const Packed& p) { return reinterpret_cast<Address>(p.matrix().data); }, "Where they begin.")
         .def("unpack_row", [](const Packed& p, int index, Address out) {

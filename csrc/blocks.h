@@ -1,4 +1,4 @@
-// What a model is: a list of blocks (src/forerun/blocks.py), as far as these kernels compute it. spec.cpp reads it from Python.
+// A model as a list of blocks (src/forerun/blocks.py), as far as these kernels compute it. spec.cpp reads it from Python.
 #pragma once
 
 #include <array>
@@ -38,11 +38,11 @@ struct AttentionPart {
     int qkv_size() const { return keys_at() + (makes_keys() ? 2 * kv_size() : 0); }
 };
 
-// What a block keeps a state for: a gated delta rule, or a short convolution, whose state is its last inputs.
+// The part of a block that keeps a state: a gated delta rule, or a short convolution, whose state is its last inputs.
 struct RecurrencePart {
     bool is_short;                   // [B, C, x] are projected; what leaves is C times a convolution of B x
     StateHeads heads;                // of a short convolution there are none
-    int conv, width;                 // inputs that a convolution reads, and of how many numbers
+    int conv, width;                 // inputs that a convolution reads, and the numbers of each
     const Matrix *input, *gates, *o;  // input: with z behind it, or C and x; gates: null of a short convolution
     const float *taps, *bias;        // [conv, width], and [width] or null
     const float *dt_bias, *decay;
@@ -67,15 +67,15 @@ struct MlpPart {
     bool has_down;            // else it is act(up(x)), as wide as a row
 };
 
-// What the scores of a router become: a softmax of all of them, a sigmoid of each, or a softmax of those that are chosen.
+// The scores that a router's outputs become: a softmax of all, a sigmoid of each, or a softmax of the chosen ones.
 enum class Scores { softmax, sigmoid, softmax_of_chosen };
 
-// A mixture of feed-forward parts, of which a row takes those of the `chosen` largest scores.
+// A mixture of feed-forward parts: a row takes the parts with the `chosen` largest scores.
 struct ExpertsPart {
     int num, chosen;
     std::vector<MlpPart> parts;
     std::optional<MlpPart> shared;  // of every row
-    const Matrix *router, *shared_gate;  // shared_gate: of whose sigmoid the shared part is a multiple; null = it counts whole
+    const Matrix *router, *shared_gate;  // shared_gate: its sigmoid weighs the shared part; null = it counts whole
     std::optional<Norm> router_norm;
     bool reads_stream;  // whether the router reads rows before the norm in front of the experts
     float score_scale;  // of the router's outputs
@@ -83,11 +83,11 @@ struct ExpertsPart {
     bool normalises;  // whether the chosen scores are divided by their sum
     float scale;      // of the chosen scores
     const float* scales;  // of each expert's share, null = none
-    const float* choice_bias;  // what is added to each score for the choice alone, null = nothing
-    float sum_eps;             // what is added to the sum of the chosen scores
+    const float* choice_bias;  // added to each score for the choice alone, null = nothing
+    float sum_eps;             // added to the sum of the chosen scores
 };
 
-// What a block adds of the inputs that it has beside the residual stream: norm(up(act(gate(x)) * inputs)).
+// What a block adds from its second input, beside the residual stream: norm(up(act(gate(x)) * inputs)).
 struct LayerInputPart {
     int size;
     Act act;
@@ -104,7 +104,7 @@ struct Block {
     std::optional<ExpertsPart> experts;  // in place of it, or beside it, where each has norms of its own
     std::optional<Norm> post_dense, pre_experts, post_experts;
     std::optional<LayerInputPart> layer_input;
-    float out_scale;  // of what the block gives
+    float out_scale;  // of the block's output
     bool norms_sum, parallel;  // parallel: both parts read the rows that come in
     float branch_scale;
 };
@@ -117,7 +117,7 @@ struct Table {
     bool is_there() const { return packed || rows; }
 };
 
-// What makes the inputs of all blocks, of each token side by side. scale: of rows of the table.
+// Makes the second inputs of all blocks, side by side for each token. scale: of rows of the table.
 struct LayerInputs {
     int size;
     Table table;
@@ -126,16 +126,16 @@ struct LayerInputs {
     std::optional<Norm> norm;
 };
 
-// What the residual stream of a head begins with: a product of the embedding of a token and features, or features, beside
-// which the first block's attention reads both; features alone; or the embedding, and the features of other tokens are context.
+// What a head's residual stream begins with: a product of a token's embedding and features; features, while the first block's
+// attention reads both; features alone; or the embedding, with the features of other tokens as context.
 enum class Begins { product, read, features, context };
 
-// How a head begins: the embedding of a token beside features, which are made of rows of a target.
+// The input of a head: the embedding of a token beside features, which are made from rows of the target.
 struct FeatureParts {
     Begins begins;
-    int num_ids, size, num;  // ids of tokens; width of the target's rows, and how many are read of a token
-    Join layers;             // makes features of these; without a matrix there is one, which is taken as it is
-    std::optional<Act> act;  // features are the first half of what it makes, and the act of the second
+    int num_ids, size, num;  // ids of tokens; width of the target's rows, and rows read for a token
+    Join layers;             // makes features of these; without a matrix there is one row, taken as it is
+    std::optional<Act> act;  // features are the first half of the product plus the act of the second
     std::optional<Norm> context_norm;
     Join sides;              // of the embedding and the features: norms, and where both make the stream, the matrix
     bool normed_stream;      // whether a stream that begins with features has them behind their norm

@@ -25,12 +25,12 @@ struct Model::Buffers {
     int num_rows, width;
     float *residual, *branch, *qkv, *normed, *attention, *parts;
     size_t normed_stride, attention_stride;
-    uint32_t *inputs, *ffn;  // inputs of products; those of the heads are where those of the hidden rows were
+    uint32_t *inputs, *ffn;  // inputs of products; attention heads take the place of the hidden rows
     uint32_t* own;           // each thread's own copy of the normed rows, or null
     size_t own_stride;
     std::vector<AttentionWork> work;  // by shape
     std::vector<ExpertGroups> groups;  // by block
-    float *experts_in, *scores, *experts_out, *shared_out;  // rows behind their norm, their scores, and what experts give
+    float *experts_in, *scores, *experts_out, *shared_out;  // normed rows, their scores, and the experts' outputs
     float* layer_inputs;                                    // of all blocks, of each row side by side
     uint32_t *experts_words, *experts_inner;                // inputs of the experts' products
     float *state_gates, *state;                             // of recurrent blocks; the latter of each thread

@@ -1,4 +1,4 @@
-// The instruction sets that kernels were compiled for, and those of this processor.
+// The instruction sets that kernels were compiled for, and which of them this processor has.
 #pragma once
 
 #include <string>

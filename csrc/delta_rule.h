@@ -23,7 +23,7 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-constexpr float LENGTH_EPS = 1e-6f;  // below the lengths of q and k, as published code has it
+constexpr float LENGTH_EPS = 1e-6f;  // added to the squared lengths of q and k, as in published code
 constexpr float LEAST_DECAY = -1e30f;  // of g, so that differences of sums are numbers
 
 constexpr int up_to_lanes(int n) { return (n + LANES - 1) / LANES * LANES; }
@@ -237,7 +237,7 @@ class DeltaItem {
             for (int c = 0; c < h_.value_dim; c += LANES) store(to + c, load_first(from + c, h_.value_dim - c));
     }
 
-    // Asks for what a token's values are made of, and for what the next one's keys are, while its own keys are made.
+    // Prefetches the inputs of a token's values and of the next token's queries and keys, while its own keys are made.
     void fetch(const Stretch& stretch, int k) const {
         constexpr int LINE = 64 / sizeof(T);
         const T* const inputs = static_cast<const T*>(in_.of(run_, token(stretch, k)));
@@ -263,7 +263,7 @@ class DeltaItem {
             std::memcpy(to, from, static_cast<size_t>(h_.value_dim) * sizeof(float));
     }
 
-    // Makes the state that a stretch begins with of the one before, and what the tokens on the path have added.
+    // Makes the first state of a stretch from the state before it and what the tokens on the path have added.
     void advance(const Stretch& stretch, int i) const {
         const int last = stretch.from_token, slot = run_.slots[last], num = depth(last) + 1;
         const int* const path = run_.path(last);
@@ -332,7 +332,7 @@ class DeltaItem {
         }
     }
 
-    // beta, and by what a state and what was added to it are multiplied until each token.
+    // beta, and the decay of a state and of each addition until each token.
     void make_gates(const Stretch& stretch, int i) const {
         const F16 bias = f16(d_.dt_bias[head(i)]), decay = f16(d_.decay[head(i)]);
         float* const total = sums(i);

@@ -1,4 +1,4 @@
-// What the kernels ask of the numbers that they are given, once in each call: behind that they follow indices as they are.
+// Checks of the numbers that kernels are given, once in each call: behind them, indices are followed as they are.
 #pragma once
 
 #include <stdexcept>

@@ -1,5 +1,5 @@
 // A mixture of experts in a pass: rows are grouped by expert, so that each expert's weights are read once for all rows that
-// chose it. What a row gets does not depend on the others: its experts' outputs are summed by ascending number.
+// chose it. A row's result does not depend on the others: its experts' outputs are summed by ascending number.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -33,7 +33,7 @@ void softmax(const Kernels& kernels, float* x, int n) {
     divide(x, n, total);
 }
 
-// What is compared where numbers are added for the choice alone; else the router's outputs are, which rise with their scores.
+// The numbers to compare where a bias counts for the choice alone; else the router's outputs serve, which rise with scores.
 void rank(const Kernels& kernels, const ExpertsPart& e, const float* scores, float* ranks) {
     std::memcpy(ranks, scores, static_cast<size_t>(e.num) * sizeof(float));
     if (e.scores == Scores::softmax) softmax(kernels, ranks, e.num);
@@ -52,7 +52,7 @@ void choose(const float* scores, int num, int chosen, int* out) {
     std::sort(out, out + chosen);
 }
 
-// What each chosen expert's output is multiplied by. scores [num]: of the router, which are overwritten.
+// The share of each chosen expert's output. scores [num]: of the router, which are overwritten.
 void weigh(const Kernels& kernels, const ExpertsPart& e, float* scores, const int* chosen, float* shares) {
     if (e.scores == Scores::softmax) softmax(kernels, scores, e.num);
     for (int k = 0; k < e.chosen; ++k) shares[k] = e.scores == Scores::sigmoid ? sigmoid(kernels, scores[chosen[k]]) : scores[chosen[k]];

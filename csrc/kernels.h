@@ -1,7 +1,7 @@
 // The data of the kernels, and the table of kernels that each instruction set fills. This file is the same for all sets.
 //
 // Weights are packed in *panels* of 32 outputs: for each step along the inputs, 128 consecutive bytes hold the weights of
-// all 32 outputs, so a panel is read as one sequential stream (docs/kernels.md has pictures).
+// all 32 outputs, so a panel is read as one sequential stream (docs/development/kernels.md has pictures).
 #pragma once
 
 #include <cstddef>
@@ -46,9 +46,10 @@ FORERUN_INLINE size_t kept_bytes(Type type, int dim, int num_groups) {
     return type == Type::int8 ? numbers + 2 * static_cast<size_t>(num_groups) : numbers * bytes_of(type);
 }
 
-// The order of a head's keys in bytes: dimensions whose numbers are about as large share a scale, the largest first. Where
-// key_dim is more than head_dim, the first REFINED of them have second codes at the end, of what the first ones have left, and the
-// queries have the same numbers there: where keys have a bias, some dimensions are a hundred times as large as others. of: [kv heads, key_dim], or null = as they come.
+// The order of dimensions in a head's byte keys: dimensions of similar size share a scale, the largest first. Where key_dim is
+// more than head_dim, the first REFINED dimensions have second codes at the end, for the rest that the first codes leave, and
+// queries repeat their numbers there: where keys have a bias, some dimensions are a hundred times as large as others.
+// of: [kv heads, key_dim], or null = as they come.
 struct KeyOrder {
     int key_dim;
     const uint16_t* of;
@@ -60,7 +61,7 @@ FORERUN_INLINE size_t value_bytes(Type type, int head_dim) { return kept_bytes(t
 
 constexpr int LEAST_SMALL = -15;   // of the numbers of a small table, which are 32 at most
 
-// What is subtracted of quantised weights: one zero point of all codes, one of each group, or minimums of the groups.
+// What is subtracted from quantised weights: one zero point for all codes, one for each group, or minimums of the groups.
 enum class Offset : int { zero = 0, zeros = 1, minimums = 2 };
 
 // How the panels of a quantised matrix are packed, from one panel on. A panel is walked unit by unit; `head_units` of them
@@ -110,9 +111,9 @@ struct Format {
     FORERUN_INLINE size_t panel_bytes(int num_units) const { return (unit_at(num_units - 1) + unit_bytes() + 63) / 64 * 64; }
 };
 
-// Where bits of a code are among those of eight outputs and a unit. Codes of 8 bits have a byte each, which is the code
-// less 128, four inputs of an output side by side. Of others two share a byte with their low 4 bits, or four with their low 2
-// where they have 2 or 3, and the bits above are in bytes that each hold several codes.
+// Where the bits of a code lie among the codes of eight outputs and a unit. Codes of 8 bits have a byte each, which is the
+// code less 128, four inputs of an output side by side. Of other codes two share a byte with their low 4 bits, or four with
+// their low 2 where they have 2 or 3, and the bits above are in bytes that each hold several codes.
 FORERUN_INLINE constexpr int num_low_bits(int bits) { return bits == 8 ? 8 : bits < 4 ? 2 : 4; }
 struct Place {
     int byte, shift;
@@ -136,15 +137,15 @@ FORERUN_INLINE int code_at(int bits, const char* codes, int input, int output) {
     return found | bits_at(codes, high_bits(bits, input, output), (1 << (bits - num_low)) - 1) << num_low;
 }
 
-// What a kernel of quantised products is made for: codes of so many bits, or of 4 that are looked up in a table. CENTRED: of 8
-// bits whose zero point is 128, which their product has subtracted already.
+// The codes that a kernel of quantised products is compiled for: their bits, and whether 4 bits are looked up in a table.
+// CENTRED: codes of 8 bits with the zero point 128, which their product has subtracted already.
 enum class Lookup { none, table, small_table };
 template <int BITS_, Lookup LOOKUP = Lookup::none, bool CENTRED = false>
 struct Codes {
     static constexpr int BITS = BITS_;
     static constexpr bool LOOKED_UP = LOOKUP != Lookup::none;
     static constexpr bool SMALL = LOOKUP == Lookup::small_table;
-    static constexpr bool SIGNED = BITS == 8 || LOOKED_UP;  // what is multiplied has a sign
+    static constexpr bool SIGNED = BITS == 8 || LOOKED_UP;  // the multiplied numbers have a sign
     static constexpr bool HAS_MINIMUMS = !LOOKED_UP && !CENTRED;  // whether something is subtracted behind the product
 };
 // The same codes, unpacked once for many rows.
@@ -230,7 +231,7 @@ struct Best {
     int32_t id;
 };
 
-// The sum of e^(logit - top) over the logits of a row so far, of which top is the largest.
+// The sum of e^(logit - top) over the logits of a row so far. top: the largest of these logits.
 struct Odds {
     float top = -__builtin_inff();
     alignas(64) float sums[16] = {};
@@ -244,15 +245,15 @@ FORERUN_INLINE bool beats(const Best& a, const Best& b) {
     return a.value > b.value;
 }
 
-// Quantised panels that are read side by side. Of more rows the sums would not stay in the nearest cache, and arithmetic is
-// what takes the time.
+// Quantised panels that are read side by side. With more rows the sums would not stay in the nearest cache, and arithmetic
+// takes the time.
 FORERUN_INLINE int num_streams(int num_rows) { return num_rows <= 16 ? 4 : 1; }
 FORERUN_INLINE size_t sum_floats(int num_rows) {  // at most, of as many rows and fewer
     const int few = num_rows < 16 ? num_rows : 16, of_few = few * num_streams(few);
     return static_cast<size_t>(num_rows > of_few ? num_rows : of_few) * PANEL;
 }
 
-// What becomes of logits: they are multiplied, and then c tanh(logit / c) where there is a cap c, which 0 says that there is not.
+// How logits are scaled: by a factor, and then to c tanh(logit / c) with a cap c; 0 = no cap.
 struct LogitRange {
     float scale, cap;
     FORERUN_INLINE bool is_plain() const { return scale == 1.0f && cap == 0.0f; }
@@ -293,24 +294,24 @@ struct Run {
     const int32_t* parents;   // [pending + num_rows] index of each one's parent among these, -1 = cached; null = a chain
 };
 
-// What a row sees: what comes before it and itself, its whole run behind what is cached, or what is cached alone, which is
-// another sequence's (what an encoder has made of a source).
+// What a row sees: the rows before it and itself, the cached rows and its whole run, or cached rows alone, which are another
+// sequence's (an encoder's output for a source).
 enum class Sees { past, all, source };
 
-// Where what a row at a depth of a run sees ends; the run of `all` is a chain.
+// One more than the last row that a row at a depth of a run sees; with `all` the run is a chain.
 FORERUN_INLINE int seen_end(Sees sees, const Run& run, int depth) {
     return run.cached + (sees == Sees::past ? depth + 1 : sees == Sees::all ? run.num_rows : 0);
 }
 
-// A number that is added to the score of each distance from row to key, by query head. Of one head they are `width()` of the
-// distances reach, reach - 1 .. 1 - reach - KEY_BLOCK. All distances of `reach - KEY_BLOCK` and more have one number, and so
-// have all below the negative of that.
+// A bias for the score at each distance from row to key, by query head. A head has `width()` biases, for the distances reach,
+// reach - 1 .. 1 - reach - KEY_BLOCK. All distances of `reach - KEY_BLOCK` and more have one bias, and so have all distances
+// below its negative.
 struct Biases {
     const float* rows;  // [heads, width()], or null
     int reach;
     int width() const { return 2 * reach + KEY_BLOCK; }
 
-    // Those of a row at some position and the keys from `start` on, KEY_BLOCK of them.
+    // The biases of a row at some position for the KEY_BLOCK keys from `start` on.
     const float* of(int head, int position, int start) const {
         const int first = reach - (position - start);
         return rows + static_cast<size_t>(head) * static_cast<size_t>(width()) + (first < 0 ? 0 : first > 2 * reach ? 2 * reach : first);
@@ -332,7 +333,7 @@ struct Attention {
     Inputs next;              // the inputs of the next product, written where out is null
     Sees sees = Sees::past;
     Biases biases = {};       // of scores, behind softcap
-    const float* sinks = nullptr;  // [num_heads], of each a further score whose value is nothing; null = there are none
+    const float* sinks = nullptr;  // [num_heads], a further score of each head without a value; null = none
     const float* gates = nullptr;  // [rows, q_stride]: the output is multiplied by their sigmoid; null = it is not
 };
 
@@ -362,8 +363,8 @@ struct StateItem;
 struct Kernels {
     // Product of every row with the panels [first, last). sums: sum_floats, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
-    // Where prepared_bytes is not 0, `linear` gets in place of the words what `prepare` makes of them: units of int8 for
-    // quantised weights, floats where pairs of bfloat16 are widened. Of rows [first, last), which are whole blocks.
+    // Where prepared_bytes is not 0, `linear` takes the output of `prepare` in place of the words: units of int8 for
+    // quantised weights, floats where pairs of bfloat16 are widened. It prepares rows [first, last), which are whole blocks.
     size_t (*prepared_bytes)(const Matrix&, int num_rows);
     void (*prepare)(const Matrix&, const Inputs&, int first, int last, void* to);
     // float32 row -> inputs of a product.
@@ -400,7 +401,7 @@ struct Kernels {
     SamplingKernels sampling;
 };
 
-// Floats of what one query has seen of a range: its maximum and sum, then values.
+// Floats of one query's state over a range: its maximum and sum, then values.
 FORERUN_INLINE size_t part_floats(int head_dim) { return 16 + (static_cast<size_t>(head_dim) + 15) / 16 * 16; }
 
 // Whether AVX-512 multiplies pairs of bfloat16 as floats, with the same bits. cpu.cpp knows where that is faster.

@@ -146,7 +146,7 @@ bool as_half(float x, uint16_t& half) {
     return true;
 }
 
-// Codes of 32 inputs and one output, among those of eight outputs: four inputs side by side are one word.
+// Puts the codes of 32 inputs and one output among eight outputs: four inputs side by side are one word.
 template <int BITS>
 void put_codes(const uint8_t* codes, char* to) {
     constexpr int LOW = num_low_bits(BITS), HIGH = BITS > LOW ? BITS - LOW : 1;

@@ -23,8 +23,8 @@ struct Section {
     Format format;  // without its panels
 };
 
-// codes [rows, num_in]. scales, subtracted: float32 numbers of heads, [rows, heads, head_groups]; what is subtracted is null
-// where all have one zero point. levels: integers of units, [rows, units, groups], null without a second level.
+// codes [rows, num_in]. scales, subtracted: float32 numbers of heads, [rows, heads, head_groups]; subtracted is null where
+// all have one zero point. levels: integers of units, [rows, units, groups], null without a second level.
 struct QuantisedRows {
     const uint8_t* codes;
     const float *scales, *subtracted;
@@ -33,7 +33,7 @@ struct QuantisedRows {
 };
 
 // Rows of a file as it stores them. type: see stored.h. file: its descriptor. start: the first byte of row 0. numbers: of the
-// rows that are meant, in order; null = all from row 0 on.
+// wanted rows, in order; null = all from row 0 on.
 struct StoredRows {
     int type, file;
     size_t start;
@@ -81,8 +81,8 @@ class Packed {
     };
 
     std::pair<int, int> place_of(int index) const;  // panel and lane of an output
-    // Reads `count` rows of a file, those of a panel by one thread, and calls with each its data and its output, until it says
-    // that a row is not good.
+    // Reads `count` rows of a file, each panel on one thread, and calls pack_row with the data and the output of each row, until
+    // it returns false.
     bool each_stored(Team& team, int first, int count, const StoredRows& rows, size_t row_bytes,
                      const std::function<bool(const uint8_t*, int)>& pack_row);
     void put_bias(const float* bias, int num_out);

@@ -18,10 +18,10 @@ constexpr size_t PAGE = size_t{1} << 12;
 
 }  // namespace
 
-// What is left behind the last whole huge page lies in small ones: of an expert of gpt-oss-20b a huge page more would be a third.
+// The rest behind the last whole huge page lies in small pages: another huge page would add a third to an expert of gpt-oss-20b.
 size_t allocated_bytes(size_t bytes) { return up_to(std::max<size_t>(bytes, 1), bytes >= HUGE_PAGE ? PAGE : 64); }
 
-// Large blocks are mapped one by one: between those of a heap there would be gaps, up to a huge page before each.
+// Large blocks are mapped one by one: in a heap there would be gaps between them, up to a huge page before each.
 void* allocate(size_t bytes) {
 #if defined(__linux__)
     if (bytes >= HUGE_PAGE) {

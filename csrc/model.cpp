@@ -192,8 +192,8 @@ Inputs Model::head_inputs(Room& room, const Matrix& head, int num_rows) const {
 
 // -------------------------------------------------------------------------------------------------------------- passes
 
-// The order of dimensions by how large their biases make keys wherever these are rotated to, the largest first, for each key
-// head; the first ones come again at the end. As they are where nothing is told.
+// The order of a key head's dimensions by the size that their biases give keys at any rotation, the largest first; the first
+// ones are repeated at the end. Without biases the order stays.
 static std::vector<uint16_t> key_order(const AttentionPart& a) {
     const int half = a.turned / 2;
     const auto pair_of = [&](int i) {
@@ -367,7 +367,7 @@ void Model::remember(const Pass& pass, const std::vector<const float*>& layer_ro
     });
 }
 
-// A pass of a head as its first block begins it. stream, read: receive what that gets and, in place of it, its attention.
+// Begins a head's pass. stream, read: receive the first block's input and what its attention reads in place of it.
 Pass Model::begun(const Pass& given, std::vector<float>& stream, std::vector<float>& read) const {
     const FeatureParts& f = *parts_.features;
     const size_t width = static_cast<size_t>(parts_.hidden_size), num_floats = static_cast<size_t>(given.num_rows) * width;
@@ -467,7 +467,7 @@ void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
         });
 }
 
-// What all blocks have of each token beside the residual stream.
+// Makes the second inputs of all blocks for each token, beside the residual stream.
 void Model::make_layer_inputs(int thread, const Pass& pass, Buffers& b) {
     const LayerInputs& own = *parts_.layer_inputs;
     const int width = own.size * static_cast<int>(parts_.blocks.size());
@@ -518,7 +518,7 @@ void Model::add_activated(int thread, const Block& block, Buffers& b) {
     join_branch(thread, block, block.post_mlp, b);
 }
 
-// Writes keys and values of what a pass gives attention to read, or of the residual stream, into the cache, beside its queries.
+// Projects what a pass gives attention to read, or the residual stream, and writes keys and values into the cache.
 void Model::keep_keys(int thread, int index, const Pass& pass, Buffers& b) {
     const Block& block = parts_.blocks[static_cast<size_t>(index)];
     const AttentionPart& a = *block.attention;
@@ -598,7 +598,7 @@ void Model::add_branch(int thread, const Block& block, const std::optional<Norm>
     join_branch(thread, block, post, b);
 }
 
-// Adds what a part gave to the residual stream.
+// Adds a part's output to the residual stream.
 void Model::join_branch(int thread, const Block& block, const std::optional<Norm>& post, Buffers& b) {
     const bool norms_branch = post && !block.norms_sum, norms_sum = post && block.norms_sum;
     backend_.team.tiles(thread, b.num_rows, [&](int i) {
@@ -638,7 +638,7 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
         scale *= static_cast<float>(1.0 + a.position_beta * std::log(1.0 + steps));
     }
     norm(q, a.heads, a.q_norm), turn(q, a.heads, scale);
-    if (!a.makes_keys()) return;  // those of a source or another block are there
+    if (!a.makes_keys()) return;  // a source's or another block's keys are there already
     if (a.k_is_v) std::memcpy(value, key, static_cast<size_t>(a.kv_size()) * sizeof(float));
     norm(key, a.kv_heads, a.k_norm), norm(value, a.kv_heads, a.v_norm);
     turn(key, a.kv_heads, 1.0f);
@@ -724,7 +724,7 @@ void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_id
     }
 }
 
-// Whether a run goes on behind an id. survival: the product of the shares before it, and then with its own.
+// Whether a run goes on behind an id. survival: the product of the shares before the id; the id's own share joins it.
 static bool goes_on(const Stop& stop, size_t k, float prob, float& survival) {
     size_t bin = 0;
     while (bin < stop.edges.size() && prob >= stop.edges[bin]) ++bin;
@@ -749,7 +749,7 @@ std::vector<Model::Next> Model::likeliest(const float* hidden, const std::vector
     return next;
 }
 
-// Draws from what make_probs leaves of a row; returns the place of the id among the weights, -1 where there is none.
+// Draws from the weights that make_probs leaves; returns the place of the id among them, -1 where there is none.
 static int64_t place_drawn(const SamplingKernels& kernels, const Draw& draw, uint64_t depth, const float* weights,
                            const std::vector<int64_t>& ids, int64_t n) {
     const uint64_t position = draw.position + depth;

@@ -16,13 +16,13 @@
 
 namespace forerun {
 
-// One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]; sources: for each run the rows that its
-// blocks see of a source, as cached ones; rotations: for each kind of the
-// model, cos and sin by position, [.., 2, turned dimensions], and how many positions those have; keys, values: one pool for
-// each block, and the bytes of their rows; kinds: of each pool, which runs have its rows; states, state_pools: of recurrent
-// blocks, of each run and by block; input: what the first block gets, null = embeddings of the tokens; read: what the first block's attention reads, null = that stream behind its norm;
-// hidden: receives the result, after the final norm if is_normed; taps: ascending pairs (k, memory that receives the residual
-// stream before block k). All rows are float32 [num_rows, hidden_size], but those of `read`, which are as wide as it reads.
+// One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]. sources: for each run, the rows of a
+// source that its blocks see, as cached rows. rotations: for each kind of the model, cos and sin by position, [.., 2, turned
+// dimensions], and the number of positions. keys, values: one pool for each block, and the bytes of their rows. kinds: for each
+// pool, which runs have its rows. states, state_pools: of recurrent blocks, by run and by block. input: the first block's input,
+// null = embeddings of the tokens. read: what the first block's attention reads, null = the stream behind its norm. hidden:
+// receives the result, behind the final norm if is_normed. taps: ascending pairs (k, memory that receives the residual stream
+// before block k). All rows are float32 [num_rows, hidden_size], but rows of `read` are as wide as attention reads them.
 struct Pass {
     int num_rows;
     const int64_t *tokens, *positions;
@@ -52,7 +52,7 @@ struct BufferSizes {
     size_t each_normed, each_own, each_attention, each_state;
 };
 
-// weights_are_quantised: whether a matrix is, whose inputs take more. state_floats: of each thread, for recurrent blocks.
+// weights_are_quantised: whether some matrix is: its inputs take more. state_floats: of each thread, for recurrent blocks.
 BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats, size_t state_floats);
 
 // The bytes of the buffers of a model after a pass of so many rows behind a context, an upper bound.
@@ -61,7 +61,7 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
 
 class Model;
 
-// What a head has of its target: the embedding, where it has none of its own, and the ids that its own stand for.
+// What a head borrows from its target: the embedding, where it has none, and the target's id for each of its ids.
 struct Lent {
     const Model* target = nullptr;  // null = no head
     std::vector<int64_t> ids;
@@ -69,7 +69,7 @@ struct Lent {
 
 // When a run that is continued greedily ends before its length: behind id k (from 0) if the product of the shares of all ids
 // so far is below least[k], or there is no least[k]. shares[i]: how often an id is right whose probability is at least i of
-// the edges, which ascend.
+// the ascending edges.
 struct Stop {
     std::vector<float> edges, shares, least;
 };
@@ -97,7 +97,7 @@ class Model {
     // a head that do not fit its rows.
     Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors, Lent lent = {});
 
-    // Returns how many experts some row chose, of each block with experts, in the order of the layers.
+    // Returns how many experts some row chose, for each block with experts, in the order of the layers.
     // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none, and WrongNumbers
     // for pools of other heads. The layers must be some of the blocks, and the runs have rows that are there.
     std::vector<int> forward(const Pass& pass);
@@ -114,14 +114,14 @@ class Model {
     // Continues each run: ids[k] follows the run's tokens and ids[0 .. k-1], which are fed one by one.
     // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last, and so
     // must its states.
-    // draws: of each run, or none at all: the ids of the largest logits. Stops and returns false where a logit is NaN. A head is
-    // given the features of the tokens as input, or `layer_rows`, of which it makes them (see `features`); behind a found id the
-    // row before stands for them. stops: of each run, or none at all; then the probability of every id is told.
+    // draws: for each run, or none at all = the likeliest ids. Stops and returns false where a logit is NaN. A head takes the
+    // features of the tokens as input, or makes them from `layer_rows` (see `features`); for an id just found, the head's own
+    // row before it serves as features. stops: for each run, or none at all; with stops every id's probability is returned.
     bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const std::vector<const float*>& layer_rows,
                    const std::vector<Stop>& stops, const std::vector<Draw>& draws, std::vector<Continued>& found);
-    // What a head makes of its target's rows, by layer [num_rows, features.size], to `out` [num_rows, hidden_size].
+    // Writes a head's features to `out` [num_rows, hidden_size], from its target's rows by layer [num_rows, features.size].
     void features(const std::vector<const float*>& layer_rows, int num_rows, float* out) const;
-    // Writes keys and values of what a head makes of its target's rows of the tokens of a pass, as its blocks' context.
+    // Writes keys and values of the features that a head makes from its target's rows, as context of its blocks.
     void remember(const Pass& pass, const std::vector<const float*>& layer_rows);
     void embed(int64_t token, float* x) const;  // the token must be a row of the embedding
     const Model& embedder() const { return parts_.embedding.is_there() || !lent_.target ? *this : *lent_.target; }

@@ -1,4 +1,4 @@
-// State with a lock, of which each process has its own.
+// State with a lock, a separate one in each process.
 //
 // A forked child has one thread and a copy of all memory as it was at the fork: a lock that another thread held stays
 // locked for ever, a condition variable counts sleepers that do not exist, and data behind a lock may be half written.

@@ -1,12 +1,13 @@
 // Products of quantised weights with rows that are rounded to int8.
 //
 // A weight is scale * code - minimum, with codes of 2 to 6 or 8 bits without a sign; a zero point stands for the minimum
-// scale * zero. Codes of 4 bits may be the places of numbers in a table, which stand for them from here on. 32 inputs of a row (a unit) are rounded together: x = scale_x * code_x. So a unit adds
+// scale * zero. Codes of 4 bits may be places in a table, whose numbers are used as codes from here on. 32 inputs of a row (a
+// unit) are rounded together: x = scale_x * code_x. So a unit adds
 // scale_x * (scale * sum(code * code_x) - minimum * sum(code_x)), where the sums are exact integers. Every output of every
 // row adds its units in ascending order, whatever the number of rows is. `Format` says where a panel has its numbers.
 //
-// The processor's products of bytes take one factor without a sign. Those of AVX-512 (VNNI) add four into 32 bits, which is
-// exact; 128 times the sum of the inputs is subtracted from codes of 8 bits. Those of AVX2 add two into 16 bits and saturate
+// The processor's products of bytes take one factor without a sign. AVX-512 (VNNI) adds four products into 32 bits, which is
+// exact; 128 times the sum of the inputs is subtracted from codes of 8 bits. AVX2 adds two into 16 bits and saturates
 // beyond: codes of up to 4, 5 and 6 bits leave room for the sums of 8, 4 and 2 such pairs. A code of 8 bits less 128 is multiplied
 // as |code| * (code_x with the code's sign), which just fits: 2 * 128 * 127 < 2^15. Numbers of a table, which have signs, are
 // taken for such codes less 128; those from -15 to 16 and 15 more are codes of 5 bits.

@@ -28,7 +28,7 @@ void StateRun::arrange() {
     }
     for (const StateSave& own : saves) found[begin_behind(own.num_tokens - 1)].save = own.state;
 
-    // Each one behind that from which it goes on, and the last of several takes over the slots and the level.
+    // Each stretch comes behind the one that it continues, and the last of several takes over its slots and level.
     std::vector<std::vector<size_t>> next(found.size());
     for (size_t s = 1; s < found.size(); ++s) next[static_cast<size_t>(found[s].from)].push_back(s);
     std::vector<int> number(found.size(), -1);

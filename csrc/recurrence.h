@@ -28,9 +28,9 @@ struct StateSave {
     int num_tokens, state;
 };
 
-// Tokens that are computed from one state. Those of one path have consecutive slots, in which their keys and what they add to
-// a state are kept until no later stretch needs them; stretches that begin behind different tokens of one other are computed
-// one after the other, and the last of them takes its place.
+// Tokens that are computed from one state. Tokens of one path have consecutive slots, which keep their keys and what they add
+// to a state until no later stretch needs them. Stretches that begin behind different tokens of one stretch are computed one
+// after the other, and the last of them takes its place.
 struct Stretch {
     int from, from_token;  // the stretch, and the token of it, that the state is behind; -1: it is the first state of the run
     int save;              // where that state is written, -1 = nowhere
@@ -38,7 +38,7 @@ struct Stretch {
     int slot, level;       // of its first token; of its state
 };
 
-// The tokens of a run as kernels see them: those behind the state that it begins with, and then its own rows.
+// The tokens of a run as kernels see them: the tokens behind its first state, and then its own rows.
 struct StateTokens {
     int first_row, num_behind;  // first_row: of its own, in the pass
     int first;                  // the state that it begins with, -1 = zeros

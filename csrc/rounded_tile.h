@@ -1,7 +1,7 @@
 // Keys and values that a cache has as bytes (rounding.h), on every instruction set.
 //
 // A query is rounded to bytes as well, and multiplied with keys as a row is with weights of 8 bits: the keys of a block are turned
-// into the layout of such weights. What values are multiplied by, a weight and their scale, is rounded to bytes of the largest in
+// into the layout of such weights. The factors of values, weight times scale, are rounded to bytes relative to the largest in
 // the block, and four keys are added at once. All sums within a block are exact integers, so the order in which they are added
 // decides nothing, and a lane that a query does not see changes nothing: it is multiplied by 0.
 #pragma once

@@ -67,7 +67,7 @@ inline void round_to_four(const float* x, int group, const RoundedGroup& to) {
     put_codes(codes[best], group, to.codes);
 }
 
-// Rounds a group of numbers to bytes. Returns what a code of 1 stands for, in the bits of bfloat16; NaN where one is not finite.
+// Rounds a group of numbers to bytes. Returns the value of code 1, in the bits of bfloat16; NaN where a number is not finite.
 inline uint16_t keep_group(const float* x, int num, int8_t* codes) {
     const auto part = [&](int i) { return load_first(x + i, num - i < LANES ? num - i : LANES); };
     F16 most = f16(0.0f), faults = f16(0.0f);

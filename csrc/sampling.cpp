@@ -1,7 +1,7 @@
 // Temperature, top-k, min-p, top-p and softmax of one row: natively what _probs and _argmax of
 // src/forerun/sampling/pipeline.py do.
 //
-// A row is read once to find its largest logit and that of every 64 ids. Whatever a filter asks afterwards (which
+// A row is read once to find its largest logit and the largest of every 64 ids. Whatever a filter asks afterwards (which
 // values are above this one?) only opens the blocks that can hold an answer, so a peaked row of 100,000 ids costs
 // little more than one pass over its memory.
 #include "sampling.h"
@@ -120,7 +120,7 @@ uint64_t goal_of(uint64_t total, double top_p) {
     return static_cast<uint64_t>(std::ceil(top_p * static_cast<double>(total)));
 }
 
-// The cut among these values, in front of which `above` ticks stand already.
+// The cut among these values. above: the ticks of larger values, which are kept.
 Cut cut_among(const Context& c, float* values, int64_t n, uint64_t above, uint64_t goal) {
     float weights[CHUNK];
     std::sort(values, values + n, std::greater<float>());

@@ -61,7 +61,7 @@ int64_t argmax(const SamplingKernels& kernels, const float* row, int64_t n);
 // False where the logits are no numbers.
 bool make_probs(const SamplingKernels& kernels, const float* row, int64_t n, const Filters& filters, Probs& probs);
 
-// The sum of weights >= 0, and that of e^(logit - the largest); 0 where one is no finite number.
+// The sum of weights >= 0, and the sum of e^(logit - the largest); 0 where one is no finite number.
 double mass_of(const SamplingKernels& kernels, const float* weights, int64_t n);
 double mass_of_logits(const SamplingKernels& kernels, const float* row, int64_t n);
 

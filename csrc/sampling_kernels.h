@@ -193,7 +193,7 @@ inline void buckets(const float* values, const float* weights, int64_t n, double
 
 // ------------------------------------------------------------------------------------------------ the match noise
 
-constexpr int WIDTH = sizeof(Wide) / 8;        // counters in one vector, each in 64 bits of which the upper are ignored
+constexpr int WIDTH = sizeof(Wide) / 8;        // counters in one vector, each in 64 bits, the upper half ignored
 constexpr int NUM_WIDE = SCAN_BLOCK / 4 / WIDTH;  // vectors in one block of ids
 
 FORERUN_INLINE void philox_rounds(Wide (&c)[4][NUM_WIDE], Noise noise) {

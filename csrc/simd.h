@@ -11,7 +11,7 @@
 // Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of its own.
 // All of it is in a namespace named after the instruction set, so that the linker never confuses two sets. A lane always does
 // the same operations in the same order, whatever the other lanes hold; row invariance depends on that. `madd` rounds once, by an
-// instruction or without one (ROUNDS_ONCE), so all sets have the same bits (docs/portable-bits.md).
+// instruction or without one (ROUNDS_ONCE), so all sets have the same bits (docs/development/portable-bits.md).
 #pragma once
 
 #include <cstdint>

@@ -21,7 +21,7 @@ struct UnpackedBlock {
     uint8_t minimum_levels[MOST_UNITS][2];
 };
 
-// Whether the bits of a number are those of a finite one.
+// Whether the bits stand for a finite number.
 inline bool is_finite(uint32_t bits, int number_bytes) {
     const uint32_t exponent = number_bytes == 4 ? 0x7f800000u : number_bytes == 2 ? 0x7c00u : 0xffu;
     return (bits & exponent) != exponent;

@@ -81,7 +81,7 @@ inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I1
     }
 }
 
-// Bytes with a sign as 16 bits each: those of even places, and of odd ones.
+// Bytes with a sign as 16 bits each: from even places, and from odd ones.
 inline __m256i even_bytes(__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
 inline __m256i odd_bytes(__m256i x) { return _mm256_srai_epi16(x, 8); }
 

@@ -54,8 +54,8 @@ inline void turn_words(const int8_t* const* rows, int at, char* to) {
     }
 }
 
-// 32 bytes of four rows, byte by byte, in the order in which the processor makes it; order_sums puts sums of them into that of
-// the dimensions.
+// 32 bytes of four rows, byte by byte, in the order in which the processor makes it; order_sums puts sums of them into the
+// order of the dimensions.
 inline void put_fours(const int8_t* const* rows, int8_t* to) {
     const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i])); };
     const __m256i a = _mm256_unpacklo_epi8(row(0), row(1)), b = _mm256_unpackhi_epi8(row(0), row(1));
