@@ -1,6 +1,6 @@
 """A beam search in the engine: all texts of a request in one tree, scored by one pass (docs/methods/beam.md).
 
-The request commits what all of its live texts begin with; where they differ, the rows of their tokens stay pending in
+The request commits the common beginning of its live texts; where they differ, the rows of their tokens stay pending in
 the cache, as a tree. A pass runs the nodes that have no rows yet and the drafted levels below them; then the steps of
 the search are replayed on the target's scores, as far as they reach. Without drafts this is plain beam search.
 """
@@ -31,8 +31,8 @@ Branch = Callable[[Seq[Sequence], Seq[Seq[int]]], list[list[Next | None]]]
 class BeamSearch:
     """The search of one request.
 
-    seq: commits what the live texts share. outputs: the requests that get the best texts, in order. fed, guesses: the
-    nodes of this pass, those that lacked a row and the drafted ones; num_levels: of the latter.
+    seq: commits the tokens that the live texts share. outputs: the requests that get the best texts, in order. fed: the
+    nodes of this pass that lacked a row. guesses: its drafted nodes, in num_levels levels.
     """
 
     def __init__(self, seq: Sequence, outputs: Seq[Request], ends: Ends | None) -> None:
@@ -48,8 +48,8 @@ class BeamSearch:
         self.fed, self.guesses, self.num_levels, self.num_steps = list[int](), list[int](), 0, 0
         self._logits: dict[int, Row] = {}
         self._wanted, self._level, self._scores = 0, list[int](), list[float]()  # of the draft while it grows
-        self._nodes = list[int]()  # of the tree, by node of the draft
-        self._after = self.search  # what judging has made of the search, which a step that fails does not commit
+        self._nodes = list[int]()  # tree node of each draft node
+        self._after = self.search  # the search as judged; a step that fails does not commit it
 
     @property
     def is_over(self) -> bool:
@@ -58,12 +58,12 @@ class BeamSearch:
 
     @property
     def num_rows(self) -> int:
-        """The least rows of the next pass: nodes without one, at most one for each beam."""
+        """The rows of the next pass without a draft: the nodes that lack one, at most one for each beam."""
         return max(1, min(self.num_unrun, self.search.rules.num_beams))
 
     @property
     def num_unrun(self) -> int:
-        """Nodes of live texts that have no row, the base included."""
+        """The number of nodes of live texts that have no row, the base included."""
         return len(self.branches.missing(self.tree))
 
     def restart(self) -> None:
@@ -74,7 +74,7 @@ class BeamSearch:
     # -------------------------------------------------------------------------------------------------------- propose
 
     def begin(self, limit: int, levels: int) -> None:
-        """Choose what this pass feeds. limit: rows beyond `num_rows`; levels: those of the draft that are wanted."""
+        """Choose the nodes that this pass feeds. limit: rows beyond `num_rows`. levels: wanted levels of the draft."""
         missing = self.branches.missing(self.tree)
         allowed = self.num_rows + limit
         self.fed, self.guesses, self.num_levels = missing[:allowed], [], 0
@@ -90,13 +90,13 @@ class BeamSearch:
         return self._level if self.num_levels < self._wanted else ()
 
     def grow(self, nexts: Seq[Next | None]) -> None:
-        """Add a level to the draft. nexts: what the drafter says of the nodes of `level`."""
-        made = self.search.guessed(self._level, self._scores, nexts, self.width)
-        self._level = [self.tree.add(self._level[guess.beam], guess.token) for guess in made]
-        self._scores = [guess.score for guess in made]
+        """Add a level to the draft. nexts: the drafter's answers for the nodes of `level`."""
+        guesses = self.search.guessed(self._level, self._scores, nexts, self.width)
+        self._level = [self.tree.add(self._level[guess.beam], guess.token) for guess in guesses]
+        self._scores = [guess.score for guess in guesses]
         self.guesses += self._level
-        self.num_levels += bool(made)
-        self._wanted = self._wanted if made else 0
+        self.num_levels += bool(guesses)
+        self._wanted = self._wanted if guesses else 0
 
     def draft(self) -> Draft:
         """Return the live nodes and the drafted ones as the draft of one sequence."""
@@ -115,13 +115,13 @@ class BeamSearch:
         return self.branches.run(self.seq.id, self.tree, [*self.fed, *self.guesses], self.seq.tokens[-1])
 
     def scored(self, logits: Rows) -> None:
-        """Take the logits of that run, [rows, V]."""
+        """Keep the logits of that run, [rows, V]."""
         self._logits |= zip([*self.fed, *self.guesses], logits, strict=True)
 
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def rule(self, draft: Draft, b: int) -> Ruling:
-        """Replay the steps of the search: (drafted or known nodes that all live texts share then, the token behind)."""
+        """Replay the steps of the search; return the nodes that all live texts then share, and the token behind."""
         self._after, self.num_steps = self.search.replayed(self._next)
         if self._after.is_over:
             return [], NO_TOKEN, []
@@ -141,7 +141,7 @@ class BeamSearch:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def settle(self) -> tuple[SequenceStep, list[int], Held]:
-        """Follow what was committed. Returns the counts of the step, and the rows to keep and to hold in the cache."""
+        """Commit the replayed search. Returns the step's counts, and the rows to keep and to hold in the cache."""
         self.search = self._after
         is_whole = self.num_steps == self.num_levels + 1
         last: Origin = "plain" if not self.num_levels else "bonus" if is_whole or self.search.is_over else "correction"
@@ -166,7 +166,7 @@ class BeamSearch:
         return step, kept, held
 
     def conclude(self) -> None:
-        """Give the best texts to the outputs. One for which there is no text, as masks left too few, is aborted."""
+        """Give the best texts to the outputs. An output without a text, because masks left too few, is aborted."""
         self.seq.finish_reason = "stop"
         for output, text in zip(self.outputs, [*self.search.pool.texts, *[None] * len(self.outputs)], strict=False):
             if output.seq.finish_reason is not None:
@@ -180,12 +180,12 @@ class BeamSearch:
 
 
 class SearchRequest(Request):
-    """A request whose outputs a beam search finds. It commits what the live texts share, which nobody reads.
+    """A request whose outputs a beam search finds. It commits the tokens that its live texts share; nobody reads them.
 
     outputs: the requests that get the best texts, in order.
     """
 
-    is_paced = False  # its levels are, together with those of the other searches
+    is_paced = False  # `num_levels` paces its levels, together with the other searches'
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, outputs: Seq[Request]) -> None:
         super().__init__(seq, tokenizer, outputs=outputs)
@@ -218,7 +218,7 @@ class SearchRequest(Request):
         return self.search.rule(draft, b)
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return the end of the best text where the texts differ."""
+        """Return the last token of the best text where the texts differ."""
         if verdict.next_tokens[b] != NO_TOKEN:
             return verdict.next_tokens[b]
         tree = self.search.tree
@@ -238,9 +238,9 @@ class SearchRequest(Request):
         return Committed(step, kept, step.num_accepted + (search.num_steps > 0), held)
 
     def _ends(self, tokens: Seq[int]) -> bool:
-        """Whether a text, which has no stop text without its last token, has one with it.
+        """Return whether the last token completes a stop text; there was none before it.
 
-        So only as much of it is read as a stop text can be long, and the time does not grow with the text.
+        So only a tail as long as a stop text is read, and the time does not grow with the text.
         """
         tokenizer, stops, start, num_chars = self._tokenizer, self.seq.params.stop, len(tokens) - 1, 0
         if tokenizer is None:
@@ -256,9 +256,9 @@ class SearchRequest(Request):
 
 
 def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
-    """By sequence, the levels that its search drafts: the request's spec_length, else what the pacing policy says.
+    """Map each sequence to the levels that its search drafts: the request's spec_length, else the policy's choice.
 
-    num_rows: of the pass, beside those of searches.
+    num_rows: of the pass, without the rows of searches.
     """
     paced = [seq for seq in seqs if seq.params.spec_length is None and seq.draft != NONE]
     levels = pacing.levels(paced, num_rows + len(seqs) - len(paced)) if paced else 0
@@ -266,9 +266,9 @@ def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, 
 
 
 def with_trees(draft: Draft, requests: Seq[Request], limits: Seq[int], pacing: Pacing, branch: Branch) -> Draft:
-    """Return the draft of a step with the trees of beam searches put in, level by level, by one call for all of them.
+    """Return the draft of a step with the trees of beam searches added, one call of `branch` for each level of all.
 
-    limits [B]: rows that each may have. branch: what drafters say may follow nodes of these sequences.
+    limits [B]: rows that each sequence may have. branch: asks drafters what may follow nodes of these sequences.
     """
     searches = {b: request.search for b, request in enumerate(requests) if isinstance(request, SearchRequest)}
     if not searches:
@@ -279,7 +279,7 @@ def with_trees(draft: Draft, requests: Seq[Request], limits: Seq[int], pacing: P
         search.begin(limits[b], wanted[search.seq.id])
     while growing := [search for search in searches.values() if search.level]:
         nexts = branch([search.seq for search in growing], [search.level for search in growing])
-        for search, found in zip(growing, nexts, strict=True):
-            search.grow(found)
+        for search, answers in zip(growing, nexts, strict=True):
+            search.grow(answers)
     parts = [searches[b].draft() if b in searches else draft.only(b) for b in range(draft.num_sequences)]
     return Draft.joined(parts)

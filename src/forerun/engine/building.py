@@ -1,4 +1,4 @@
-"""From a loaded target to its engine: the cache, the drafters, the policy, and what is kept on disk."""
+"""From a loaded target to its engine: the cache, the drafters, the policy, and the rows kept on disk."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def build(
     draft: Checkpoint | None = None,
     own_drafter: Callable[[drafters.Target], drafters.Drafter] | None = None,
 ) -> Engine:
-    """The engine of a loaded target. Raises UserError.
+    """Build the engine of a loaded target. Raises UserError.
 
-    draft: a draft model that the caller has loaded. own_drafter: makes the drafter of requests that name none.
+    draft: a draft model that the caller has loaded. own_drafter: makes the drafter for requests that name none.
     """
     config, target = opened.config, drafters.Target.of(checkpoint.model, opened, draft)
     runner = Runner(checkpoint.model, _cache(opened, checkpoint.model), target.num_ids, list(target.holes))
@@ -60,7 +60,7 @@ def build(
 
 
 def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
-    """The target's cache."""
+    """Make the target's cache."""
     config = opened.config
     return BlockCache.of(
         model,
@@ -74,26 +74,29 @@ def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
 
 
 def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
-    """What passes of the target and of drafters' models take."""
-    traits = {name: Traits(own.tells_confidence, own.searches, own.is_free) for name, own in members.members.items()}
+    """Return the pass times of the target and of drafters' models."""
+    traits = {
+        name: Traits(drafter.tells_confidence, drafter.searches, drafter.is_free)
+        for name, drafter in members.members.items()
+    }
     models = {name: drafter.runners for name, drafter in members.members.items() if drafter.runners}
     return Costs.of({"": [runner], **models}, traits, measures=config.calibrate)
 
 
 def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | None:
-    """Let the caches of all models use the folder of kv_disk, which is returned; None where none is asked for."""
+    """Let the caches of all models use the folder of kv_disk; return it, or None where none is asked for."""
     limit = disk_limit(config)
     if limit is None:
         return None
     folder, name = Folder(limit.path, limit.num_bytes), Path(config.target or "").name
     _keep_on_disk(runner, folder, name)
-    for own in [own for drafter in members.members.values() for own in drafter.runners]:
-        _keep_on_disk(own, folder, f"a draft model of {name}")
+    for draft_runner in [draft_runner for drafter in members.members.values() for draft_runner in drafter.runners]:
+        _keep_on_disk(draft_runner, folder, f"a draft model of {name}")
     return folder
 
 
 def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
-    """Let a model's cache use the folder, under a name for all that decides the bits of its rows."""
+    """Let a model's cache use the folder, under a name for everything that decides the bits of its rows."""
     cache, model = runner.cache, cast(Any, runner.model)
     if not isinstance(cache, BlockCache) or cache.keeper is not None or not hasattr(model, "stored"):
         return
@@ -114,7 +117,7 @@ def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
 
 
 def _unwritten_ids(opened: Opened) -> frozenset[int]:
-    """The ids that the chat template alone writes. A template that cannot be read is refused where it is asked for."""
+    """Return the ids that only the chat template writes. A template that cannot be read is refused where it is used."""
     if opened.tokenizer is None:
         return frozenset()
     try:

@@ -1,8 +1,8 @@
 """How many committed tokens drafters may run in a step, so that catching up at most about doubles it.
 
-A drafter with a model of its own that is behind has to run what it lacks before it can draft. All at once, that
-would be a gap in every text, so it is spread over steps. What a token takes and how long a step usually is are
-learned from the reports of steps; no clock is read here.
+A drafter whose model is behind has to run the tokens that it lacks before it can draft. All at once, that would be a
+gap in every text, so it is spread over steps. The time of a token and of a usual step are learned from the reports of
+steps; no clock is read here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from forerun.kv.cache import PAGED_BLOCK_TOKENS
 from forerun.types import StepReport
 
-SHARE = 0.75  # of a usual step, that catching up may add to one
+SHARE = 0.75  # of a usual step's time, the most that catching up may add to a step
 LEAST_TOKENS = PAGED_BLOCK_TOKENS  # per step, however long they take: else it might never end
 FIRST_TOKENS = 64  # while nothing is known
 _NUM_STEPS = 9  # whose median is the usual one
@@ -22,7 +22,7 @@ _NUM_CATCHUPS = 4  # of one drafter, whose tokens and seconds are added up
 
 
 class CatchUp:
-    """The allowance of each step, for all drafters together. most_tokens: it is never larger."""
+    """The allowance of each step, for all drafters together. most_tokens: its upper limit."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
@@ -31,22 +31,21 @@ class CatchUp:
         self._token_s: dict[str, float] = {}  # by drafter: seconds per token
 
     def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
-        """Tokens for the decoding sequences of a step, which these drafters serve.
+        """Return the tokens for the decoding sequences of a step, which these drafters serve.
 
-        num_used: what went to prompts in the same step already. Where no request decodes none waits, and only
-        `most_tokens` counts.
+        num_used: tokens that already went to prompts in the same step.
         """
         return min(self.most_tokens - num_used, max(LEAST_TOKENS, self._affordable(drafts) - num_used))
 
     def _affordable(self, drafts: Iterable[str]) -> int:
-        """Tokens that take the share of a usual step, by the dearest of these drafters."""
-        found = [self._token_s[name] for name in drafts if name in self._token_s]
-        if not self._steps_s or not found:
+        """Return the tokens that take SHARE of a usual step, at the speed of the slowest of these drafters."""
+        token_s = [self._token_s[name] for name in drafts if name in self._token_s]
+        if not self._steps_s or not token_s:
             return FIRST_TOKENS
-        return int(SHARE * median(self._steps_s) / max(*found, 1e-9))
+        return int(SHARE * median(self._steps_s) / max(*token_s, 1e-9))
 
     def observe(self, report: StepReport) -> None:
-        """The numbers of the step that was just done."""
+        """Learn from the report of the step that was just done."""
         catchup_s = 0.0
         for name, draft in report.drafts.items():
             if draft.num_catchup_tokens:

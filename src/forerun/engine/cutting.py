@@ -1,4 +1,4 @@
-"""Drafts without what cannot be accepted: ids that the model never writes, and what a request's grammar refuses."""
+"""Cut from drafts what cannot be accepted: ids that the model never writes, and tokens that a grammar refuses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from forerun.sampling.arithmetic import mass
 from forerun.sampling.grammar import Bits
 from forerun.types import Draft, Extra, Probs, Sequence
 
-LEAST = 1e-3  # probability of all these ids: where a drafter draws them more rarely, its draws stay as they are
+LEAST = 1e-3  # probability of all these ids together: below it, a drafter's draws stay as they are
 
 
 def without(draft: Draft, ids: Collection[int]) -> Draft:
-    """Return a draft without the nodes of these ids and what hangs below them. Extra rows below them go as well.
+    """Return a draft without the nodes of these ids and their subtrees. Extra rows below them go as well.
 
-    A token that was drawn where these ids had less than LEAST of the probability is left alone, whatever it is.
-    What a request draws keeps its distribution. Where a token was drawn from q, to take it out because of what it is
-    would be a choice by the drawn value, and biased, if the others were still judged by q. So every node that was drawn
-    from such a q and stays states q on the condition that the token is none of these. Then it is as if, before each
-    draw, a coin had decided with the probability that q gives to these ids that nothing is drafted here, and the token
-    had been drawn from the conditioned q otherwise: the coin depends on earlier draws alone, and the stated
-    distribution is the one that was drawn from, which is all that a rule asks for. Siblings keep their kind: of
-    independent draws of q those that stay are independent draws of the conditioned q, and of draws without replacement
-    such draws of it. A point mass is known before it is "drawn". Greedy and `match` texts do not depend on a draft.
+    A token that was drawn where these ids had less than LEAST of the probability stays, whatever it is.
+
+    The request's distribution is unchanged. Removing a token drawn from q because of its value would be biased if the
+    remaining tokens were still judged by q. So every remaining node that was drawn from such a q states q conditioned
+    on none of these ids. This is as if, before each draw, a coin with q's probability of these ids had decided to draft
+    nothing here, and else the token had been drawn from the conditioned q: the coin depends only on earlier draws, and
+    the stated distribution is the one that was drawn from, which is all that a rule asks for. Siblings keep their kind:
+    the remaining ones of independent draws from q are independent draws from the conditioned q, and likewise for draws
+    without replacement. A point mass is known before it is "drawn". Greedy and `match` texts do not depend on a draft.
     """
     unwanted, seen = sorted(ids), dict[int, Probs | None]()
 
@@ -40,15 +40,15 @@ def without(draft: Draft, ids: Collection[int]) -> Draft:
 
 
 def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
-    """Return a draft without the nodes that the grammars of their requests refuse, and what hangs below them.
+    """Return a draft without the nodes that their requests' grammars refuse, and without their subtrees.
 
-    Guesses cost no rows then, of which the target's probability is 0. A node that was drawn from a distribution and
-    stays states it on the condition that the token is allowed, as in `without`.
+    So guesses with target probability 0 cost no rows. A remaining node that was drawn from a distribution states it on
+    the condition that the token is allowed, as in `without`.
     """
     seen = dict[tuple[int, int], tuple[Bits | None, Probs | None]]()  # by parent and distribution
 
     def found(b: int, node: int) -> tuple[Bits | None, Probs | None]:
-        """The ids that are allowed behind the node's parent, and the distribution on their condition."""
+        """Return the ids allowed behind the node's parent, and the node's distribution conditioned on them."""
         parent, given = draft.parents[node], draft.probs[node]
         key = (b if parent < 0 else -1 - parent, id(given))
         if key not in seen:
@@ -66,9 +66,9 @@ def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
 
 
 def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: Callable[[int, int], bool]) -> Draft:
-    """Return the nodes that are left. conditioned(b, node): what a node states from now on, None = it goes.
+    """Return the remaining nodes. conditioned(b, node): the distribution that a node then states, None = it goes.
 
-    stays(b, node): whether the token of a node that states another distribution is possible in that.
+    stays(b, node): whether a node's token is possible in its new distribution.
     """
     changed = False
     places: dict[int, int] = {-1: -1}  # node -> node of the new draft
@@ -78,14 +78,14 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
         for node in draft.nodes(b):
             if draft.parents[node] not in places:
                 continue
-            own = conditioned(b, node)
-            changed |= own is not draft.probs[node]
-            if own is None or (own is not draft.probs[node] and not stays(b, node)):
+            stated = conditioned(b, node)
+            changed |= stated is not draft.probs[node]
+            if stated is None or (stated is not draft.probs[node] and not stays(b, node)):
                 continue
             places[node] = len(tokens)
             tokens.append(draft.tokens[node])
             parents.append(places[draft.parents[node]])
-            probs.append(own)
+            probs.append(stated)
         starts.append(len(tokens))
         if b in draft.extra:
             extra[b] = _rows_left(draft, b, places, len(tokens) - starts[b])
@@ -94,16 +94,16 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
 
 
 def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:
-    """Return the ids that a grammar allows behind drafted tokens, and a distribution on their condition; None = none.
+    """Return the ids that a grammar allows behind drafted tokens, and `probs` conditioned on them; None = none.
 
-    The same object where it gives no other id a probability.
+    `probs` itself where it gives no other id a probability.
     """
     assert seq.grammar is not None
     if not seq.grammar.may_draft:
         return None, None
     try:
         bits: Bits = seq.grammar.allowed(seq.tokens, drafted).bits
-    except BadOption:  # behind an end of the output nothing is drafted; and too much is refused where it is judged
+    except BadOption:  # nothing is drafted behind an end of the output; judging refuses what goes too far
         return None, None
     if probs.point is not None:
         return bits, probs if probs.point < len(bits) and bits[probs.point] else None
@@ -122,9 +122,9 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
 
 
 def _without(probs: Probs, ids: list[int]) -> Probs | None:
-    """Return a distribution on the condition that none of these ids is drawn; None where nothing else can be.
+    """Return a distribution conditioned on none of these ids; None where nothing else can be drawn.
 
-    The same object where they have less than LEAST.
+    `probs` itself where these ids have less than LEAST.
     """
     if probs.point is not None:
         return None if probs.point in ids else probs
@@ -147,7 +147,7 @@ def _without(probs: Probs, ids: list[int]) -> Probs | None:
 
 
 def _rows_left(draft: Draft, b: int, places: dict[int, int], num_nodes: int) -> Extra:
-    """Return the extra rows of sequence b whose ancestors are left. places: of nodes; num_nodes: of b that are left."""
+    """Return the extra rows of sequence b whose ancestors remain. places: of nodes. num_nodes: remaining nodes of b."""
     nodes, given = draft.nodes(b), draft.extra[b]
     first = num_nodes and min(place for node, place in places.items() if node in nodes)
     rows = {-1: -1} | {node - nodes.start: places[node] - first for node in nodes if node in places}

@@ -36,12 +36,12 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.types import Coins, Hypotheses, Listener, SamplingParams, Sequence, StepReport
 
 LOG = logging.getLogger(__name__)
-# Of a request's bad words and its prediction, as ids; and its grammar.
+# A request's bad words and prediction, as ids, and its grammar.
 _Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | Limited | None]
 
 
 def philox_coins(seq: Sequence) -> Coins:
-    """The production source of randomness: a function of the request's seed, the position and the round."""
+    """Return the randomness of one round: a function of the request's seed, the position and the round."""
     return PhiloxCoins(seq.seed, len(seq.tokens), seq.round)
 
 
@@ -56,8 +56,8 @@ class _Entry:
 class Engine:
     """Add requests, step until they are finished. Not thread-safe: one thread steps.
 
-    start_ids: of an encoder-decoder, what a decoder's text begins with; prompts are then sources. turns: those that the
-    engine has part in; None = of all engines of this process on the device of the model.
+    start_ids: of an encoder-decoder, the ids that a decoder's text begins with; prompts are then sources. turns: the
+    turns that the engine takes part in; None = with all engines of this process on the model's device.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Engine:
         self._listeners: list[_Entry] = []
         self._ids = itertools.count()
         self._has_drafted = False
-        self._behind_s = 0.0  # of the last step, after its report
+        self._behind_s = 0.0  # seconds of the last step after its report
 
     def use_pacing(self, pacing: Pacing) -> None:
-        """Take another policy. Raises InternalError while there are requests, which the old one knows."""
+        """Replace the policy. Raises InternalError while there are requests, because the old policy knows them."""
         if self.scheduler.waiting or self.scheduler.running:
             raise InternalError("another pacing policy can be taken between requests only")
         self.pacing = self.stepper.pacing = pacing
@@ -113,7 +113,7 @@ class Engine:
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it.
 
-        What a listener raises is raised by `step`, when that is done.
+        `step` raises a listener's error at its end.
         """
         entry = _Entry(listener, detail)
         self._listeners.append(entry)
@@ -131,27 +131,27 @@ class Engine:
 
     def add_all(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
         """Queue one prompt, for params.n outputs. Raises as `add`."""
-        made = self.make(prompt_ids, params)
-        self.queue(made)
-        return made
+        requests = self.make(prompt_ids, params)
+        self.queue(requests)
+        return requests
 
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
-        """The requests of one prompt, params.n of them, for `queue`. Any thread may make them. Raises as `add`."""
+        """Make the params.n requests of one prompt, for `queue`. Any thread may call this. Raises as `add`."""
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        # Once, however many outputs there are.
+        # Encoded once, however many outputs there are.
         texts = self._bad_word_ids(params), self._prediction_ids(params), self._grammar(params)
-        made: list[Request] = []
+        requests: list[Request] = []
         if params.searches:
             return self._searched(prompt_ids, params, seed, texts)
         for index in range(params.n):
             seq = self._sequence(prompt_ids, params, derived_seed(seed, index), texts)
-            if not made:
+            if not requests:
                 self._check(seq)
-            made.append(SampledRequest(seq, self.tokenizer, index=index, leader=made[0] if made else None))
-        return made
+            requests.append(SampledRequest(seq, self.tokenizer, index=index, leader=requests[0] if requests else None))
+        return requests
 
     def _searched(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
-        """The outputs of a beam search. One more request, their `searcher`, runs and fills them when it is done."""
+        """Make the outputs of a beam search, and their `searcher`: the request that runs, and fills them at its end."""
         seq, *others = (self._sequence(prompt_ids, params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()
         self._check(seq)
@@ -160,14 +160,14 @@ class Engine:
         return outputs
 
     def queue(self, requests: Seq[Request]) -> None:
-        """Queue requests that were made; the next step may run them."""
+        """Queue requests from `make`; the next step may run them."""
         for request in dict.fromkeys(request.searcher or request for request in requests):
             if request.seq.finish_reason is None:
                 self.scheduler.add(request)
                 self._has_drafted = self._has_drafted or request.seq.draft != NONE
 
     def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Measure what pacing wants to know of this machine, if a request has drafted and none is there.
+        """Let pacing measure this machine, if some request wanted a drafter and no request is left.
 
         Given up as soon as goes_on() is False. Passes wait for their turn among the engines of the device.
         """
@@ -204,10 +204,10 @@ class Engine:
         return seq
 
     def step(self) -> list[Request]:
-        """One step of the continuous batch; returns the requests that it finished.
+        """Run one step of the continuous batch; return the requests that it finished.
 
-        A request that cannot go on is aborted, with its `error` set, and does not disturb the others. A step may do
-        nothing but wait for the disk, or let a request give way to others.
+        A request that cannot go on is aborted, with its `error` set, and does not disturb the others. A step may only
+        wait for the disk, or only let a request give way to others.
         """
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
@@ -240,7 +240,7 @@ class Engine:
         return self.stepper.step(plan, self._behind_s + time.perf_counter() - begun)
 
     def _conclude(self, plan: Plan, report: StepReport) -> list[Request]:
-        """Finish requests, and tell them and the listeners of the step."""
+        """Finish requests, and notify them and the listeners of the step."""
         now_s = time.monotonic()
         self.scheduler.fair.observe(report)
         for request in plan.decode:
@@ -259,7 +259,7 @@ class Engine:
         return finished
 
     def _end_read(self) -> list[Request]:
-        """End the requests whose prompt is read and that ask for nothing more."""
+        """End the requests that ask for no output and whose prompt is read."""
         cache = self.runner.cache
         ended = [
             request
@@ -272,7 +272,7 @@ class Engine:
         return ended
 
     def abort(self, request: Request) -> None:
-        """End a request at once and free what it holds; what it has committed stays readable. Ended ones are left."""
+        """End a request at once and free its cache; committed tokens stay readable. Ended requests are left alone."""
         if request.seq.finish_reason is None:
             request.abort()
             self._finish_and_tell(request)
@@ -281,10 +281,10 @@ class Engine:
                 self.abort(searcher)  # nobody waits for it any more
 
     def recover(self, requests: Seq[Request], error: BaseException) -> None:
-        """Go on behind a step that raised: end what ran, or waits where nothing runs, and tell each request that ended.
+        """Go on after a step that raised: end the running requests, else the waiting ones, and notify all that ended.
 
-        requests: those that had not ended before the step. One whose last token it has committed is whole, and ends as
-        it should.
+        requests: the unfinished ones before the step. A request whose last token the step committed is complete, and
+        ends normally.
         """
         ran = self.scheduler.running[:] or self.scheduler.waiting[:]
         for request in dict.fromkeys([*ran, *(r for r in requests if r.seq.finish_reason is not None)]):
@@ -307,7 +307,7 @@ class Engine:
             self._tell_of(request)
 
     def _tell_of(self, request: Request) -> None:
-        """Tell of a request's progress, of its end once. One that cannot be told any more is ended."""
+        """Call a request's `hear`, once for its end. A request whose `hear` raises is ended."""
         hear = request.hear
         if request.seq.finish_reason is not None:
             request.hear = unheard
@@ -356,7 +356,7 @@ class Engine:
         return max_len
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as it is encoded at the start of a text and after a space."""
+        """Return the ids of each bad word, as encoded at the start of a text and after a space."""
         if params.bad_words and self.tokenizer is None:
             raise BadOption("bad_words needs a tokenizer: this engine has none")
         variants: set[tuple[int, ...]] = set()
@@ -367,7 +367,7 @@ class Engine:
         return tuple(sorted(v for v in variants if v))
 
     def _grammar(self, params: SamplingParams) -> Grammar | Limited | None:
-        """What a request is held to, compiled. Raises BadOption for a grammar that cannot be honoured."""
+        """Return a request's compiled constraint. Raises BadOption for a grammar that cannot be honoured."""
         grammar = None
         if params.constraint is not None:
             if self.tokenizer is None:
@@ -378,7 +378,7 @@ class Engine:
         return Limited(params.thinking, grammar, self.runner.model.config.vocab_size)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The prediction as ids. It stands for output, so no special tokens are put around it."""
+        """Return the prediction as ids. It stands for output, so no special tokens are put around it."""
         given = params.prediction or ()
         if not isinstance(given, str):
             return tuple(given)
@@ -387,7 +387,7 @@ class Engine:
         return tuple(self.tokenizer.encode(given, add_special_tokens=False))
 
     def _decoder_prompt_ids(self, params: SamplingParams) -> Seq[int]:
-        """What the decoder's text begins with behind its start, as ids. It stands for output."""
+        """Return the ids that follow start_ids in the decoder's text. They stand for output."""
         given = params.decoder_prompt or ()
         if not isinstance(given, str):
             return given
@@ -396,7 +396,7 @@ class Engine:
         return self.tokenizer.encode(given, add_special_tokens=False)
 
     def _check_source(self, seq: Sequence) -> None:
-        """Refuse a source that the encoder cannot read, and one where there is no encoder."""
+        """Refuse a source that the encoder cannot read, and a decoder_prompt where there is no encoder."""
         encoder = self.runner.model.config.encoder
         if encoder is None:
             if seq.params.decoder_prompt is not None:

@@ -1,20 +1,20 @@
 """How many tokens of prompts a step reads, so that no stream waits longer than was promised, and no newcomer for long.
 
-A chunk of 512 tokens on a CPU takes as long as dozens of decoding steps, and every stream would wait for it: those of
-the engine, and those of other engines on the same device, which have the next turn when the step is over (turns.py).
-What a token of a prompt takes, and how long a step usually is, are learned from the reports of steps; no clock is read
+A chunk of 512 tokens on a CPU takes as long as dozens of decoding steps, and every stream would wait for it: the
+engine's streams, and the streams of other engines on the same device, which have the next turn when the step is over
+(turns.py). The times of a prompt token and of a usual step are learned from the reports of steps; no clock is read
 here.
 
-A token takes the longer the more keys stand before it: seconds = base + slope * keys, by weighted least squares over
-the last hundreds of chunks. What the last few of them took over that, at the median, corrects it. The promise is one on
-the 99th percentile and not on the mean, so a share of what is allowed is aimed at: a step that was too long makes the
-share smaller by a tenth, and each that was not makes it so much larger that of 200 steps one is too long in the end.
+The more keys stand before a token, the longer it takes: seconds = base + slope * keys, by weighted least squares over
+the last hundreds of chunks. The median ratio of the last few chunks to that line corrects it. The promise is about the
+99th percentile and not the mean, so a step aims at a share of the allowed time: a step that was too long makes the
+share smaller by a tenth, and every other step makes it larger by as much as balances one such step in 200.
 
-How long a step without prompts is depends on how many requests decode. Where that is not known, or was seen too long
+The length of a step without prompts depends on how many requests decode. Where it is not known, or was seen too long
 ago, a step runs without prompts.
 
-Where nobody streams a request may come at any moment, whose first token waits for the chunk that is read: a step takes
-as long as a few of the shortest that decode. Larger chunks are hardly faster.
+Where nobody streams, a request may come at any moment, and its first token waits for the chunk that is read: a step
+takes as long as a few of the shortest decoding steps. Larger chunks are hardly faster.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from forerun.types import StepReport
 
 LEAST_TOKENS = 1  # per step, however long they take: else a prompt might never be read
 FIRST_TOKENS = 16  # while nothing is known
-RENEWED_AFTER = 32  # steps with prompts, behind which the usual step is looked at again
+RENEWED_AFTER = 32  # steps with prompts after which the usual step is measured again
 FIRST_SHARE, LEAST_SHARE = 0.8, 0.5  # of the seconds that a chunk may add
-LEAST_STEPS = 1.5  # usual ones, that a step may take which decodes nothing: one token takes as long as a few there
-QUIET_STEPS, QUIET_S = 8, 0.050  # that a step takes where nobody streams: usual ones, or the seconds if they are more
-_MISSED, _SHARE_MISSED = 0.1, 0.005  # what a step that was too long takes off; how many may be
-_NUM_STEPS = 9  # whose median is the usual one
-_NUM_CHUNKS = 9  # whose median corrects what is expected
-_KEPT = 0.995  # of the weight of each earlier chunk
-_NEAR_KEYS = 256.0  # positions nearer to each other than this say little of the slope
+LEAST_STEPS = 1.5  # usual steps, the least time of a step that decodes nothing: one token takes as long as a few there
+QUIET_STEPS, QUIET_S = 8, 0.050  # time of a step while nobody streams: so many usual steps, or the seconds if longer
+_MISSED, _SHARE_MISSED = 0.1, 0.005  # by how much a step that was too long lowers the share; how many may be too long
+_NUM_STEPS = 9  # the median of so many is the usual step
+_NUM_CHUNKS = 9  # the median of so many corrects the expectation
+_KEPT = 0.995  # factor of the weight of earlier chunks
+_NEAR_KEYS = 256.0  # positions nearer to each other than this say little about the slope
 
 
 class _Limit(NamedTuple):
-    """How long a step may take. usual_s: of it without prompts, 0 where it decodes nothing. known: of its chunks."""
+    """How long a step may take. usual_s: without prompts, 0 if it decodes nothing. known: what its chunks take."""
 
     seconds: float
     usual_s: float
@@ -51,20 +51,20 @@ class _Limit(NamedTuple):
 
 
 class Allowance:
-    """What the prompts of a step may still take: tokens, and seconds by what is known of chunks; None = any time."""
+    """What the prompts of a step may still take: tokens, and seconds as `known` expects them; None = any time."""
 
     def __init__(self, num_tokens: int, seconds: float = 0.0, known: Chunks | None = None) -> None:
         self._num_tokens, self._seconds, self._known = num_tokens, seconds, known
         self._least = LEAST_TOKENS
 
     def fitting(self, num_before: int) -> int:
-        """Return how many tokens a text may have that stand behind so many of its own."""
+        """Return how many more tokens a prompt with `num_before` tokens in the cache may run."""
         if self._known is None:
             return self._num_tokens
         return min(self._num_tokens, max(self._least, self._known.fitting(self._seconds, num_before)))
 
     def take(self, num_tokens: int, num_before: int) -> None:
-        """Take note that a text has these tokens."""
+        """Subtract the tokens that a prompt runs."""
         self._num_tokens -= num_tokens
         if num_tokens and self._known is not None:
             keys = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
@@ -75,8 +75,8 @@ class Allowance:
 class Fair:
     """The allowance of each step of an engine.
 
-    stretch: of a step with prompts over one without; max_itl_s: its seconds. None = there is no such limit; of two the
-    smaller holds. turns: of the engine's device; None = it has no other engines.
+    stretch: the longest step with prompts, as a multiple of one without; max_itl_s: in seconds. None = no such limit;
+    of two, the smaller holds. turns: of the engine's device; None = there are no other engines.
     """
 
     def __init__(
@@ -84,28 +84,28 @@ class Fair:
     ) -> None:
         self._turns = turns or Turns()
         self.seat = self._turns.join(Seat(stretch, max_itl_s))
-        self._usual = dict[int, _Usual]()  # by how many decode
-        # Of steps that decode, of those that do not while other engines do, and of those while nobody does.
+        self._usual = dict[int, _Usual]()  # by number of decoding requests
+        # Chunks in steps that decode; in steps that do not, while other engines do; and while nobody decodes.
         self._own, self._apart, self._quiet = Chunks(), Chunks(), Chunks()
         self._share = FIRST_SHARE
 
     def turn(self) -> AbstractContextManager[None]:
-        """Wait until the engine may step; others do not meanwhile."""
+        """Wait until the engine may step; other engines wait meanwhile."""
         return self._turns.turn(self.seat)
 
     def plan(self, num_decoding: int, *, is_reading: bool) -> None:
-        """Take note of the next step, for the other engines: how many requests decode, and whether prompts are read."""
+        """Tell other engines of the next step: how many requests decode, and whether prompts are read."""
         usual = self._usual.get(num_decoding)
         self.seat.num_streams, self.seat.is_reading = num_decoding, is_reading
         self.seat.usual_s = None if usual is None else usual.seconds
 
     def left(self, num_running: int) -> None:
-        """Take note that a request has ended, and how many are left."""
+        """Note that a request has ended. num_running: how many are left."""
         self.seat.num_streams = min(self.seat.num_streams, num_running)
         self.seat.is_reading &= num_running > 0
 
     def allowance(self, most: int) -> Allowance:
-        """What prompts may take of the step that was planned, at most so many tokens.
+        """Return what prompts may take of the planned step, at most `most` tokens.
 
         Nothing where the step is to show how long it is without prompts.
         """
@@ -122,7 +122,7 @@ class Fair:
         return Allowance(most, share * (limit.seconds - limit.usual_s), limit.known)
 
     def _limit(self, num_decoding: int, others: Seq[Seat]) -> _Limit | None:
-        """How long a step may take in which so many requests decode; None = as long as it likes."""
+        """Return how long a step with `num_decoding` decoding requests may take; None = there is no limit."""
         usual, num_reading = self._usual.get(num_decoding), 1 + sum(seat.is_reading for seat in others)
         usual_s, known = (0.0, self._apart) if usual is None else (usual.seconds, self._own)
         least_s = self._usual[min(self._usual)].least_s if self._usual else 0.0
@@ -138,7 +138,7 @@ class Fair:
         return _Limit(seconds if num_decoding else max(seconds, LEAST_STEPS * least_s), usual_s, known)
 
     def observe(self, report: StepReport) -> None:
-        """The numbers of the step that was just done."""
+        """Learn from the report of the step that was just done."""
         num_decoding, others = report.num_decoding, self._turns.beside(self.seat)
         usual = self._usual.get(num_decoding)
         if not report.num_prefill_tokens:
@@ -159,7 +159,7 @@ class Fair:
         known.observe(report.num_prefill_tokens, report.num_prefill_keys, max(0.0, report.seconds - usual_s))
 
     def _judge(self, report: StepReport, limit: _Limit) -> None:
-        """Aim lower behind a step that was too long, unless it would have been without its chunk, too."""
+        """Aim lower after a step that was too long, unless it would have been too long without its chunk, too."""
         expected_s, share = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys), self._share
         if report.seconds <= limit.seconds:
             share *= 1 + _MISSED * _SHARE_MISSED
@@ -169,10 +169,10 @@ class Fair:
 
 
 class _Usual:
-    """How long steps without prompts are, at the median. num_chunks: steps with prompts since the last of them.
+    """The median time of steps without prompts. num_chunks: steps with prompts since the last one without.
 
-    least_s: the shortest median so far. Long drafts make a step several times as long, and a newcomer, who waits for a
-    chunk, gains nothing by them.
+    least_s: the shortest median so far. Long drafts make a step several times as long, and a newcomer that waits for a
+    chunk gains nothing from them.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class _Usual:
 
 
 class Chunks:
-    """What chunks took: a line through all of them, and how far the last ones are from it."""
+    """The time of chunks: a line through all of them, and how far the last ones are from it."""
 
     def __init__(self) -> None:
         self._last = deque[tuple[int, int, float]](maxlen=_NUM_CHUNKS)  # tokens, keys that their rows saw, seconds
@@ -195,16 +195,18 @@ class Chunks:
         self._base, self._slope, self._level = 0.0, 0.0, 1.0
 
     def observe(self, num_tokens: int, num_keys: int, seconds: float) -> None:
-        """Learn from a step how long its tokens took."""
+        """Learn how long the prompt tokens of a step took."""
         self._last.append((num_tokens, num_keys, seconds))
         if len(self._last) == _NUM_CHUNKS:
-            seconds = min(seconds, 3 * self.expected_s(num_tokens, num_keys))  # a pause is not to bend the line
+            seconds = min(
+                seconds, 3 * self.expected_s(num_tokens, num_keys)
+            )  # so that a pause of the machine does not bend the line
         self._learn(float(num_tokens), num_keys / num_tokens, seconds / num_tokens)
         factors = [s / max(self._line(n, keys), 1e-9) for n, keys, s in self._last]
         self._level = median(factors)
 
     def _learn(self, weight: float, keys: float, token_s: float) -> None:
-        """Welford's update of weighted means and moments (West 1979), and from them the line."""
+        """Update weighted means and moments (Welford's method, West 1979), and from them the line."""
         before = _KEPT * self._weight
         self._weight = before + weight
         away, part = keys - self._keys, weight / self._weight
@@ -214,7 +216,7 @@ class Chunks:
         self._squares = _KEPT * self._squares + before * part * away * away
         self._products = _KEPT * self._products + before * part * away * away_s
         near = self._weight * _NEAR_KEYS * _NEAR_KEYS
-        most = self._token_s / max(self._keys, 1.0)  # a line that is not below 0 where there are no keys
+        most = self._token_s / max(self._keys, 1.0)  # keeps the line above 0 at 0 keys
         self._slope = min(most, max(0.0, self._products / (self._squares + near)))
         self._base = self._token_s - self._slope * self._keys
 
@@ -227,11 +229,11 @@ class Chunks:
         return self._weight > 0
 
     def expected_s(self, num_tokens: int, num_keys: int) -> float:
-        """Seconds of a chunk; 0 while none was seen."""
+        """Return the expected seconds of a chunk; 0 before the first."""
         return self._level * self._line(num_tokens, num_keys)
 
     def fitting(self, seconds: float, num_before: int) -> int:
-        """Tokens behind so many others that are expected to take so long."""
+        """Return how many tokens behind `num_before` others are expected to take `seconds`."""
         linear, square = self._base + self._slope * num_before, self._slope / 2
         budget = max(0.0, seconds) / max(self._level, 1e-9)
         # linear * n + square * n * n = budget, in the form that does not lose digits where square is tiny

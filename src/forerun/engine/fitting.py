@@ -1,7 +1,7 @@
-"""From what was opened to what fits: what drafters need of a target, and whether this machine has the memory.
+"""Whether an engine is possible: what drafters need of a target, and whether this machine has the memory.
 
-Two questions in the order of their price: do the small files allow it (`refuse_early`), is there memory for it
-(`with_room`). What comes after them is in building.py.
+Two questions, the cheaper one first: do the small files allow it (`refuse_early`), and is there memory for it
+(`with_room`). building.py then builds the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.registry import names
 
 @dataclass(frozen=True)
 class OwnDraft(drafters.Wanted):
-    """A method of a configuration. label: what its model is called in `Outlines.models`; None = it has none."""
+    """A drafting method of a configuration. label: the name of its model in `Outlines.models`; None = no model."""
 
     label: str | None = None
 
@@ -33,7 +33,7 @@ class OwnDraft(drafters.Wanted):
 class Outlines:
     """The models that LLM would load and make, and what their drafters need, before any weight is read.
 
-    drafts: every method, those of which others are made included.
+    drafts: every method, including the parts of combined methods.
     """
 
     opened: Opened
@@ -41,43 +41,45 @@ class Outlines:
 
     @classmethod
     def of(cls, opened: Opened) -> Outlines:
-        """Ask each drafter once what it needs. Raises UserError for what LLM refuses."""
+        """Ask each drafter once what it needs. Raises UserError for a configuration that LLM refuses."""
         config, drafts = opened.config, list[OwnDraft]()
         for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
             number = 0
-            for own in drafters.wanted(spec, opened):
-                number += own.needs.has_model
+            for wanted in drafters.wanted(spec, opened):
+                number += wanted.needs.has_model
                 called = label if number == 1 else f"{label}, model {number}"
-                drafts.append(OwnDraft(own.method, own.options, own.needs, called if own.needs.has_model else None))
+                drafts.append(
+                    OwnDraft(wanted.method, wanted.options, wanted.needs, called if wanted.needs.has_model else None)
+                )
         return cls(opened, tuple(drafts))
 
     @cached_property
     def models(self) -> Mapping[str, Outline]:
-        """By name: "target", "draft", those of `extra_drafts`; the ones that are made of the target come last.
+        """The models by name: "target", "draft", then `extra_drafts`; models made of the target's weights come last.
 
         Raises UserError for a draft model that LLM refuses, BadOption where a drafter needs one and none is named.
         """
         opened = self.opened
-        found = {"target": opened.outline}
+        outlines = {"target": opened.outline}
         for name, method, needs in self._with_models():
             if needs.loads is not None:
                 path = needs.loads.path or opened.shipped_draft
                 if path is None:
                     raise BadOption(drafters.needs_a_model(method))
-                found[name] = Outline.of(opened.open(path).as_model(), needs.loads.quantization, opened.packs)
+                outlines[name] = Outline.of(opened.open(path).as_model(), needs.loads.quantization, opened.packs)
         for name, method, needs in self._with_models():
-            if (made := needs.makes) is not None:
-                if made.quantization is not None and self._has_no_more_bits(made.quantization):
+            if (copy := needs.makes) is not None:
+                if copy.quantization is not None and self._has_no_more_bits(copy.quantization):
                     raise BadOption(
-                        f"the drafter {method!r} is not possible with quantization={made.quantization!r}: the target's "
+                        f"the drafter {method!r} is not possible with quantization={copy.quantization!r}: the target's "
                         "weights have no more bits already; round them to fewer, use a target of more bits, or "
                         "dtype='float32'"
                     )
-                found[name] = opened.outline.made(made.quantization, made.layers, made.config)
-        return found
+                outlines[name] = opened.outline.made(copy.quantization, copy.layers, copy.config)
+        return outlines
 
     def _has_no_more_bits(self, quantization: str) -> bool:
-        """Whether weights of the target will be in memory as integers that rounding would not make smaller."""
+        """Return whether the target's weights will be integers in memory that rounding would not make smaller."""
         opened = self.opened
         packed_bits = [scheme.bits for scheme in opened.outline.schemes.values() if opened.packs(scheme)]
         return bool(packed_bits) and min(packed_bits) <= Quantization.parse(quantization).bits
@@ -85,27 +87,27 @@ class Outlines:
     @property
     def has_models(self) -> bool:
         """Whether a drafter runs a draft model."""
-        return any(own.needs.has_model for own in self.drafts)
+        return any(draft.needs.has_model for draft in self.drafts)
 
     @property
     def num_taps(self) -> int:
-        """How many inner layers of the target show their rows to drafters, in each pass."""
-        return len({layer for own in self.drafts for layer in own.needs.layers})
+        """How many inner layers of the target show their hidden states to drafters in each pass."""
+        return len({layer for draft in self.drafts for layer in draft.needs.layers})
 
     @property
     def beside(self) -> Mapping[str, Beside]:
-        """The weights of trained heads, by the names of their models, else by their methods."""
-        found = dict[str, Beside]()
-        for own in sorted(self.drafts, key=lambda own: own.label is None):
-            if own.needs.weights is not None:
-                name = own.label or own.method
-                number = 1 + sum(other.partition(" ")[0] == name for other in found)
-                found[name if number == 1 else f"{name} {number}"] = own.needs.weights
-        return found
+        """The weights of trained heads, by the label of their model, else by method."""
+        weights = dict[str, Beside]()
+        for draft in sorted(self.drafts, key=lambda draft: draft.label is None):
+            if draft.needs.weights is not None:
+                name = draft.label or draft.method
+                number = 1 + sum(other.partition(" ")[0] == name for other in weights)
+                weights[name if number == 1 else f"{name} {number}"] = draft.needs.weights
+        return weights
 
     def shared(self, models: Mapping[str, Outline]) -> Mapping[str, str]:
-        """Those of these models whose weights another one has in memory: by the name of each, that of the other."""
-        first, found = dict[Hashable, str](), dict[str, str]()
+        """Map a model to the earlier model that already holds its weights."""
+        first, holders = dict[Hashable, str](), dict[str, str]()
         for name, _, needs in self._with_models():
             weights: Hashable = None
             if needs.loads is not None:
@@ -114,19 +116,19 @@ class Outlines:
                 weights = Quantization.parse(needs.makes.quantization)
             other = first.setdefault(weights, name) if weights else name
             if other != name and models[other].config == models[name].config:
-                found[name] = other
-        return found
+                holders[name] = other
+        return holders
 
     def _with_models(self) -> list[tuple[str, str, drafters.Needs]]:
-        """Name of the model, method and needs of each drafter that has a model."""
-        return [(own.label, own.method, own.needs) for own in self.drafts if own.label is not None]
+        """Return the model's name, the method and the needs of each drafter that has a model."""
+        return [(draft.label, draft.method, draft.needs) for draft in self.drafts if draft.label is not None]
 
     def plan(
         self, available: int | None, models: Mapping[str, Outline] | None = None, config: EngineConfig | None = None
     ) -> MemoryPlan:
-        """Return the memory plan. available: bytes, None = unknown. models: None = those that were found.
+        """Return the memory plan. available: bytes, None = unknown. models: None = `self.models`.
 
-        config: another one than the target was opened with.
+        config: replaces the configuration that the target was opened with.
         """
         opened, models = self.opened, self.models if models is None else models
         draft = models.get("draft")
@@ -146,7 +148,7 @@ class Outlines:
         )
 
     def fitted(self, available: int | None, models: Mapping[str, Outline] | None = None) -> tuple[Opened, MemoryPlan]:
-        """Return the target and its plan: with 4,096 tokens a sequence where none are given and more do not fit."""
+        """Return the target and its plan: 4,096 tokens a sequence if max_seq_len is None and more do not fit."""
         plan, config = self.plan(available, models), self.opened.config
         if plan.fits or config.max_seq_len is not None:
             return self.opened, plan
@@ -159,7 +161,7 @@ class Outlines:
 
 
 def refuse_early(opened: Opened) -> Outlines:
-    """Raise UserError for whatever the small files of both models show; returns what they show beside that."""
+    """Raise UserError for whatever the small files of target and drafters rule out; return the outlines."""
     config, spec = opened.config, opened.spec
     device = torch_device(config.device)
     name = ops.resolve(config.ops, device, spec)
@@ -169,7 +171,7 @@ def refuse_early(opened: Opened) -> Outlines:
         max_seq_len=opened.room.max_seq_len,
         num_tokens=opened.room.kv_cache_tokens,
     )
-    _ = opened.tokenizer  # a broken one is refused here
+    _ = opened.tokenizer  # refuses a broken tokenizer here
     if config.generation_config == "model":
         _ = opened.usual_fields
     if config.chat_template is not None:
@@ -181,10 +183,10 @@ def refuse_early(opened: Opened) -> Outlines:
 
 
 def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlines, str | None]:
-    """Return what a memory plan is computed from, and why the tokens of a pair were not compared; None = they were.
+    """Return the outlines for a memory plan, and why vocabularies were not compared; None = they were.
 
-    A plan needs config.json alone; where another file is missing, the drafters are not compared with the target. widen:
-    makes the spec for which the plan is of the target's own.
+    A plan needs only config.json; where another file is missing, the drafters are not compared with the target. widen:
+    maps the target's spec to the spec that the plan is for.
     """
 
     def outlined(config_only: bool = False) -> Outlines:
@@ -202,9 +204,9 @@ def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlin
 
 
 def usable_drafts(opened: Opened) -> list[str]:
-    """The methods that requests could be offered beside those that a configuration names, with their usual options.
+    """Return further methods, with default options, that an engine of this configuration could offer to requests.
 
-    They are those that the small files allow; and where memory does not hold all, those without a model of their own.
+    The small files must allow them; where memory does not hold all, only methods without a model remain.
     """
     config = opened.config
     named_already = {opened.resolve(spec)[0] for spec in (config.draft, *config.extra_draft_specs)}
@@ -212,7 +214,7 @@ def usable_drafts(opened: Opened) -> list[str]:
     for method in names(drafters.__name__):
         try:
             alone = Outlines.of(opened.under(replace(config, draft=method, extra_drafts=None)))
-            _ = alone.models  # those that it needs are there
+            _ = alone.models  # raises where a model that it needs is missing
         except UserError:
             continue
         if method not in named_already:
@@ -226,10 +228,10 @@ def usable_drafts(opened: Opened) -> list[str]:
 
 
 def with_room(outlines: Outlines) -> Opened:
-    """Return the target of an engine that this machine has memory for: with less context where none was asked.
+    """Return the target for an engine that fits this machine's memory: with less context where none was asked for.
 
-    A draft model that the caller has loaded is not named by the configuration and not counted. Raises CapacityError,
-    with numbers and with what would fit, where even that needs too much.
+    A draft model that the caller has loaded is not in the configuration and not counted. Raises CapacityError, with
+    numbers and with what would fit, where even that needs too much.
     """
     opened, plan = outlines.fitted(available_bytes(outlines.opened.device))
     if not plan.fits:
@@ -238,10 +240,10 @@ def with_room(outlines: Outlines) -> Opened:
 
 
 def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
-    """Raise UserError for what `refuse_early` refuses of an engine, before any weight of another one is read.
+    """Check several engines with `refuse_early` before any weight is read; return their targets.
 
-    And CapacityError, with numbers, where this machine has no memory for all of them at once. configs: by the names of
-    the engines. Returns their targets.
+    Raises its UserError, and CapacityError, with numbers, where this machine has no memory for all engines at once.
+    configs: by the names of the engines.
     """
     outlines = dict[str, Outlines]()
     for name, config in configs.items():
@@ -252,15 +254,15 @@ def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
     by_device = dict[str, dict[str, Outlines]]()
     for name, one in outlines.items():
         by_device.setdefault(one.opened.device, {})[name] = one
-    for device, own in by_device.items():
-        plan = plan_together(own, available_bytes(device))
+    for device, engines in by_device.items():
+        plan = plan_together(engines, available_bytes(device))
         if not plan.fits:
-            raise CapacityError(f"there is no memory for these {len(own)} engines together: {plan.verdict()}")
+            raise CapacityError(f"there is no memory for these {len(engines)} engines together: {plan.verdict()}")
     return {name: one.opened for name, one in outlines.items()}
 
 
 def plan_together(outlines: Mapping[str, Outlines], available: int | None) -> MemoryPlan:
-    """The memory plan of several engines in one process, by their names. available: bytes, None = unknown."""
+    """Return the memory plan of several engines in one process. available: bytes, None = unknown."""
 
     def plans(**options: int) -> dict[str, MemoryPlan]:
         return {name: one.plan(None, config=_at_most(one, options)) for name, one in outlines.items()}
@@ -269,8 +271,8 @@ def plan_together(outlines: Mapping[str, Outlines], available: int | None) -> Me
 
 
 def _at_most(outlines: Outlines, options: Mapping[str, int]) -> EngineConfig:
-    """The configuration of an engine with these options where they are less than its own."""
+    """Return the configuration of an engine with these options as upper limits."""
     config = outlines.opened.config
-    own = {"max_seq_len": outlines.opened.max_seq_len, "max_batch_size": config.max_batch_size}
-    least: dict[str, Any] = {name: min(value, own[name]) for name, value in options.items()}
+    current = {"max_seq_len": outlines.opened.max_seq_len, "max_batch_size": config.max_batch_size}
+    least: dict[str, Any] = {name: min(value, current[name]) for name, value in options.items()}
     return replace(config, **least)

@@ -48,7 +48,7 @@ _LET_GO = ("engine", "checkpoint", "opened", "_loop", "_loaded_draft")  # by `cl
 
 
 def _end(loop: Loop, folder: Folder | None) -> None:
-    """Let the engine's thread end, and write to disk what is to be kept there."""
+    """End the engine's thread, and write the rows that are kept on disk."""
     loop.close()
     if folder is not None:
         folder.close()
@@ -58,10 +58,10 @@ class LLM:
     """A target model with speculation.
 
     target: a checkpoint folder, a GGUF file, a hub id, a name that `forerun models` lists, a loaded Checkpoint, or None
-    for smollm2, which must be here. Options are those of EngineConfig, with the aliases draft_model,
-    num_speculative_tokens, speculative_config, use_speculative_decoding; draft may be a loaded Checkpoint, too, or a
-    function that makes a drafter of one's own for a drafters.Target.
-    Raises UserError for everything that the caller can mend.
+    for smollm2, which must be on this machine. Options: the fields of EngineConfig, with the aliases draft_model,
+    num_speculative_tokens, speculative_config, use_speculative_decoding; draft may also be a loaded Checkpoint, or a
+    function that makes a custom drafter for a drafters.Target.
+    Raises UserError for everything that the caller can fix.
 
     Threads and asynchronous tasks may share one LLM: their requests run in one batch, which a thread of the LLM steps.
     """
@@ -89,9 +89,9 @@ class LLM:
         self.default_params = SamplingParams(**self.usual_fields)
         self.answers_texts = self.has_text and opened.answers_texts
         if self.config.chat_template is not None:
-            _ = self.chat_template  # a file that cannot be read is refused here
+            _ = self.chat_template  # refuses a file that cannot be read
         self.engine = build(opened, self.checkpoint, self._loaded_draft, own_drafter)
-        opened.beside.clear()  # what draft models needed of their small files is in memory
+        opened.beside.clear()  # the draft models are loaded: their small files are not needed any more
         if log is not None:
             self.listen(log, detail=True)
         self._loop = Loop(self.engine)
@@ -99,18 +99,18 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """From a finished configuration."""
+        """Make an LLM from a finished configuration."""
         return cls(config.target, **config.options())
 
     @classmethod
     def from_opened(cls, opened: Opened) -> LLM:
-        """Of a target that a caller has opened before, as to see whether it has a chat template."""
+        """Make an LLM of a target that the caller has opened before, as to see whether it has a chat template."""
         return cls(opened)
 
     def params(self, **fields: Any) -> SamplingParams:
-        """What a call without params takes, with these fields changed: `llm.params(max_tokens=32)`.
+        """Return the default parameters with these fields changed: `llm.params(max_tokens=32)`.
 
-        SamplingParams(max_tokens=32) has SamplingParams' own defaults in the place of the model's: temperature 1.
+        SamplingParams(max_tokens=32) instead has the defaults of SamplingParams, not the model's: temperature 1.
         """
         return SamplingParams(**{**self.usual_fields, **fields})
 
@@ -122,14 +122,14 @@ class LLM:
         *,
         raw: bool = False,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts. A prompt is a text or token ids.
+        """Return outputs in the order of the prompts. A prompt is a text or token ids.
 
         A text is a message that the model answers, if it has a chat template (`answers_texts`), else the beginning of a
         text that it continues; raw=True: it is continued in any case. Ids are taken as they are. params: one, or one
-        for each prompt; without them the model's own (`default_params`).
+        for each prompt; without them the model's defaults (`default_params`).
 
-        Where params.n asks for several outputs, those of one prompt follow each other; those of a beam search
-        (params.num_beams) best first, each with its score.
+        Where params.n asks for several outputs, the outputs of a prompt follow each other; a beam search
+        (params.num_beams) gives the best first, each with its score.
         """
         return self._generate(as_list(prompts), params, raw)
 
@@ -173,9 +173,9 @@ class LLM:
 
         Prompts, params and raw are as in `generate`, answer_form as in `stream`.
 
-        hear(request) is called by the engine's thread, behind each step that brought a request on and when it ends:
-        let it put the request into a queue. One is over when its `seq.finish_reason` is set, and then has its
-        `output()`, or the `error` that ended it. Requests that are no longer wanted are to be given to `end`.
+        hear(request) is called by the engine's thread, after each step that advanced a request and when it ends: let it
+        put the request into a queue. A request is over when its `seq.finish_reason` is set, and then has its
+        `output()`, or the `error` that ended it. Give requests that are no longer wanted to `end`.
         """
         requests = self._make(as_list(prompts), params, hear, raw, answer_form)
         self._loop.add(requests)
@@ -183,7 +183,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer. Raises NotFound where it has none: such a model takes and gives ids alone."""
+        """The target's tokenizer. Raises NotFound where it has none: such a model takes and returns only ids."""
         return needed(self.opened.tokenizer, self.checkpoint.name)
 
     @property
@@ -193,12 +193,12 @@ class LLM:
 
     @property
     def drafters(self) -> Mapping[str, Drafter]:
-        """The drafters that requests may choose, by name; the first serves those that choose none."""
+        """The drafters that requests may choose, by name; the first serves requests that choose none."""
         return self.engine.drafter.members
 
     @property
     def failure(self) -> BaseException | None:
-        """What the last step that failed as a whole has raised; None while the engine is sound."""
+        """The error of the last step that failed as a whole; None if none did."""
         return self._loop.failure
 
     def queue(self, requests: Seq[Request]) -> None:
@@ -206,7 +206,7 @@ class LLM:
         self._loop.add(requests)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End submitted requests and free what they hold, behind the step that runs. Ended ones are left."""
+        """End submitted requests and free their memory, after the running step. Ended ones stay as they are."""
         self._loop.end(requests)
 
     @names_keywords
@@ -218,10 +218,10 @@ class LLM:
         raw: bool = False,
         answer_form: AnswerForm | None = None,
     ) -> Iterator[Chunk]:
-        """Chunks as they are verified: text that can no longer change, and the tokens behind it.
+        """Yield chunks as they are verified: text that can no longer change, and its tokens.
 
-        prompt, params and raw are as in `generate`. answer_form: what `answer_form` returns, where the parts of the
-        answer are wanted: then each chunk has its `parts`: text, reasoning, and calls as they are written.
+        prompt, params and raw are as in `generate`. answer_form: the result of `answer_form`, where the parts of the
+        answer are wanted: each chunk then has its `parts`: text, reasoning, and calls as they are written.
 
         Where params.n asks for several outputs, their chunks come mixed, each with its `index`. Leaving the loop early
         ends the request.
@@ -250,7 +250,7 @@ class LLM:
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. The event loop stays free; several streams run in one batch.
 
-        Leaving the loop early, closing the iterator or cancelling the task ends the request and frees what it holds.
+        Leaving the loop early, closing the iterator or cancelling the task ends the request and frees its memory.
         """
         refuse_to_stream(params)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[Request, Mark]]()
@@ -279,13 +279,13 @@ class LLM:
         max_thinking_tokens: int | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """The next turn of one conversation, or of several at once; `template` as for `apply_chat_template`.
+        """Generate the next turn of one conversation, or of several at once; `template` as for `apply_chat_template`.
 
-        tools: JSON schemas of functions that the model may call. What it calls is in `tool_calls` of an output, what it
-        thought in `reasoning`, and the whole as a message to be appended to the conversation in `message`. tool_choice:
-        auto; required, which holds the answer to calls with valid arguments; none; or the name of the one tool to call.
-        parallel_tool_calls: whether an answer may have more than one. max_thinking_tokens: of the reasoning, which is
-        closed behind them; None = no limit.
+        tools: JSON schemas of functions that the model may call. An output has its calls in `tool_calls`, its reasoning
+        in `reasoning`, and the whole answer, as a message to append to the conversation, in `message`. tool_choice:
+        auto; required, which constrains the answer to calls with valid arguments; none; or the name of the tool to
+        call. parallel_tool_calls: whether an answer may have several calls. max_thinking_tokens: the limit at which the
+        reasoning is closed; None = no limit.
         """
         answer_form = self.answer_form(tools, tool_choice, parallel_tool_calls, max_thinking_tokens)
         tools = None if tool_choice == NONE else tools
@@ -307,10 +307,10 @@ class LLM:
         parallel_tool_calls: bool = True,
         max_thinking_tokens: int | None = None,
     ) -> AnswerForm | None:
-        """What tells text, reasoning and calls of these tools apart in the model's answers; None = there are no marks.
+        """Return what splits the model's answers into text, reasoning and calls; None = it has no marks for them.
 
-        It goes by the chat template; the other arguments are those of `chat`. Raises BadOption for tools that are none,
-        and for a choice that is not possible.
+        The marks come from the chat template; the arguments are as in `chat`. Raises BadOption for invalid tools, and
+        for a choice that is not possible.
         """
         use = ToolRequest.of(tools or (), tool_choice, parallel_tool_calls)
         answer_marks = self.chat_template.answer_marks
@@ -319,10 +319,10 @@ class LLM:
         return answer_marks.with_tools(use, limit_of(max_thinking_tokens))
 
     def apply_chat_template(self, messages: Seq[Message], **template: Any) -> list[int]:
-        """A conversation as token ids, ready for `generate`, `stream` and `astream`.
+        """Return a conversation as token ids, ready for `generate`, `stream` and `astream`.
 
-        template: tools, documents, name, add_generation_prompt, continue_final_message, and variables of the
-        template's own (forerun.text.chat). Raises NotFound where the checkpoint has no chat template.
+        template: tools, documents, name, add_generation_prompt, continue_final_message, and other variables that the
+        template reads (forerun.text.chat). Raises NotFound where the checkpoint has no chat template.
         """
         return self.chat_template.encode(self.tokenizer, messages, **template)
 
@@ -334,7 +334,7 @@ class LLM:
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
         """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it.
 
-        The engine's thread calls the listener inside of a step. One that raises is logged and not called again.
+        The engine's thread calls the listener inside a step. A listener that raises is logged and not called again.
         """
 
         has_failed, end = False, _nothing  # a step may call it before `engine.listen` has returned
@@ -345,7 +345,7 @@ class LLM:
                 return
             try:
                 listener(report)
-            except BaseException:  # sys.exit() in the engine's thread would end nothing but the requests
+            except BaseException:  # sys.exit() in the engine's thread would only end the requests
                 LOG.exception("a listener failed and is not called again")
                 has_failed = True
                 end()
@@ -356,9 +356,9 @@ class LLM:
         return end
 
     def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Call back once behind each step, when `hear` was called of all its requests. Returns a function that ends it.
+        """Call back once after each step, when `hear` was called for all its requests. Returns a function that ends it.
 
-        The engine's thread calls it. What is told of many requests can so be handed to another thread at once.
+        The engine's thread calls it, so that news of many requests can be handed to another thread at once.
         """
         self._loop.behind += (call,)
 
@@ -368,23 +368,23 @@ class LLM:
         return end
 
     def pass_times(self) -> dict[str, PassTime]:
-        """What passes take on this machine by their rows: of the target under "", of drafters by name.
+        """Return the time of passes on this machine by their rows: the target's under "", the drafters' by name.
 
-        If the pacing asks for them they are measured once on a machine, while no request has come for a second. Until
-        then a curve is a usual one, which the passes of requests correct, and its `one_row_s` None before the first.
+        If the pacing asks for them, they are measured once on a machine, when no request has come for a second. Until
+        then a curve is a default, which the passes of requests correct; its `one_row_s` is None before the first pass.
         """
         costs = self.engine.costs
         return {name: copy.deepcopy(curve) for name, curve in {"": costs.target, **costs.drafts}.items()}
 
     def measure_passes(self) -> None:
-        """Measure what passes take now, where it is not known, instead of when no request has come for a second.
+        """Measure unknown pass times now, instead of when no request has come for a second.
 
-        Requests that run wait meanwhile. Nothing is done where the pacing asks for no such times.
+        Running requests wait meanwhile. Does nothing where the pacing asks for no such times.
         """
         self._loop.call(self.engine.pacing.measure)
 
     def close(self) -> None:
-        """End all requests and let go of weights and caches; any call is refused from then on, but another `close`.
+        """End all requests and release weights and caches; every later call is refused, except another `close`.
 
         `with LLM(...) as llm:` closes it at the end.
         """
@@ -394,7 +394,7 @@ class LLM:
         self._at_exit()
         for name in _LET_GO:
             vars(self).pop(name, None)
-        gc.collect()  # what holds each other in a circle holds the weights, too
+        gc.collect()  # reference cycles hold the weights, too
 
     def __enter__(self) -> Self:
         return self
@@ -405,7 +405,7 @@ class LLM:
     if not TYPE_CHECKING:  # checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Raises BadOption for what a closed LLM has no more."""
+            """Raise BadOption for attributes that `close` removed."""
             if name in _LET_GO:
                 raise BadOption("this LLM is closed: make another one")
             raise AttributeError(f"LLM has no attribute {name!r}")
@@ -434,15 +434,15 @@ class LLM:
         raw: bool,
         answer_form: AnswerForm | None = None,
     ) -> list[Request]:
-        """The requests of all prompts, not queued yet. Raises UserError for the first that cannot be honoured."""
-        made: list[Request] = []
+        """Return the requests of all prompts, not queued yet. Raises UserError for the first impossible one."""
+        requests: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
             ids = self._ids(prompt, raw) if isinstance(prompt, str) else prompt
             held = each if answer_form is None else answer_form.constrained(each, self.tokenizer, ids)
-            made += self.engine.make(ids, held)
-        for request in made:
+            requests += self.engine.make(ids, held)
+        for request in requests:
             request.hear, request.answer_form = hear, answer_form
-        return made
+        return requests
 
     def _ids(self, text: str, raw: bool) -> list[int]:
         if raw or not self.answers_texts:
@@ -455,7 +455,7 @@ def _nothing() -> None:
 
 
 def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:
-    """The chunk of a step, if it has something; a request that is over leaves the readers."""
+    """Yield the chunk of a step, unless it is empty; remove the reader of a finished request."""
     chunk = readers[request].chunk(mark)
     if mark.finish_reason is not None:
         del readers[request]
@@ -464,9 +464,9 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
 
 
 def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
-    """Return the function with which a program makes its drafter; among the options `none` takes its place.
+    """Return the function that makes the caller's drafter, and replace it by `none` in the options; None without one.
 
-    Raises BadOption where something else is said of drafts, too, and for a drafter that is made already.
+    Raises BadOption where another option also names a drafter, and for a drafter in place of the function.
     """
     names = ("draft", "draft_model")
     for name in names:
@@ -486,7 +486,7 @@ def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
 def _open(
     target: str | Path | Checkpoint | Opened | None, options: Mapping[str, Any], has_loaded_draft: bool
 ) -> Opened:
-    """The target of an LLM, with its configuration. Raises UserError for options that are not possible."""
+    """Open the target of an LLM with its configuration. Raises UserError for options that are not possible."""
     if isinstance(target, Opened):
         return target
     if isinstance(target, Checkpoint):
@@ -496,12 +496,12 @@ def _open(
     named = {} if target is None else {"target": target}
     config = EngineConfig.make(**named, **options)
     if config.pacing_log is not None:
-        PacingLog(config.pacing_log).close()  # one that cannot be written is refused before a file is opened
+        PacingLog(config.pacing_log).close()  # refuses a log that cannot be written, before any other file is opened
     return Opened.of(config, has_loaded_draft)
 
 
 def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """A loaded model brings type, device and operators along: options that say otherwise are refused, not ignored."""
+    """Raise BadOption for options that contradict the type, device or operators of a loaded model."""
     model = checkpoint.model
     facts = {
         "dtype": (config.dtype, model.weight_dtype),

@@ -18,14 +18,14 @@ from forerun.errors import BadOption
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-PAUSE_S = 1.0  # without a request, behind which the engine measures
+PAUSE_S = 1.0  # seconds without a request, after which the engine measures
 
 
 class Loop:
-    """Owns an Engine: whatever touches it runs in one thread, between two steps.
+    """Owns an Engine: everything that touches it runs in one thread, between two steps.
 
     The thread starts with the first request. While there is none it lets the engine measure, once, and sleeps. failure:
-    what the last step that failed as a whole has raised; the requests that ran are ended then, and the thread goes on.
+    the error of the last step that failed as a whole; its running requests are ended, and the thread goes on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -33,17 +33,17 @@ class Loop:
         # A SimpleQueue may be written to by a destructor that the garbage collector runs in any thread at any moment.
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Held by the thread that steps, for as long as it does. Python's own word for whether a thread is alive is not
-        # to be trusted behind a Ctrl-C: up to 3.12 is_alive() and join() call a running one ended where it meets them.
+        # Held by the stepping thread for as long as it steps. Python cannot be trusted about whether a thread is alive
+        # after a Ctrl-C: up to 3.12, is_alive() and join() call a running thread ended if Ctrl-C interrupts them.
         self._stepping = threading.Lock()
         self._posting = threading.Lock()
         self._going: list[Request] = []
         self.failure: BaseException | None = None
-        self.behind: tuple[Callable[[], object], ...] = ()  # called when a step or a command has told all that it tells
+        self.behind: tuple[Callable[[], object], ...] = ()  # called after a step or a command has notified its requests
         self._process, self._is_busy = os.getpid(), False
 
     def add(self, requests: Seq[Request]) -> None:
-        """Queue requests; each one's `hear` tells how they go on. Raises BadOption where the engine cannot run."""
+        """Queue requests; the engine calls their `hear`. Raises BadOption where the engine cannot run."""
 
         def queue() -> None:
             self._engine.queue(requests)
@@ -52,7 +52,7 @@ class Loop:
         self._post(queue)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End requests and free what they hold when the step that runs is over. Ended ones are left. Never waits."""
+        """End requests and free their memory after the running step. Ended requests are left alone. Never waits."""
         left = [request for request in requests if request.seq.finish_reason is None]
 
         def abort() -> None:
@@ -63,7 +63,7 @@ class Loop:
             self._commands.put(abort)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do `work` between two steps, behind all that was asked for before, and wait for its result."""
+        """Do `work` between two steps, after all earlier commands, and wait for its result."""
         results, ended = list[T](), SimpleQueue[BaseException | None]()  # a Future's lock may be torn by Ctrl-C
 
         def run() -> None:
@@ -83,7 +83,7 @@ class Loop:
         return results[0]
 
     def end_all(self) -> None:
-        """End all requests, and wait until what they held is free."""
+        """End all requests, and wait until their memory is free."""
 
         def abort() -> None:
             for request in self._unfinished():
@@ -92,7 +92,7 @@ class Loop:
         self.call(abort)
 
     def close(self) -> None:
-        """Let the thread end behind the step that runs, and behind what was queued until then."""
+        """Let the thread end after the running step and all commands queued so far."""
         thread = self._thread
         if thread is not None and self._stepping.locked() and thread is not threading.current_thread():
             self._commands.put(None)
@@ -111,7 +111,7 @@ class Loop:
             self._commands.put(command)
 
     def _take_over(self) -> None:
-        """Go on in a child of fork(2), which copied no threads: possible where no step was running."""
+        """Go on in a child of fork(2), which copies no threads: possible only if no step was running."""
         if self._is_busy:
             raise BadOption(
                 "this process was forked while its parent's engine was running requests or measuring its passes, which "
@@ -122,7 +122,7 @@ class Loop:
         self._stepping, self._posting = threading.Lock(), threading.Lock()
 
     def _run(self, begun: SimpleQueue[None]) -> None:
-        """Step, unless another thread does: one whose start was interrupted, and that has begun all the same."""
+        """Step, unless another thread does: its start may have been interrupted, and yet it has begun."""
         is_first = self._stepping.acquire(blocking=False)
         if is_first:
             self._thread = threading.current_thread()
@@ -137,10 +137,10 @@ class Loop:
                 if self._commands.empty():
                     self._stepping.release()
                     return
-                self._commands.put(None)  # it ends behind what was posted meanwhile, for which no thread was started
+                self._commands.put(None)  # end after the commands posted meanwhile, which started no thread
 
     def _step_on(self) -> None:
-        """Do commands and steps until the command that is None."""
+        """Run commands and steps until the command None."""
         while True:
             while not (going := self._unfinished()) or not self._commands.empty():
                 self._is_busy = bool(going)
@@ -152,7 +152,7 @@ class Loop:
                     command()
                 except BaseException:  # the thread goes on: others wait for it
                     LOG.exception("requests could not be queued or ended as they should")
-                del command  # what it holds is not to live until the next one comes
+                del command  # else it would keep its objects alive until the next command
                 self._call_behind()
             try:
                 self._engine.step()
@@ -163,7 +163,7 @@ class Loop:
             self._call_behind()
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait for a command. Where none comes for a while the engine may measure, until one does."""
+        """Wait for a command. If none comes for PAUSE_S, let the engine measure until one does."""
         try:
             return self._commands.get(timeout=PAUSE_S)
         except Empty:

@@ -1,6 +1,6 @@
 """A target under a configuration, opened once: whatever an engine must know of it before its weights are read.
 
-Its small files are opened by models/opened.py, as those of draft models are. Here is what only an engine asks of them:
+models/opened.py opens the small files, of targets and of draft models. This module answers what only an engine asks:
 what `auto` stands for, the device and the type, how requests are answered. Drafters see it as drafters.Known.
 """
 
@@ -39,15 +39,15 @@ SHIPPED_TARGET, SHIPPED_DRAFT = named.DATA / "target", named.DATA / "draft"
 
 
 def is_shipped(target: str | Path | None) -> bool:
-    """Whether a name means the model that ships with the package."""
+    """Return whether a name means the model that ships with the package."""
     known = named.find(target)
     return target is not None and (Path(target) if known is None else known.path()) == SHIPPED_TARGET
 
 
 def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str:
-    """The drafter that `auto` stands for: a draft model, if the caller has loaded one or the shipped target is run.
+    """Return the drafter that `auto` stands for: a draft model, if the caller has loaded one or it is shipped.
 
-    Else what data/models.toml names for the target, else the search that needs nothing.
+    Else the drafter that data/models.toml names for the target, else the text search that needs nothing.
     """
     if has_loaded_draft or is_shipped(target):
         return drafters.BY_MODEL
@@ -56,7 +56,7 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
 
 
 def torch_device(name: str) -> str:
-    """The device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
+    """Return the device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
 
     auto is cpu, also where there is a CUDA device, until more cards than one were tried (docs/gpu.md).
     """
@@ -74,10 +74,9 @@ def torch_device(name: str) -> str:
 class Opened:
     """A target under a configuration. See drafters.Known for what drafters ask.
 
-    files: what its small files say. has_loaded_draft: whether the caller has loaded the draft model, which is then what
-    `auto` is. config_only: whether nothing but config.json was looked at, so that no tokenizers are compared. beside:
-    other checkpoints that were opened, by their place. methods: what drafters' specs say. meant: what they mean, as far
-    as they were asked.
+    files: its small files. has_loaded_draft: whether the caller has loaded the draft model, which `auto` then means.
+    config_only: whether only config.json was read, so that no tokenizers are compared. beside: other opened
+    checkpoints, by their place. methods: drafters' specs as parsed. meant: a cache of `resolve`.
     """
 
     config: EngineConfig
@@ -92,19 +91,19 @@ class Opened:
     def of(cls, config: EngineConfig, has_loaded_draft: bool = False, *, config_only: bool = False) -> Opened:
         """Open the target of a configuration, the default model where it names none.
 
-        Raises UserError for what the options say by themselves, before a file is opened, and then for what the small
-        files show. config_only: see OpenedCheckpoint.
+        Raises UserError for options that are impossible by themselves, before a file is opened, and then for what the
+        small files rule out. config_only: see OpenedCheckpoint.
         """
         target = config.target or named.default()
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
         files = OpenedCheckpoint.of(target, config.ignored_config_keys, config_only=config_only).as_model()
         config = replace(config, target=target)
-        methods.pop("auto", None)  # which its files may say more of
+        methods.pop("auto", None)  # resolved later, because the target's files decide it, too
         return cls(config, files, has_loaded_draft, config_only, {named.place(target): files}, methods)
 
     @classmethod
     def of_loaded(cls, checkpoint: Checkpoint, config: EngineConfig, has_loaded_draft: bool = False) -> Opened:
-        """Return what is known of a target that the caller has loaded, and may have changed. Raises UserError."""
+        """Describe a target that the caller has loaded, and may have changed. Raises UserError."""
         files = checkpoint.opened.widened(checkpoint.model.config, checkpoint.tokenizer)
         methods = _refuse_options(config, auto_draft(files.asked, has_loaded_draft))
         methods.pop("auto", None)
@@ -115,7 +114,7 @@ class Opened:
         return replace(self, config=config)
 
     def widened(self, spec: Spec) -> Opened:
-        """Return what will be known of the target when it has been widened."""
+        """Return the target as it will be when it has been widened to `spec`."""
         return replace(self, files=self.files.widened(spec))
 
     # ------------------------------------------------------------------------------------------------ what drafters ask
@@ -164,8 +163,8 @@ class Opened:
     def auto(self) -> str:
         """The drafter that `auto` stands for.
 
-        A head that was trained here for the target comes first, then a block of its own that guesses further tokens, a
-        drafter beside it, and a search.
+        A head that was trained here for the target comes first, then the named drafter, the target's next-token blocks,
+        a drafter beside it, and a text search.
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if not (self.has_loaded_draft or self.config_only):
@@ -180,7 +179,7 @@ class Opened:
         return name if beside is None or not self._serves(beside) else beside
 
     def _serves(self, spec: str) -> bool:
-        """Whether a drafter that was found for the target can serve it; where it cannot, a line says why."""
+        """Return whether a drafter that was found for the target can serve it; if not, log why."""
         try:
             layers = [layer for one in drafters.wanted(spec, self) for layer in one.needs.layers]
             if max(layers, default=0) > self.num_layers:
@@ -192,7 +191,7 @@ class Opened:
 
     @cached_property
     def next_tokens(self) -> NextTokens | None:
-        """See drafters.Known. A model of the hub is fetched to look for it, where config.json says that it is there."""
+        """See drafters.Known. Weights of a hub model are fetched for it only if config.json mentions it."""
         files = self.files.original or self.files
         if self.config_only or (files.is_of_hub and not says_next_tokens(files.raw)):
             return None
@@ -212,17 +211,17 @@ class Opened:
     def resolve(self, spec: str) -> tuple[str, Any]:
         """Return the method and its Options that a drafter's spec means, looked up once; see drafters.resolve.
 
-        A name of a checkpoint that is no model by itself means the drafter that runs it.
+        The name of a checkpoint that is no complete model means the drafter that runs it.
         """
         if spec not in self.meant:
             auto = self.auto if spec == "auto" else drafters.WITHOUT_MODEL
             method, options = self.methods.get(spec) or drafters.resolve(spec, auto)
-            own = run_by(self.open(options.path).raw) if method == drafters.BY_MODEL and options.path else None
-            self.meant[spec] = (method, options) if own is None else drafters.instead(own, options)
+            runs_it = run_by(self.open(options.path).raw) if method == drafters.BY_MODEL and options.path else None
+            self.meant[spec] = (method, options) if runs_it is None else drafters.instead(runs_it, options)
         return self.meant[spec]
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Open another checkpoint, such as a draft model, once however many ask. Raises as OpenedCheckpoint.of."""
+        """Open another checkpoint, such as a draft model, once for all callers. Raises as OpenedCheckpoint.of."""
         place = named.place(name)
         if place not in self.beside:
             self.beside[place] = OpenedCheckpoint.of(
@@ -293,7 +292,7 @@ class Opened:
 
     @cached_property
     def start_ids(self) -> list[int]:
-        """What the text of an encoder-decoder's decoder begins with; nothing for other models."""
+        """The ids that an encoder-decoder's decoder text begins with; [] for other models."""
         return [] if self.spec.encoder is None else start_ids_of(self.files.small, self.files.raw)
 
     @cached_property
@@ -322,11 +321,11 @@ class Opened:
 
     @cached_property
     def usual_fields(self) -> Mapping[str, Any]:
-        """The sampling parameters where a request says nothing of them; others have SamplingParams' defaults.
+        """The sampling parameters of requests that do not set them; other fields have SamplingParams' defaults.
 
-        The first of these that there is: its generation_config.json, what data/models.toml has under its name, and
-        named.USUAL where it answers texts. A value of the file that is not done is left out with a warning; under
-        generation_config='model' it raises UnsupportedModel.
+        Values of its generation_config.json come first. Where these draw nothing and the model answers texts, the
+        values of data/models.toml or named.USUAL are added. An unsupported value of the file is left out with a
+        warning; under generation_config='model' it raises UnsupportedModel.
         """
         if self.config.generation_config == "none":
             return {}
@@ -334,25 +333,25 @@ class Opened:
         if self.config.generation_config != "model":
             left_out = partial(LOG.warning, "%s; this value is left out")
         try:
-            own = sampling_fields(small, raw, left_out)
-            check_together(own, small)
+            fields = sampling_fields(small, raw, left_out)
+            check_together(fields, small)
         except UserError as error:
             if self.config.generation_config == "model":
                 raise UnsupportedModel(str(error)) from error
             LOG.warning("%s; its sampling values are left out", error)
-            own = {}
-        if own.keys() & named.DRAWING or not self.answers_texts:
-            return own
+            fields = {}
+        if fields.keys() & named.DRAWING or not self.answers_texts:
+            return fields
         known = named.of(self.files.asked)
-        return {**((known and known.sampling) or named.USUAL), **own}
+        return {**((known and known.sampling) or named.USUAL), **fields}
 
     def text_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, for who has texts. Raises NotFound where ids are all there is."""
+        """Return the tokenizer, for callers with texts. Raises NotFound without one."""
         return needed(self.tokenizer, str(self.files.folder))
 
 
 def disk_limit(config: EngineConfig) -> Limit | None:
-    """What kv_disk says, None where it says nothing. Raises BadOption where nothing could be kept on disk."""
+    """Return the parsed kv_disk; None where it is not set. Raises BadOption where nothing could be kept on disk."""
     if config.kv_disk is None:
         return None
     if config.kv_cache_backend != "paged" or not config.prefix_caching:
@@ -363,7 +362,7 @@ def disk_limit(config: EngineConfig) -> Limit | None:
 
 
 def _refuse_options(config: EngineConfig, auto: str) -> dict[str, tuple[str, Any]]:
-    """Raise UserError for what needs no file to be refused. Returns what the drafters' specs mean."""
+    """Raise UserError for options that can be refused without a file; return the drafters' parsed specs."""
     ops.resolve(config.ops, "cuda" if config.device == "cuda" else "cpu")
     pacing.make(config.pacing_spec, config.spec_length)
     disk_limit(config)

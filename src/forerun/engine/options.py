@@ -1,7 +1,7 @@
-"""The keyword options of LLM for type checkers, editors and help(): those of EngineConfig, and the aliases.
+"""The keyword options of LLM for type checkers, editors and help(): EngineConfig's fields, and the aliases.
 
-Checkers read no dataclass as keywords, so names and types stand here once more; tests/engine/test_options.py compares
-them with EngineConfig, whose defaults and checks are the ones that count.
+Type checkers cannot read a dataclass as keywords, so names and types are repeated here; tests/engine/test_options.py
+compares them with EngineConfig, whose defaults and checks count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.models.loading import Checkpoint
 
 
 class LLMOptions(TypedDict, total=False):
-    """What LLM takes beside its target."""
+    """The keyword arguments of LLM beside its target."""
 
     draft: str | Path | Checkpoint | Callable[[Target], Drafter] | None
     extra_drafts: str | None
@@ -53,7 +53,7 @@ class LLMOptions(TypedDict, total=False):
 
 
 def llm_signature() -> Signature:
-    """The signature of LLM, with EngineConfig's defaults."""
+    """Return the signature of LLM, with EngineConfig's defaults."""
     fields, hints = EngineConfig.__dataclass_fields__, LLMOptions.__annotations__
     target = Parameter(
         "target", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="str | Path | Checkpoint | None"

@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt, a conversation and parameters, brought into one form or refused."""
+"""Bring a caller's prompts, conversations and parameters into one form, or refuse them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def names_keywords(method: Method) -> Method:
-    """A method of LLM that raises BadOption for a keyword that it does not take, saying where it belongs."""
+    """Wrap a method of LLM so that a keyword it does not take raises BadOption, saying where the keyword belongs."""
     own = list(inspect.signature(method).parameters)[1:]
 
     @functools.wraps(method)
@@ -35,7 +35,7 @@ def names_keywords(method: Method) -> Method:
 
 
 def no_keyword(call: str, name: str, value: object, own: Seq[str]) -> str:
-    """The sentence for a keyword that a call does not take. own: those that it takes."""
+    """Return the error text for a keyword that a call does not take. own: the keywords that it takes."""
     fields = SamplingParams.__dataclass_fields__
     near = difflib.get_close_matches(name, [*own, *fields], n=1)
     if near and near[0] in fields:
@@ -47,7 +47,7 @@ def no_keyword(call: str, name: str, value: object, own: Seq[str]) -> str:
 
 
 def as_list(prompts: object) -> list[Prompt]:
-    """One prompt or several: a text, a sequence of ids (numpy's and torch's included), or a list of either."""
+    """Return one prompt or several as a list: each is a text or a sequence of ids (also numpy's and torch's)."""
     given = _plain(prompts)
     if isinstance(given, str):
         return [given]
@@ -58,7 +58,7 @@ def as_list(prompts: object) -> list[Prompt]:
 
 
 def only_one(prompt: object) -> Prompt:
-    """The prompt of a stream. Raises BadOption for none, and for several."""
+    """Return the prompt of a stream. Raises BadOption for no prompt, and for several."""
     prompts = as_list(prompt)
     if len(prompts) != 1:
         raise BadOption(f"a stream takes one prompt and was given {len(prompts)}: start one stream for each")
@@ -74,7 +74,7 @@ def refuse_to_stream(params: object) -> None:
 
 
 def conversations(messages: object) -> list[list[Message]]:
-    """One conversation or several, each a list of messages. Raises BadOption for anything else."""
+    """Return one conversation or several as a list of message lists. Raises BadOption for anything else."""
     items = [] if isinstance(messages, str | Mapping) else _items(messages)
     if items and all(isinstance(item, Mapping) for item in items):
         return [items]
@@ -85,7 +85,7 @@ def conversations(messages: object) -> list[list[Message]]:
 
 
 def params_for(num_prompts: int, params: object, default: SamplingParams) -> list[SamplingParams]:
-    """Parameters for each prompt: the default, one for all, or one per prompt. Raises BadOption for anything else."""
+    """Return parameters for each prompt, from None, one for all, or one per prompt. Raises BadOption for others."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * num_prompts
     each = [] if isinstance(params, str | Mapping) else _items(params)
@@ -107,7 +107,7 @@ _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)  # items of bytes look 
 
 
 def _plain(value: Any) -> Any:
-    """What numpy, torch and others call an array or a scalar, as Python's own lists and numbers."""
+    """Return an array or scalar of numpy, torch and others as Python lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
@@ -129,7 +129,7 @@ def _id(item: Any) -> int:
 
 
 def _ids(prompt: object) -> list[int]:
-    """Token ids as Python integers. Raises BadOption for anything that is no sequence of integers."""
+    """Return token ids as Python integers. Raises BadOption for anything that is no sequence of integers."""
     given = _plain(prompt)
     try:
         if isinstance(given, _NO_LISTS):

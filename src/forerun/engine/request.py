@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 class RequestReport:
     """How speculation went for one request. Counts are taken before stop conditions cut.
 
-    Of a beam search, whose outputs share one report, tokens emitted are its steps, and those accepted and tested the
-    levels of its drafts; so the mean accepted length is its steps per pass.
-    The definitions are those of docs/exactness.md; a rate is None where nothing was counted.
+    The outputs of a beam search share one report, in which emitted tokens are its steps, and accepted and tested tokens
+    the levels of its drafts; so the mean accepted length is its steps per pass.
+    docs/exactness.md has the definitions; a rate is None where nothing was counted.
     """
 
     draft: str = ""  # name of the drafter that served it
     acceptance: str = ""  # the verification rule, with its options
     is_lossless: bool = True  # whether the rule keeps exactly the target's distribution
     num_steps: int = 0  # target passes that emitted for this request
-    num_rows: int = 0  # of these passes: its last token, or those of its beams, and what was drafted
+    num_rows: int = 0  # of these passes: its last token, or its beams' last tokens, and the draft
     num_drafted: int = 0
     num_tested: int = 0  # tokens at which the path stood
     num_accepted: int = 0
@@ -62,18 +62,18 @@ class RequestReport:
     origins: list[Origin] = field(default_factory=list)  # one per output token
     rounds: list[tuple[int, int]] = field(default_factory=list)  # per step: tokens drafted, and accepted
     prices: list[float] = field(default_factory=list)  # of a lossy rule: AcceptanceTest.price of each test
-    draft_prefill_s: float = 0.0  # its share of the time that the draft model took to catch up with it
+    draft_prefill_s: float = 0.0  # its share of the draft model's time for catching up
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_disk_tokens: int = 0  # of these, fetched from disk for this request
     num_preemptions: int = 0
-    arrived_at_s: float = 0.0  # by time.monotonic, as those below; None until it happened
+    arrived_at_s: float = 0.0  # by time.monotonic, as the times below, which are None until they happen
     scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     last_token_at_s: float | None = None
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Accepted / drafted tokens of each round that drafted; each is divided by what it really drafted."""
+        """Accepted / drafted tokens of each round that drafted, over the tokens that it really drafted."""
         return [accepted / drafted for drafted, accepted in self.rounds if drafted]
 
     @property
@@ -103,11 +103,11 @@ class RequestReport:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Of the rounds that drafted at position i (in a tree: so deep), the share that accepted a token there."""
+        """Accepted / drafting rounds at each position of a draft (in a tree: at each depth)."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def sentence(self) -> str:
-        """The counts in one line, for the log."""
+        """Return the counts in one line, for the log."""
         said = f"{self.num_emitted} tokens in {self.num_steps} steps"
         if self.alpha_hat is None:
             return f"{said}; nothing was drafted"
@@ -180,22 +180,22 @@ class RequestOutput:
 
     @property
     def content(self) -> str:
-        """What is said to the user: the text without reasoning and tool calls."""
+        """The text for the user, without reasoning and tool calls."""
         return self.text if self.answer_parts is None else self.answer_parts.text
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before it answered; '' where it has no marks for that."""
+        """The reasoning before the answer; '' where the model has no marks for it."""
         return "" if self.answer_parts is None else self.answer_parts.reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of the tools that the conversation was given, each with its name and arguments (a JSON text)."""
+        """The calls of the conversation's tools, each with its name and arguments (a JSON text)."""
         return [] if self.answer_parts is None else self.answer_parts.calls
 
     @property
     def num_broken_calls(self) -> int:
-        """How many calls were begun and left out, for they are not whole."""
+        """How many calls were left out because they are incomplete."""
         return 0 if self.answer_parts is None else self.answer_parts.num_broken_calls
 
     @property
@@ -230,7 +230,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a request had come behind a step. num_readable: output tokens that have a text."""
+    """How far a request had come after a step. num_readable: output tokens that have a text."""
 
     num_tokens: int
     num_readable: int
@@ -238,14 +238,14 @@ class Mark:
 
 
 def unheard(request: Request) -> None:
-    """Do nothing: the `hear` of requests that nothing waits for."""
+    """Do nothing: the default `hear`, of requests that nobody waits for."""
 
 
 class Committed(NamedTuple):
     """What one step did for one request.
 
-    kept: rows of its run whose tokens are committed and no longer last. held: of a beam search, rows that stay pending.
-    num_emitted: tokens, before stop conditions cut.
+    kept: rows of its run to keep in the cache: their tokens are committed, and another token follows them. held: rows
+    of a beam search that stay pending. num_emitted: tokens, before stop conditions cut.
     """
 
     step: SequenceStep
@@ -255,19 +255,19 @@ class Committed(NamedTuple):
 
 
 class Request:
-    """A sequence plus what surrounds it. `append` is where stop conditions cut, token by token, in order.
+    """A sequence with its text, report and output. `append` applies stop conditions token by token, in order.
 
-    hear(request) is called behind each step that brought the request on, and when it ends, by the thread that steps.
+    hear(request) is called after each step that advanced the request, and when it ends, by the thread that steps.
 
-    How a request decodes is behind `run`, `judge` and `commit`, which a step calls in this order: a SampledRequest has
-    one text, a SearchRequest those of a beam search. The others are outputs that a search fills. draft: of all
-    sequences of the step, of which this one is number b.
+    A step calls `run`, `judge` and `commit` in this order. A SampledRequest decodes one text, a SearchRequest the texts
+    of a beam search; a plain Request is an output that a search fills. Their argument draft covers all sequences of the
+    step, and this request is sequence b of it.
     """
 
     hear: Callable[[Request], None] = staticmethod(unheard)
-    num_rows = 1  # the least rows of its next decoding pass
+    num_rows = 1  # rows of its next decoding pass without a draft
     num_unrun = 1  # tokens behind its prompt and output, the last one included, that the cache has no rows of
-    num_places = 1  # how many sequences of the batch it counts as
+    num_places = 1  # places that it takes in a batch
     is_paced = True  # whether the pacing policy grants it nodes
 
     def __init__(
@@ -292,49 +292,49 @@ class Request:
             origins=seq.origins,
             arrived_at_s=time.monotonic(),
         )
-        self.answer_form: AnswerForm | None = None  # what reads its text in parts, where that is wanted
+        self.answer_form: AnswerForm | None = None  # splits its text into parts, where that is wanted
         self._spoken: AnswerParts | None = None
-        self.error: ForerunError | None = None  # why it was aborted, where that was not the user's wish
+        self.error: ForerunError | None = None  # why it was aborted, if not by the user
         self._tokenizer = tokenizer
         self._reader: Detokenizer | None = None
         self._stops_at_texts = bool(seq.params.stop)
-        self._text, self._num_readable = "", 0  # output tokens that have a text: not the one that ended the output
-        self._num_read, self._is_read = 0, False  # those whose text was made, and whether it is the whole
+        self._text, self._num_readable = "", 0  # output tokens that have a text: all but an end token
+        self._num_read, self._is_read = 0, False  # tokens in _text, and whether _text is the whole text
         self.score: float | None = None
         self.cumulative_logprob: float | None = None
-        self.outputs = outputs  # that its beam search finds
-        self.is_sought = False  # whether the disk was asked for its rows
-        self.num_fetching, self.num_fetched = 0, 0  # caches whose rows are on their way, and tokens that have come
+        self.outputs = outputs  # the outputs that its beam search fills
+        self.is_sought = False  # whether its rows were looked up on disk
+        self.num_fetching, self.num_fetched = 0, 0  # caches that still wait for rows from disk, and tokens that arrived
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
     def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
-        """Return its run of the next pass: the last committed token, then what is drafted.
+        """Return its run of the next pass: the last committed token, then the draft.
 
-        best_only: whether the largest logits can be had alone, if it needs no others. coins: of its round, where the
-        device may draw from rows; None = it may not.
+        best_only: whether the pass can return only the largest logits, if the request needs no others. coins: of its
+        round, where the device may draw from rows; None = it may not.
         """
         raise NotImplementedError
 
     def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
-        """Decide which drafted tokens stay; nothing is committed. Its run is number b of those that were scored."""
+        """Decide which drafted tokens stay; nothing is committed. Its run is number b of the scored runs."""
         raise NotImplementedError
 
     def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
-        """Count the round, and append what was decided."""
+        """Count the round, and append the decided tokens."""
         raise NotImplementedError
 
     def judged_rows(self) -> Seq[Probs | None]:
-        """Return the target's distributions that the last ruling looked at: row 0, then those behind its nodes."""
+        """Return the target's distributions that the last ruling read: row 0, then the row of each node."""
         return ()
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return what a round added behind its accepted nodes, for people who watch."""
+        """Return the token that a round added behind its accepted nodes, for listeners."""
         return verdict.next_tokens[b]
 
     def detail(
         self, draft: Draft, b: int, verdict: Verdict, granted: int, tosses: Seq[Toss], pacing: Mapping[str, float]
     ) -> RoundDetail:
-        """Return the round that was judged and not committed yet; nodes are counted within the sequence."""
+        """Return the details of the judged, not yet committed round; nodes are counted within the sequence."""
         nodes, known = draft.nodes(b), self.judged_rows()
         parents = [p - nodes.start if p >= 0 else -1 for p in draft.parents[nodes.start : nodes.stop]]
         judging = [known[parent + 1] if known else None for parent in parents]
@@ -372,7 +372,7 @@ class Request:
         return len(tokens)
 
     def abort(self) -> None:
-        """Stop here; what was committed stays. The outputs of a beam search that have no text yet stop, too."""
+        """Stop here; committed tokens stay. The unfinished outputs of a beam search stop, too."""
         self.seq.finish_reason = "abort"
         for output in self.outputs:
             if output.seq.finish_reason is None:
@@ -380,10 +380,10 @@ class Request:
                 output.abort()
 
     def restart(self) -> None:
-        """Take note that its cache was given up."""
+        """Note that its cache was given up."""
 
     def detokenizer(self) -> Detokenizer | None:
-        """A new reader of the output's text, None where there is no tokenizer."""
+        """Return a new reader of the output's text; None without a tokenizer."""
         seq = self.seq
         prompt = seq.tokens[: seq.num_prompt_tokens]
         if self._tokenizer is None:
@@ -391,7 +391,7 @@ class Request:
         return Detokenizer(self._tokenizer, prompt, seq.params.stop, num_free=seq.params.min_tokens)
 
     def parts_reader(self) -> PartsReader | None:
-        """A new reader of the output's parts, None where they are not told apart."""
+        """Return a new reader of the output's parts; None where the text is not split into parts."""
         seq = self.seq
         if self.answer_form is None or self._tokenizer is None:
             return None
@@ -403,7 +403,7 @@ class Request:
 
     @property
     def answer_parts(self) -> AnswerParts | None:
-        """The output in its parts, when it is finished; None where they are not told apart."""
+        """The output so far in its parts; None where the text is not split into parts."""
         with self._reading:
             if self._spoken is None and (reader := self.parts_reader()) is not None:
                 first = self.seq.num_prompt_tokens
@@ -415,19 +415,19 @@ class Request:
             return self._spoken
 
     def keep(self, answer_parts: AnswerParts) -> None:
-        """Take note of the parts that a stream has read: what it gave and the whole output have one identity."""
+        """Keep the parts that a stream has read, so that the stream and the whole output give the same objects."""
         with self._reading:
             self._spoken = self._spoken or answer_parts
 
     @property
     def text(self) -> str:
-        """The text so far that can no longer change, made when it is asked for; all of it when finished."""
+        """The text so far that can no longer change, decoded on demand; all of it when finished."""
         self._read()
         return self._text
 
     def _read(self) -> None:
         with self._reading:
-            if self._reader is None:  # made where a text is wanted: not between two passes, if nothing asks for one
+            if self._reader is None:  # only when a text is asked for: else no time goes into it between passes
                 self._reader = self.detokenizer()
             if self._is_read or self._reader is None:
                 return
@@ -442,7 +442,7 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """True until rows have come from disk, and the request that runs the same prompt first has run it."""
+        """Whether rows are still to come from disk, or the same prompt still to be run by its first request."""
         leader = self._leader
         if self.num_fetching:
             return True
@@ -450,23 +450,23 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether tokens of the prompt still lack their log-probabilities, and are to have them."""
+        """Whether wanted log-probabilities of prompt tokens are still missing."""
         return self._leader is None and None in self.seq.prompt_logprobs[1:]
 
     def score_prompt(self, start: int, logits: Rows) -> None:
-        """Note the log-probabilities of the prompt's tokens behind place `start`. logits [n, V]: of that place on."""
+        """Note log-probabilities of the prompt's tokens behind place `start`. logits [n, V]: from that place on."""
         seq, most = self.seq, self.seq.params.prompt_logprobs
         assert most is not None
         for place, row in enumerate(logits, start + 1):
-            if place < seq.num_prompt_tokens:  # behind it come tokens of the output, of a request that was preempted
+            if place < seq.num_prompt_tokens:  # further rows are output tokens, of a request that was preempted
                 seq.prompt_logprobs[place] = logprobs_of(row, seq.tokens[place], most)
 
     def mark(self) -> Mark:
-        """How far it has come."""
+        """Return how far the request has come."""
         return Mark(self.seq.num_output_tokens, self._num_readable, self.seq.finish_reason)
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """Return the whole output so far."""
         seq = self.seq
         logprobs = seq.logprobs if seq.params.logprobs is not None else None
         prompt = list(seq.source_ids) or seq.tokens[: seq.num_prompt_tokens]
@@ -492,9 +492,9 @@ class Request:
 
 
 class Reader:
-    """Makes the chunks of one request from the marks that were set behind its steps, in their order.
+    """Makes the chunks of one request from the marks that were set after its steps, in order.
 
-    It belongs to the thread that reads: the one that steps makes no text for it.
+    It belongs to the reading thread, so that the stepping thread need not decode text for it.
     """
 
     def __init__(self, request: Request) -> None:
@@ -503,7 +503,7 @@ class Reader:
         self._last = Mark(0, 0, None)
 
     def chunk(self, mark: Mark) -> Chunk:
-        """What came between the mark before and this one. Raises the error that ended the request, if one did."""
+        """Return the output between the last mark and this one. Raises the error that ended the request, if one did."""
         request, seq, last, text = self._request, self._request.seq, self._last, ""
         self._last, first = mark, seq.num_prompt_tokens
         if mark.finish_reason is not None and request.error is not None:

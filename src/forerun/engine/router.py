@@ -1,9 +1,9 @@
-"""Several drafters in one batch: each sequence is served by the one that its request chose.
+"""Several drafters in one batch: each sequence is served by the drafter that its request chose.
 
-A drafter that raises a UserError does not suit the requests that it was asked about, and these are decoded plainly from
-there on. One that raises anything else is broken and not asked again. Greedy and `match` texts are the same then. So is
-the distribution of sampled ones, unless the drafter raises because of the value of a token that it drew, which none may
-do.
+A drafter that raises a UserError does not suit the requests that it was asked about; these are decoded plainly from
+there on. A drafter that raises anything else is broken and not asked again. Greedy and `match` texts stay the same, and
+so does the distribution of sampled texts, unless a drafter raises because of the value of a token that it drew, which
+no drafter may do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.types import FORCED, FOUND_SHARE, MODEL_SHARE, Budget, Coins, Draft
 LOG = logging.getLogger(__name__)
 NONE = "none"  # the drafter of requests that are decoded plainly; there is always one
 OWN = "own"  # the drafter that a program has made itself
-LOOKUP, PREDICTION = "lookup", "prediction"  # cost no weights and no cache: there are always these, and FORCED
+LOOKUP, PREDICTION = "lookup", "prediction"  # always there, as FORCED is: they cost no weights and no cache
 
 
 class _Silent(Drafter):
@@ -37,9 +37,9 @@ class _Silent(Drafter):
 
 
 def _how_to_add(name: str) -> str:
-    """How an engine gets a drafter of that name; nothing for a name that is no drafter anywhere.
+    """Return a hint how to start an engine with a drafter of that name; "" for a name that is no drafter anywhere.
 
-    A request has said it, so no file is looked for.
+    The name comes from a request, so no file is looked for.
     """
     try:
         drafters.resolve(name, looks=False)
@@ -51,12 +51,12 @@ def _how_to_add(name: str) -> str:
 class Router(Drafter):
     """Hands every sequence to the drafter that `seq.draft` names, and joins their drafts.
 
-    members: by name, the first of them for requests that choose none. aliases: other names of theirs. is_auto: nobody
-    chose the first, so that a request whose rule cannot judge its drafts is served by `lookup`. shares_s: of this step
-    so far, what catching up took for each sequence. unasked: ids of the sequences of this step whose drafter was not
-    asked, because it does not draft behind what a grammar forces. spares: whether a drafter that raises is left out;
-    where it is False, what it raises is raised. packs_siblings: whether equal siblings of a draft share a row; off,
-    each node has one, which the tests compare. unwritten: ids that the model never writes, which no draft keeps.
+    members: by name; the first serves requests that choose none. aliases: other names for members. is_auto: nobody
+    chose the first, so a request whose rule cannot judge its drafts is served by `lookup`. shares_s: by sequence, its
+    seconds of catching up in this step so far. unasked: ids of the sequences of this step whose drafter was not asked,
+    because it does not draft behind forced tokens. spares: whether a drafter that raises is left out; if False, its
+    errors are raised. packs_siblings: whether equal siblings of a draft share a row; if False, each node has one, which
+    the tests compare. unwritten: ids that the model never writes, which no draft keeps.
     """
 
     spares = True
@@ -93,9 +93,9 @@ class Router(Drafter):
     def chosen(
         self, wanted: str | None, has_prediction: bool = False, acceptance: str = "ratio", searches: bool = False
     ) -> str:
-        """The name of the drafter that a request asks for. Raises BadOption for one that the engine has not.
+        """Return the name of the drafter that a request asks for. Raises BadOption for one that the engine lacks.
 
-        A request that asks for none is served by the first, or by `prediction` where it brings one; but an engine
+        A request that names none is served by the first, or by `prediction` where it brings a prediction; but an engine
         whose first is `none` decodes it plainly. acceptance: the request's rule. searches: whether it is a beam search.
         """
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
@@ -103,15 +103,15 @@ class Router(Drafter):
         if name not in self.members:
             known = unknown("drafter in this engine", name, self.members)
             raise BadOption(f"{known}{_how_to_add(name)}")
-        found = self.members[name]
+        drafter = self.members[name]
         is_free_to_choose = self._is_auto and name == self.main and wanted in (None, "auto")
-        serves = found.branches if searches else verify.find(acceptance).judges(found.shape, found.draws)
+        serves = drafter.branches if searches else verify.find(acceptance).judges(drafter.shape, drafter.draws)
         if is_free_to_choose and not serves:
             return LOOKUP
         return name
 
     def of(self, seq: Sequence) -> Drafter:
-        """The drafter that serves a sequence."""
+        """Return the drafter that serves a sequence."""
         return self.members[NONE if seq.id in self._unsuited else seq.draft]
 
     def caches(self, seq: Sequence) -> Seq[KVCache]:
@@ -131,12 +131,12 @@ class Router(Drafter):
         self._unsuited.discard(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        """The least of those that have a cache of their own."""
-        found = []
+        """Return the free tokens of the fullest drafter's cache; None where no drafter has a cache."""
+        free_by_drafter = []
         for name in self.members:
             with self._spared(name):
-                found.append(self.members[name].free_tokens(without))
-        return min([free for free in found if free is not None], default=None)
+                free_by_drafter.append(self.members[name].free_tokens(without))
+        return min([free for free in free_by_drafter if free is not None], default=None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.unasked = set()
@@ -149,7 +149,7 @@ class Router(Drafter):
         return draft.packed() if self.packs_siblings else draft
 
     def _held(self, seqs: Seq[Sequence], budget: Budget) -> dict[int, int]:
-        """The sequences on which a grammar may force tokens, and the most nodes of each, whatever is granted."""
+        """Map sequences on which a grammar may force tokens to the most nodes of each, whatever is granted."""
         if FORCED not in self.members or not budget.limits:
             return {}
         held = dict[int, int]()
@@ -160,10 +160,10 @@ class Router(Drafter):
         return held
 
     def _around_forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], held: Mapping[int, int]) -> Draft:
-        """Drafts between what grammars force before them and behind them.
+        """Return drafts with forced tokens before them and behind them.
 
-        What comes before is never refused: a request's own drafter drafts as if it were committed, and what it keeps
-        of it stays right. held: as `_held` has it.
+        Forced tokens in front are never rejected, so a request's drafter drafts as if they were committed, and its
+        state about them stays right. held: as `_held` returns it.
         """
         asked, own_coins, limits = list(seqs), list(coins), [0] * len(seqs)
         runs = self._forced(seqs, coins, held)
@@ -187,7 +187,7 @@ class Router(Drafter):
         return Draft.joined(parts)
 
     def _forced(self, seqs: Seq[Sequence], coins: Seq[Coins], held: Mapping[int, int]) -> dict[int, list[int]]:
-        """What grammars leave no choice about behind the committed tokens, by sequence."""
+        """Map sequences to the tokens that grammars force behind the committed ones."""
         clock, budget = time.perf_counter(), Budget(list(held.values()), 0)
         draft = self._asked(FORCED, [seqs[b] for b in held], budget, [coins[b] for b in held])
         self._add_draft(FORCED, clock, draft)
@@ -195,10 +195,10 @@ class Router(Drafter):
         return {b: tokens for b, tokens in parts.items() if tokens}
 
     def _with_end(self, part: Draft, seq: Sequence, most: int, carries: Callable[[int, int], bool]) -> Draft:
-        """A draft of one sequence with what a grammar forces behind its best path, if all of that has room and pays.
+        """Return a draft with the tokens that a grammar forces behind its best path, if all of them have room and pay.
 
-        If the path is accepted, the target decides about the next choice in the same pass. A part of it would only
-        move rows from the next pass to this one. most: nodes of the sequence. carries: `Budget.carries`.
+        If the path is accepted, the target decides the next free token in the same pass. Only some of the forced tokens
+        would just move rows from the next pass to this one. most: nodes of the sequence. carries: `Budget.carries`.
         """
         tip, path, num_guessed = -1, list[int](), 0
         for node, parent in enumerate(part.parents):
@@ -215,7 +215,7 @@ class Router(Drafter):
         clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups, clock)
-        (name,) = groups  # which serves all
+        (name,) = groups  # it serves all sequences
         draft = self._asked(name, seqs, budget, coins)
         self._add_draft(name, clock, draft)
         return draft
@@ -228,23 +228,23 @@ class Router(Drafter):
         groups: Mapping[str, Seq[int]],
         clock: float,
     ) -> Draft:
-        """The drafts of several drafters, or of one that does not serve all. clock: when this began."""
+        """Join the drafts of several drafters, or of one that does not serve all. clock: when this began."""
         step = DraftStep()
         parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
         for name, members in groups.items():
-            drafter, own = self.members[name], budget.only(members, catchup_tokens)
-            draft = self._asked(name, [seqs[b] for b in members], own, [coins[b] for b in members])
+            drafter, share = self.members[name], budget.only(members, catchup_tokens)
+            draft = self._asked(name, [seqs[b] for b in members], share, [coins[b] for b in members])
             catchup_tokens -= sum(drafter.caught_up.values())
             for i, b in enumerate(members):
                 parts[b] = draft.only(i)
             step = self._add_draft(name, clock, draft)
             clock = time.perf_counter()
         joined = Draft.joined(parts)
-        step.seconds += time.perf_counter() - clock  # whatever a draft takes is charged to a drafter
+        step.seconds += time.perf_counter() - clock  # all drafting time is charged to some drafter
         return joined
 
     def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """The draft of one member; an empty one where it fails."""
+        """Return the draft of one member; an empty draft where it fails."""
         granted = list(budget.num_tokens)
         with self._spared(name, seqs):
             draft = self.members[name].propose(seqs, budget, coins)
@@ -262,9 +262,9 @@ class Router(Drafter):
 
     @contextmanager
     def _spared(self, name: str, seqs: Seq[Sequence] = ()) -> Iterator[None]:
-        """Go on without a drafter that raises, where a UserError for these sequences alone.
+        """Go on without a drafter that raises; after a UserError, only without it for these sequences.
 
-        An AssertionError passes: it says that the program is wrong.
+        An AssertionError passes through: it is a bug of the program.
         """
         try:
             yield
@@ -279,7 +279,7 @@ class Router(Drafter):
                 self._give_up(name)
 
     def _leave(self, name: str, seqs: Seq[Sequence], error: UserError) -> None:
-        """Decode sequences plainly that a drafter refuses; it goes on for the others."""
+        """Decode plainly the sequences that a drafter refuses; it goes on for the others."""
         for seq in seqs:
             LOG.warning("request %d is decoded plainly: the drafter %r does not suit it (%s)", seq.id, name, error)
             with self._spared(name):
@@ -287,12 +287,12 @@ class Router(Drafter):
             self._unsuited.add(seq.id)
 
     def _give_up(self, name: str) -> None:
-        """Decode all sequences of a drafter plainly, now that it has failed."""
+        """Decode all sequences of a broken drafter plainly."""
         LOG.exception("the drafter %r failed and is not asked again: its requests are decoded plainly", name)
         self.members[name] = _Silent()
 
     def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
-        """Add a draft, asked for at the time `begun`, to what its drafter did in this step; returns that."""
+        """Add a draft, asked for at the time `begun`, to its drafter's record of this step; return the record."""
         depths = [draft.depth(b) for b in range(draft.num_sequences)]
         step = self._steps.setdefault(name, DraftStep())
         step.num_sequences += sum([depth > 0 for depth in depths])
@@ -307,19 +307,19 @@ class Router(Drafter):
         return step
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        found: list[list[Next | None]] = [[None] * len(level) for level in levels]
+        answers: list[list[Next | None]] = [[None] * len(level) for level in levels]
         for name, members in self._groups(seqs, list(map(len, levels))).items():
-            drafter, own, begun = self.members[name], [levels[b] for b in members], time.perf_counter()
+            drafter, their_levels, begun = self.members[name], [levels[b] for b in members], time.perf_counter()
             served = [seqs[b] for b in members]
             with self._spared(name, served):
-                nexts = drafter.branch(served, own, catchup_tokens)
+                nexts = drafter.branch(served, their_levels, catchup_tokens)
                 for b, each in zip(members, nexts, strict=True):
-                    found[b] = each
+                    answers[b] = each
             catchup_tokens -= sum(drafter.caught_up.values())
             step = self._steps.setdefault(name, DraftStep())
-            step.depth, step.num_nodes = step.depth + 1, step.num_nodes + sum(map(len, own))
+            step.depth, step.num_nodes = step.depth + 1, step.num_nodes + sum(map(len, their_levels))
             self._count(name, begun)
-        return found
+        return answers
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         for name, members in self._groups(seqs, [num_tokens] * len(seqs)).items():
@@ -343,7 +343,7 @@ class Router(Drafter):
         return num_tokens
 
     def _count(self, name: str, begun: float) -> None:
-        """Add a call of a drafter, made at the time `begun`, to what it did in this step."""
+        """Add a call of a drafter, begun at the time `begun`, to its record of this step."""
         drafter, step = self.members[name], self._steps.setdefault(name, DraftStep())
         caught_up = sum(drafter.caught_up.values())
         step.num_catchup_tokens += caught_up
@@ -355,18 +355,18 @@ class Router(Drafter):
 
     @property
     def num_caught_up(self) -> int:
-        """Committed tokens that drafters have run to catch up, in this step so far."""
+        """The committed tokens that drafters have run to catch up in this step so far."""
         return sum([step.num_catchup_tokens for step in self._steps.values()])
 
     def take_steps(self) -> dict[str, DraftStep]:
-        """What each drafter did since the last call."""
+        """Return the record of each drafter since the last call, and begin new ones."""
         steps = self._steps
         self._steps = {}
         self.shares_s = {}
         return steps
 
     def _groups(self, seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
-        """By drafter: the sequences that may draft, but those that no drafter serves."""
+        """Group the sequences that may draft by drafter, without sequences that are decoded plainly."""
         groups: dict[str, list[int]] = {}
         for b, seq in enumerate(seqs):
             if granted[b] > 0 and seq.draft != NONE and seq.id not in self._unsuited:
@@ -375,7 +375,7 @@ class Router(Drafter):
 
 
 def _made(spec: str, target: Target) -> tuple[str, Drafter]:
-    """The method that a spec names, and its drafter; where nobody chose it and it cannot serve, what needs nothing."""
+    """Return a spec's method and drafter; if draft=auto chose one that cannot serve, one without a model instead."""
     try:
         return target.opened.resolve(spec)[0], drafters.make(spec, target)
     except UserError as error:
@@ -387,10 +387,11 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def make(specs: Seq[str], target: Target, own: Callable[[Target], Drafter] | None = None) -> Router:
-    """The engine's drafter, extra ones behind it, and those that cost nothing: lookup, prediction, forced, none.
+    """Make the engine's drafter, the extra ones, and those that cost nothing: lookup, prediction, forced, none.
 
-    Each is called by its method's name; of several of one method the first, or the one that is written as that name
-    alone, and the others by their whole text. own: makes one that comes before them all, named `own`. Raises BadOption.
+    Each is named by its method; among several of one method, the first (or the one written without options) gets that
+    name, and the others are named by their whole spec. own: makes a drafter that comes before all, named `own`. Raises
+    BadOption.
     """
     members: dict[str, Drafter] = {}
     if own is not None:

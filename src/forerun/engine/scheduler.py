@@ -1,17 +1,18 @@
 """Which requests run in the next step, and with how many tokens.
 
 Requests are ranked by priority, then by arrival. One pass of the target has `max_num_batched_tokens` rows: one for each
-decoding request, then prompt chunks (at most `prefill_chunk_tokens` of them), and what is left, drafts. Of prompts with
-the same priority the one goes first of which the least is left, so that nobody waits for a long one; and that does not
-wait for ever either: for each three tokens that go before the first in rank, it is owed one. A request is
-admitted when the caches have room for its prompt, not for its longest output: where the running ones have grown until
-not all have room for one more token, the lowest in rank is preempted. So are requests of a worse priority whose place a
-waiting one needs, if it then fits. A preempted request loses its cache, keeps its tokens, and later runs them again
-(recomputation); prefix caching makes that cheap where its blocks are still there. Drafts are granted only what is left
-after that, so that no draft ever preempts a request.
+decoding request, then prompt chunks (at most `prefill_chunk_tokens` rows), then drafts. Among prompts of the same
+priority the one with the fewest tokens left goes first, so that nobody waits for a long one. The long one does not wait
+for ever either: for every three tokens of other prompts, the first in rank is owed one.
 
-Rows of a waiting request that are on their way from disk hold blocks, too. They are counted as those of a running one,
-and given up by the same rank. Whoever has no room gives way, and nobody is ended for another.
+A request is admitted when the caches have room for its prompt, not for its longest output. Where running requests have
+grown until not all have room for one more token, the last in rank is preempted. So are requests of a worse priority
+whose place a waiting one needs, if it then fits. A preempted request loses its cache, keeps its tokens, and later runs
+them again (recomputation); prefix caching makes that cheap where its blocks are still there. Drafts get only the rows
+and blocks that are left after that, so that no draft ever preempts a request.
+
+Rows of a waiting request that are on their way from disk hold blocks, too. They count like the blocks of a running
+request, and are given up by the same rank. A request without room gives way, and nobody is ended for another.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from forerun.models.sources import Sources
 from forerun.types import Sequence
 
 MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step
-MOST_SCORED_TOKENS = 32  # of a prompt in one step, where a row of logits is wanted for each: they are large
-OVERTAKING_TOKENS = 3  # of prompts that go before the first in rank, for each of its own
+MOST_SCORED_TOKENS = 32  # of a prompt in one step, where each token wants a row of logits: these are large
+OVERTAKING_TOKENS = 3  # of other prompts, for each token that the first in rank is owed
 
 
 @dataclass(frozen=True)
 class Plan:
     """One step: prompt chunks (request, tokens), the requests that decode, and the draft nodes that each may have.
 
-    sources: requests whose source the encoder runs first; those that wait for that are not among the others.
+    sources: requests whose source the encoder runs first. Requests that still wait for the encoder are in no list.
     """
 
     prefill: list[tuple[Request, int]]
@@ -51,7 +52,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can run: all that there is waits for the disk."""
+        """Whether nothing can run: every request waits for the disk."""
         return not (self.prefill or self.decode or self.sources)
 
 
@@ -69,10 +70,10 @@ class _Fetching(NamedTuple):
 class Scheduler:
     """Admits, preempts, and splits prompts into chunks.
 
-    free_kv_tokens is the least of what the caches of target and drafters have free. Slots of both are opened and
-    released together. sources: of an encoder-decoder, whose sources are run before their requests: as many in one step
-    as prompts may have tokens, but one at least. fair: how many tokens of prompts run beside requests that decode; a
-    step may have none. message_end_ids: ids with which the messages of a chat end.
+    free_kv_tokens is the smallest free room among the caches of target and drafters. Slots of both are opened and
+    released together. sources: of an encoder-decoder. A source runs before its request: in one step as many source
+    tokens as prompts may have, but at least one source. fair: limits the prompt tokens that run beside requests that
+    decode; a step may have none. message_end_ids: the ids that end the messages of a chat.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Scheduler:
         self.running: list[Request] = []  # by rank
         self.num_preemptions = 0
         self._fetching: list[_Fetching] = []
-        self._owed: tuple[int, float] = -1, 0.0  # to which sequence, and how many tokens
+        self._owed: tuple[int, float] = -1, 0.0  # the id of a sequence, and the prompt tokens that it is owed
         self._is_full = False  # a pass found less room than was counted: the next plan lets nobody in
 
     def add(self, request: Request) -> None:
@@ -118,6 +119,7 @@ class Scheduler:
         allowance, begun = Allowance(budget), list[Request]()
         if self.sources is not None:  # an encoder reads a source at once
             begun, held_up, budget = self._begin(stands, budget)
+            # Not even their prompts can run yet: the decoder attends to the encoder's rows.
             stands, decode = ([stand for stand in some if stand[0] not in held_up] for some in (stands, decode))
             allowance = Allowance(budget)
         elif is_reading:
@@ -132,10 +134,10 @@ class Scheduler:
     def _share(
         self, prompts: Seq[_Stand], allowance: Allowance, blocks: int, *, is_quiet: bool
     ) -> tuple[list[tuple[Request, int]], int]:
-        """Share what a step may read of prompts among them; returns their chunks, and the blocks that are left.
+        """Share the prompt tokens of a step among the prompts; return their chunks, and the blocks that are left.
 
-        prompts: by rank. is_quiet: whether nobody decodes. A prompt that is read to its end is then not held up by one
-        that is not, but for what the first in rank is owed.
+        prompts: by rank. is_quiet: whether nobody decodes. Then a prompt that this step finishes is not slowed down by
+        chunks of unfinished ones, except for the tokens that the first in rank is owed.
         """
         takes, has_ended, offers = {request: 0 for request, _ in prompts}, False, self._offers(prompts)
         for request, room, most in offers:
@@ -151,7 +153,7 @@ class Scheduler:
         return [(request, take) for request, take in takes.items() if take], blocks
 
     def _offers(self, prompts: Seq[_Stand]) -> list[tuple[Request, Room, int]]:
-        """The prompts in the order in which they are read, and how many tokens of each: first what one is owed."""
+        """Return the prompts in reading order, with the most tokens of each; first what the first in rank is owed."""
         offers = []
         for request, room in prompts:
             left = len(request.seq.tokens) - 1 - room.length
@@ -162,7 +164,7 @@ class Scheduler:
         return [(first, room, min(owed, most)), *offers]
 
     def _note_owed(self, offers: Seq[tuple[Request, Room, int]], takes: Mapping[Request, int]) -> None:
-        """Take note of what the first in rank is owed where others went before it, and it could have had more."""
+        """Note how many tokens the first in rank is owed, where other prompts ran and it could have run more."""
         first = offers[0][0]
         most = next(most for request, _, most in offers[1:] if request is first)
         before = self._owed[1] if self._owed[0] == first.seq.id else 0.0
@@ -171,7 +173,7 @@ class Scheduler:
         self._owed = first.seq.id, max(0.0, owed)
 
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
-        """Return the requests whose source is run in this step, those that wait for that, and the budget left."""
+        """Return the requests whose source runs in this step, the requests that wait for it, and the budget left."""
         assert self.sources is not None
         begun, held_up = list[Request](), set[Request]()
         for request, _ in stands:
@@ -184,7 +186,7 @@ class Scheduler:
         return begun, held_up, max(0, budget)
 
     def finish(self, request: Request) -> None:
-        """Forget a request, wherever it is, and free what it held; unknown requests are ignored."""
+        """Forget a request, waiting or running, and free its cache; unknown requests are ignored."""
         if request in self.waiting:
             self.waiting.remove(request)
             self._give_up(request)
@@ -194,28 +196,28 @@ class Scheduler:
             self._owed = -1, 0.0
 
     def blocks_for(self, seq: Sequence) -> int:
-        """Blocks that a sequence may come to need: a draft never reaches beyond its longest output."""
+        """Return the most blocks that a sequence may need: a draft never reaches beyond its longest output."""
         return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
 
     def _source_blocks(self, seq: Sequence) -> int:
-        """Blocks that a sequence's source takes, unless an equal one is in the cache."""
+        """Return the blocks that a sequence's source takes, unless an equal source is in the cache."""
         return 0 if self.sources is None else self.sources.num_blocks(len(seq.source_ids))
 
     def most_tokens(self, seq: Sequence) -> int:
-        """Tokens that a sequence may come to hold; a beam search those of texts that share nothing but the prompt."""
+        """Return the most tokens that a sequence may hold, where the beams of a search share only the prompt."""
         num_more = 0 if seq.hypotheses is None else seq.params.num_beams - 1
         return seq.max_len + num_more * (seq.max_len - seq.num_prompt_tokens)
 
     @property
     def free_kv_tokens(self) -> int:
-        """Tokens that fit into all caches."""
+        """The tokens that still fit into every cache."""
         return self._free_blocks() * self.cache.block_tokens
 
     # ------------------------------------------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Let the first in rank in, until one does not fit; one of a better priority takes the place of worse ones."""
-        claims: dict[int, int] = {}  # by sequence
+        """Admit waiting requests by rank until one does not fit; a better priority takes the place of worse ones."""
+        claims: dict[int, int] = {}  # by sequence id
         while request := next((waiting for waiting in self.waiting if not waiting.waits), None):
             victims = self._victims(request, claims)
             if victims is None:
@@ -229,11 +231,11 @@ class Scheduler:
             self._start(request)
 
     def _victims(self, request: Request, claims: dict[int, int]) -> Seq[Request] | None:
-        """The running requests to preempt so that a waiting one fits: no more than needed of the last in rank.
+        """Return the running requests to preempt so that a waiting one fits: as few as possible, the last in rank.
 
         All of them have a worse priority; None where it would not fit without all of these. Alone, every request fits.
-        What is fetched for others counts as held where they come before it, and else as free: they would give it up.
-        claims: what is known of `_claim`; it is asked for when there is a place in the batch, which many may wait for.
+        Blocks fetched for another request count as held where that one ranks before this, else as free: it would give
+        them up. claims: a cache of `_claim`, filled only when the batch has a place, because many may wait for one.
         """
         needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         needed += self._source_blocks(request.seq)
@@ -259,7 +261,7 @@ class Scheduler:
         return self.running[len(self.running) - next(filter(fits, range(num_worse + 1))) :]
 
     def _fetch(self, request: Request) -> bool:
-        """Look on disk for what the caches lack of a request, and return whether something is on its way."""
+        """Look on disk for rows that the caches lack for a request; return whether any are on their way."""
         request.is_sought = True
         if request.scores_prompt:
             return False
@@ -273,17 +275,17 @@ class Scheduler:
         return request.num_fetching > 0
 
     def await_rows(self) -> None:
-        """Wait for rows of a waiting request, where a plan is empty."""
+        """Wait for the oldest fetch from disk. For a step whose plan is empty."""
         if self._fetching:
             self._fetching[0].fetch.wait()
 
     def _collect(self) -> None:
-        """Let sequences find the rows of fetches that are over."""
+        """End the fetches that are over, so that sequences find their rows."""
         for one in [one for one in self._fetching if one.fetch.is_over]:
             self._end(one)
 
     def _give_up(self, request: Request) -> None:
-        """Fetch no more of what a request lacks; it finds what has come, and runs the rest."""
+        """Stop fetching rows for a request; it finds the rows that have arrived, and runs the rest."""
         for one in [one for one in self._fetching if one.request is request]:
             one.fetch.give_up()
             self._end(one)
@@ -312,7 +314,7 @@ class Scheduler:
         self.drafter.begin(seq)
 
     def _message_ends(self, seq: Sequence) -> list[int]:
-        """Return where later sequences may well part from this one: behind its messages, and where its prompt ends."""
+        """Return where later sequences will probably part from this one: behind each message, and at its end."""
         ends = [i for i, token in enumerate(seq.tokens, 1) if token in self.message_end_ids]
         return [*ends, len(seq.tokens) - 1]
 
@@ -326,9 +328,9 @@ class Scheduler:
         self.fair.left(len(self.running))
 
     def give_way(self) -> bool:
-        """Free what the last in rank of those that hold blocks has: a fetch is given up, a running request preempted.
+        """Free the blocks of the last in rank that holds any: give up a fetch, or preempt a running request.
 
-        Returns False where one running request has all of them.
+        Returns False where one running request holds them all.
         """
         last = max((*self.running, *(one.request for one in self._fetching)), key=_rank)
         if last not in self.running:
@@ -340,9 +342,9 @@ class Scheduler:
         return True
 
     def recover(self) -> bool:
-        """Make room behind a pass that found less than was counted. Returns False where there is none to be made.
+        """Make room after a pass that found less than was counted. Returns False where no room can be made.
 
-        Whoever gives way is not let in by the next plan, so that the others go on.
+        The next plan admits nobody: otherwise the request that gave way could come back at once.
         """
         self._is_full = True
         return self.give_way()
@@ -357,25 +359,25 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- room in caches
 
     def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
-        """The running requests, those of them that decode, and the blocks that are free before they do.
+        """Return the running requests, the decoding ones among them, and the blocks that are free before they decode.
 
-        Those that decode have room for their next rows, one or those of all beams: until then, the last in rank gives
-        way.
+        The last in rank gives way until every decoding request has room for its next rows: one, or one for each beam.
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
             read = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
             decode = [stand for stand in read if not stand[0].seq.is_only_read]
             free = self._free_blocks() - sum([self._unrun_blocks(request.seq) for request in self.running])
+            # Nobody decodes and no prompt has room for a token: without a victim, nothing would ever run again.
             stuck = not decode and not any(self._fits(room, free) for _, room in stands)
             needed = sum([self._next_blocks(*stand) for stand in decode])
             if not stands or (needed <= free and not stuck) or not self.give_way():
                 return stands, decode, free
 
     def _claim(self, request: Request) -> int:
-        """Blocks that a running request's prompt, or tokens to recompute, will still take.
+        """Return the blocks that a running request's prompt, or its tokens to recompute, will still take.
 
-        And one more where it may grow beyond: a request that would soon be preempted is not let in.
+        One more where it may grow beyond them: else a request would be admitted only to be preempted soon.
         """
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
@@ -383,19 +385,19 @@ class Scheduler:
         return blocks + (room.length + room.slack < seq.max_len) + self._unrun_blocks(seq)
 
     def _unrun_blocks(self, seq: Sequence) -> int:
-        """Blocks that a running request's source will still take."""
+        """Return the blocks that a running request's source will still take."""
         return 0 if self.sources is None else self.sources.missing_blocks(seq.id)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:
-        """Blocks that all caches have; without: ids of sequences that count as preempted."""
+        """Return the blocks that every cache has free. without: ids of sequences that count as preempted."""
         slots = without if self.sources is None else self.sources.slots(without)
-        own, drafters = self.cache.free_tokens(slots), self.drafter.free_tokens(without)
-        return (own if drafters is None else min(own, drafters)) // self.cache.block_tokens
+        target, drafters = self.cache.free_tokens(slots), self.drafter.free_tokens(without)
+        return (target if drafters is None else min(target, drafters)) // self.cache.block_tokens
 
     def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
-        """Nodes that each may have, so that all could have them together: rows and blocks are shared out evenly.
+        """Return how many draft nodes each request may have: an even share of rows and blocks, so that all fit at once.
 
-        A request that wants no drafter may have none.
+        A request that wants no drafter gets 0.
         """
         num = max(1, len(decode))
         most, share = max(0, min(MAX_SPEC_LENGTH, num_rows // num)), max(0, num_blocks) // num
@@ -403,21 +405,22 @@ class Scheduler:
         for request, room in decode:
             seq, blocks = request.seq, self._next_blocks(request, room) + share
             own = room.slack - request.num_rows + blocks * self.cache.block_tokens
+            # A pass emits one token more than it accepts, and max_len must have room for all of them.
             left = seq.max_len - len(seq.tokens) - 1 if seq.hypotheses is None else most
             limits.append(0 if seq.draft == NONE else max(0, min(own, left, most)))
         return limits
 
     def _next_blocks(self, request: Request, room: Room) -> int:
-        """Blocks that the least rows of a decoding request's next pass take."""
+        """Return the blocks that a decoding request's next pass takes without a draft."""
         return (
             room.next_blocks if request.num_rows == 1 else self.cache.missing_blocks(request.seq.id, request.num_rows)
         )
 
     def _fits(self, room: Room, num_blocks: int) -> int:
-        """Tokens that a sequence can take with that many more blocks."""
+        """Return how many tokens a sequence can take with `num_blocks` more blocks."""
         return room.slack + max(0, num_blocks) * self.cache.block_tokens
 
 
 def _rank(request: Request) -> tuple[int, int]:
-    """Lower comes first: priority, then arrival."""
+    """Return the sort key of a request: priority, then arrival; lower comes first."""
     return request.seq.params.priority, request.seq.id

@@ -1,15 +1,15 @@
 """The one step: plain decoding, prefill, chunked prefill and verification are one ragged pass.
 
-Each sequence contributes a run of new tokens: a prompt chunk wants no logits, plain decoding is a run of one,
-verification is the last committed token plus the draft.
+Each sequence contributes a run of new tokens: a prompt chunk wants no logits, plain decoding is a run of one token,
+verification is a run of the last committed token plus the draft.
 
-    propose   the drafter guesses within the budget that the pacing policy set per sequence
+    propose   the drafter guesses within the budget that the pacing policy set for each sequence
     score     one target pass over every run
     judge     verify the draft: pure, no model, no cache, no clock
-    commit    append what was verified, cut at stop conditions, keep the accepted rows of the cache
+    commit    append the verified tokens, cut at stop conditions, keep the accepted rows of the cache
 
-How one request runs, judges and commits is behind the door of `Request` (engine/sampled.py, engine/beams.py). The three
-numberings that meet here, of nodes, rows of a run and rows of the pass, are those of `forerun.types.Draft`.
+A `Request` hides how it runs, judges and commits (engine/sampled.py, engine/beams.py). `forerun.types.Draft` defines
+the three numberings that meet here: nodes, rows of a run, and rows of the pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from forerun.types import Budget, Coins, Draft, Next, RoundDetail, Sequence, Ste
 
 
 class RequestFailed(Exception):
-    """One sequence cannot go on; the step was not committed and can be repeated without it."""
+    """One sequence cannot go on. The step was not committed, and can be repeated without that sequence."""
 
     def __init__(self, seq: Sequence, error: Exception) -> None:
         super().__init__(str(error))
@@ -42,7 +42,7 @@ class RequestFailed(Exception):
 
 
 class _Laps:
-    """The seconds of the parts of a step, one after the other."""
+    """A stopwatch for the consecutive parts of a step."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -55,7 +55,7 @@ class _Laps:
 
 @dataclass
 class Stepper:
-    """What a step works with. coins(seq) makes the randomness of one sequence's next round."""
+    """Runs steps of the engine. coins(seq) makes the randomness of one sequence's next round."""
 
     runner: Runner
     drafter: Router
@@ -65,7 +65,7 @@ class Stepper:
     wants_detail: bool = False
 
     def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
-        """Run one step; every decoding request gets at least one token. schedule_s: what the plan took, for the report.
+        """Run one step; every decoding request gets at least one token. schedule_s: the planning time, for the report.
 
         Raises RequestFailed, with nothing committed, where a sequence has no token that it may emit.
         """
@@ -73,10 +73,10 @@ class Stepper:
             return self._step(plan, schedule_s)
 
     def _step(self, plan: Plan, schedule_s: float) -> StepReport:
-        self.drafter.take_steps()  # those of a step that was interrupted
+        self.drafter.take_steps()  # drops the counts of an interrupted step
         for request in plan.decode:
             if request.seq.grammar is not None and (failure := request.seq.grammar.failure) is not None:
-                raise RequestFailed(request.seq, failure)  # before a pass that would be for nothing
+                raise RequestFailed(request.seq, failure)  # before the pass, which would be wasted
         laps = _Laps()
         coins = [self.coins(request.seq) for request in plan.decode]
 
@@ -84,9 +84,10 @@ class Stepper:
         draft_s = laps.lap()
         scores = self._score(plan, draft, coins)
         score_s = laps.lap()
-        watched = [WatchedCoins(own) for own in coins] if self.wants_detail else []
+        watched = [WatchedCoins(each) for each in coins] if self.wants_detail else []
         verdict = self._judge(plan, draft, scores, watched or coins)
         judge_s = laps.lap()
+        # The details count from the sequences as they are now, so they are taken before the commit.
         rounds = self._rounds(plan, draft, verdict, granted, watched)
         report = self._commit(plan, draft, scores, verdict)
         commit_s = laps.lap()
@@ -102,12 +103,13 @@ class Stepper:
     def _propose(self, plan: Plan, coins: Seq[Coins]) -> tuple[Draft, list[int]]:
         """Return a draft within the limits of the plan, and the nodes that each request was granted.
 
-        The drafters of running prompts run them, too, where it may pay.
+        Drafters first run prompts that the target is running, where that may pay.
         """
         self._catch_up(plan)
         seqs, granted = [request.seq for request in plan.decode], self._granted(plan)
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         draft = Draft.empty(len(seqs))
+        # A grammar may force tokens, which are drafted even where pacing granted nothing.
         if any(granted) or any(seq.grammar is not None for seq in seqs):
             draft = self.drafter.propose(seqs, self._budget(plan, seqs, granted, catchup_tokens), coins)
 
@@ -120,15 +122,15 @@ class Stepper:
         return beams.with_trees(draft, plan.decode, plan.draft_limits, self.pacing, branch), granted
 
     def _catch_up(self, plan: Plan) -> None:
-        """Let drafters run what the target runs of prompts."""
+        """Let drafters run the prompts that the target runs in this step."""
         prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
         if prompts:
-            # No more than the target reads, which takes longer for each of them: the step is not doubled either.
+            # No more tokens than the target runs, which takes longer for each: so the step does not even double.
             most = min(self.catchup.most_tokens, sum(take for _, take in prompts))
             self.drafter.catch_up([seq for seq, _ in prompts], most)
 
     def _granted(self, plan: Plan) -> list[int]:
-        """Return the nodes that each request may have; one that paces itself has none."""
+        """Return the nodes that the policy grants to each request; 0 for one that paces itself, as a beam search."""
         paced = [b for b, request in enumerate(plan.decode) if request.is_paced]
         limits = [plan.draft_limits[b] for b in paced]
         granted = [0] * len(plan.decode)
@@ -140,8 +142,8 @@ class Stepper:
         return granted
 
     def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
-        """Return the budget of the drafters, who ask the policy for more than numbers only where it has its own say."""
-        budget = Budget(list(granted), catchup_tokens)  # the drafters' own, who may count it down
+        """Return the drafters' budget; it calls back into the policy only where the policy overrides the default."""
+        budget = Budget(list(granted), catchup_tokens)  # a copy, because drafters may count it down
         budget.limits, budget.reads_logits = list(plan.draft_limits), self.pacing.reads_logits
         budget.stops = self.pacing.stops(seqs, granted)
         if overrides(self.pacing, "go_on"):
@@ -156,7 +158,7 @@ class Stepper:
         """Run one pass: the run of every decoding request, in the order of the plan, then the prompt chunks.
 
         The encoder comes first, over the sources of requests that begin. Listeners that want details, and drafters that
-        read the likeliest tokens, need rows on the host; else a device draws from them where it can.
+        read the likeliest tokens, need the logits on the host; otherwise the device draws from them where it can.
         """
         draws_rows = self.runner.draws_rows and not self.wants_detail
         if plan.sources and self.runner.sources is not None:
@@ -164,8 +166,8 @@ class Stepper:
         runs = []
         for b, request in enumerate(plan.decode):
             reads_top = self.drafter.of(request.seq).top_logits
-            own = coins[b] if draws_rows and not reads_top else None
-            runs.append(request.run(draft, b, self.runner.finds_best and not reads_top, own))
+            device_coins = coins[b] if draws_rows and not reads_top else None
+            runs.append(request.run(draft, b, self.runner.finds_best and not reads_top, device_coins))
         for request, take in plan.prefill:
             done = self.runner.cache.length(request.seq.id)
             wanted = "all" if request.scores_prompt else "none"
@@ -175,12 +177,12 @@ class Stepper:
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def _judge(self, plan: Plan, draft: Draft, scores: Scores, coins: Seq[Coins]) -> Verdict:
-        """Return the verdict on every request. Raises RequestFailed for one that cannot be judged."""
+        """Return the verdict on every request. Raises RequestFailed for a request that cannot be judged."""
         rulings = []
         for b, request in enumerate(plan.decode):
             try:
                 ruling = request.judge(draft, b, scores, coins[b])
-            except AssertionError:  # the program is wrong, not the request
+            except AssertionError:  # a bug of the program, not a fault of the request
                 raise
             except Exception as error:
                 raise RequestFailed(request.seq, error) from error
@@ -192,7 +194,7 @@ class Stepper:
     def _rounds(
         self, plan: Plan, draft: Draft, verdict: Verdict, granted: Seq[int], watched: Seq[WatchedCoins]
     ) -> list[RoundDetail]:
-        """Return the rounds for listeners that asked for them, before anything is committed."""
+        """Return the details of each round, where listeners asked for them. Call it before the commit."""
         return [
             request.detail(draft, b, verdict, granted[b], coins.tosses, self.pacing.facts(request.seq))
             for b, (request, coins) in enumerate(zip(plan.decode, watched, strict=False))
@@ -201,15 +203,18 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def _commit(self, plan: Plan, draft: Draft, scores: Scores, verdict: Verdict) -> StepReport:
-        """Append what was decided, keep the cache rows of it, and show the pass to the drafters."""
+        """Append the decided tokens, keep their cache rows, and show the pass to the drafters."""
         num_context_tokens = sum([len(request.seq.tokens) - 1 for request in plan.decode])
         done = [request.commit(draft, b, scores, verdict) for b, request in enumerate(plan.decode)]
         for i, (request, _) in enumerate(plan.prefill, len(plan.decode)):
             if request.scores_prompt:
                 request.score_prompt(self.runner.cache.length(request.seq.id), scores.logits[i])
-        kept = [own.kept for own in done] + [range(take) for _, take in plan.prefill]
+        kept = [committed.kept for committed in done] + [range(take) for _, take in plan.prefill]
         seqs = [request.seq for request in plan.decode] + [request.seq for request, _ in plan.prefill]
-        held = {seq.id: own.held for seq, own in zip(seqs, done, strict=False) if own.held is not None}
+        held = {
+            seq.id: committed.held for seq, committed in zip(seqs, done, strict=False) if committed.held is not None
+        }
+        # Stop conditions may have cut the output, so the rows to keep are known only now, behind `commit`.
         self._keep(seqs, kept, held)
         seen = [self._seen(seq, () if seq.id in held else kept[run], scores, run) for run, seq in enumerate(seqs)]
         self.drafter.observe(seqs, seen)
@@ -224,24 +229,24 @@ class Stepper:
         return report
 
     def _keep(self, seqs: Seq[Sequence], kept: Seq[Seq[int]], held: Mapping[int, Held]) -> None:
-        """Keep the cache rows of committed tokens, and let others find what they fill.
+        """Keep the cache rows of committed tokens, and publish the blocks that they fill.
 
-        kept: by run, rows of it. held: of searches, rows that stay pending.
+        kept: by run, its rows to keep. held: rows of beam searches that stay pending.
         """
-        rows = {seq.id: own for seq, own in zip(seqs, kept, strict=True)}
+        rows = {seq.id: kept_rows for seq, kept_rows in zip(seqs, kept, strict=True)}
         full = set(self.runner.cache.keep(rows, held) if held else self.runner.cache.keep(rows))
         for seq in seqs:
             if seq.id in full:
                 self.runner.cache.publish(seq.id, seq.tokens)
 
     def _seen(self, seq: Sequence, kept: Seq[int], scores: Scores, run: int) -> Seen:
-        """Return what the pass showed of a sequence, in rows of the pass. kept: rows of its run."""
+        """Return what a drafter sees of a sequence, in rows of the pass. kept: rows of the sequence's run."""
         rows = scores.rows[run]
         start = self.runner.cache.length(seq.id) - len(kept)
         return Seen(start, [rows.start + row for row in kept], rows, run, scores)
 
     def _conclude(self, plan: Plan, report: StepReport) -> None:
-        """Let everything that learns from steps see the report."""
+        """Show the report to everything that learns from steps."""
         if shares_s := self.drafter.shares_s:
             for request in (*plan.decode, *(request for request, _ in plan.prefill)):
                 request.report.draft_prefill_s += shares_s.get(request.seq.id, 0.0)
@@ -250,7 +255,7 @@ class Stepper:
         self.pacing.observe(self._of_drafters(report))
 
     def _of_drafters(self, report: StepReport) -> StepReport:
-        """Return what a step says of the drafters that serve its requests, without what was forced."""
+        """Return what pacing may learn from: no forced tokens, and no sequence whose drafter was not asked."""
         own = [step.without_forced for step in report.sequences if step.sequence_id not in self.drafter.unasked]
         num_forced = sum([step.num_accepted - step.without_forced.num_accepted for step in report.sequences])
         if not num_forced and len(own) == len(report.sequences):
@@ -259,14 +264,14 @@ class Stepper:
 
 
 def _report(done: Seq[Committed]) -> StepReport:
-    """Return a report with the counts of all requests that decoded."""
-    steps = [own.step for own in done]
+    """Return a report with the counts of all decoding requests."""
+    steps = [committed.step for committed in done]
     return StepReport(
         num_decoding=len(steps),
         num_drafted=sum([step.num_drafted for step in steps]),
         num_tested=sum([step.num_tested for step in steps]),
         num_accepted=sum([step.num_accepted for step in steps]),
-        num_emitted=sum([own.num_emitted for own in done]),
+        num_emitted=sum([committed.num_emitted for committed in done]),
         num_committed=sum([step.num_committed for step in steps]),
         sequences=steps,
     )

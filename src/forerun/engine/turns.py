@@ -1,11 +1,11 @@
 """The engines of a process that compute on one device: they take turns, a step each, and know which of them stream.
 
 Each engine has a seat, where it says how many streams it has, how long their steps usually are, what they were promised
-and whether it reads prompts. So a prompt of one engine is cut by what the streams of all of them can bear (fair.py).
+and whether it reads prompts. So the prompt chunks of one engine respect the streams of all engines (fair.py).
 
-On a CPU all engines have the same threads. Whoever asks first steps first: a lock of the system may give the next turn
-to the engine that has just ended one, again and again. On a GPU the steps of several engines overlap, and only the
-seats are shared.
+On a CPU all engines share the same threads. Engines step in the order in which they asked, because an operating
+system's lock may give the next turn to the engine that has just ended one, again and again. On a GPU the steps of
+several engines overlap, and only the seats are shared.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from weakref import WeakSet
 
-LAST_TURNS = 8  # of an engine: one that has taken no turn since so many of another's is not there
+LAST_TURNS = 8  # an engine counts as absent after so many turns of another one without a turn of its own
 
 
 @dataclass(eq=False)
 class Seat:
-    """What the others know of one engine.
+    """What other engines know of one engine.
 
-    stretch, max_itl_s: what its streams were promised, see Fair. num_streams: requests that decode, steps of which
-    usually take usual_s; None = that is not known yet. is_reading: whether some of its prompts are to be read.
+    stretch, max_itl_s: the promise to its streams, see Fair. num_streams: requests that decode. usual_s: the usual time
+    of their steps; None = not known yet. is_reading: whether some of its prompts are to be read.
     """
 
     stretch: float | None
@@ -35,15 +35,15 @@ class Seat:
     num_streams: int = 0
     usual_s: float | None = None
     is_reading: bool = False
-    turns: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_TURNS))  # numbers of its last ones
+    turns: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_TURNS))  # the numbers of its last turns
 
     @property
     def promises(self) -> bool:
-        """Whether there is a limit to a step of its streams."""
+        """Whether its streams' steps have a time limit."""
         return self.stretch is not None or self.max_itl_s is not None
 
     def limit_s(self, usual_s: float) -> float:
-        """Return how long a step may take that usually takes so long."""
+        """Return how long a step may take whose usual time is `usual_s`."""
         limits = [] if self.max_itl_s is None else [self.max_itl_s]
         return min(limits if self.stretch is None else [*limits, self.stretch * usual_s])
 
@@ -57,12 +57,12 @@ class Turns:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew, as in a child of fork(2), which has no copy of the thread that stepped."""
+        """Begin anew, as in a child of fork(2), which has no copy of the stepping thread."""
         self._lock = threading.Lock()
         self._waiting, self._is_taken = deque[threading.Lock](), False
 
     def join(self, seat: Seat) -> Seat:
-        """Let the others know of an engine, for as long as it has its seat; returns that."""
+        """Show an engine's seat to the others for as long as the engine keeps it; return the seat."""
         with self._lock:
             self._seats.add(seat)
         return seat
@@ -75,7 +75,7 @@ class Turns:
 
     @contextmanager
     def turn(self, seat: Seat) -> Iterator[None]:
-        """Wait for those that have asked before, and be the one that steps."""
+        """Wait for the engines that asked before, then hold the turn."""
         self._take()
         try:
             seat.turns.append(self._num_turns)
@@ -94,7 +94,7 @@ class Turns:
             self._waiting.append(own)
         try:
             own.acquire()
-        except BaseException:  # Ctrl-C, in a thread that steps an engine itself
+        except BaseException:  # Ctrl-C, in a thread that itself steps an engine
             with self._lock:
                 has_left = own in self._waiting
                 if has_left:
