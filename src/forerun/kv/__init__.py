@@ -1,11 +1,12 @@
-"""The KV cache: `KVCache` is what the engine asks of a cache; kv/cache.py has the one that ships.
+"""The KV cache: `KVCache` is the engine's interface to a cache; kv/cache.py has the cache that ships.
 
 A sequence has a *slot*: a number that its owner chose. The slot holds one row for each token that was run: first the
 *kept* rows in order, then *pending* rows (written but not kept, as a tree that a drafter grows level by level), then
 the rows of the run that is being written. A model's forward pass writes each run behind the rows that are there.
 Afterwards the rows of the run are kept, held as pending, or overwritten by the next run.
 
-Sequences have slots from 0 on. Those below 0 are SCRATCH_SLOT, for passes that measure, and two more of each sequence.
+Sequences have slots from 0 on. Slots below 0 are SCRATCH_SLOT, for passes that measure, and two more for each sequence
+(`fetch_slot`, `source_slot`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SCRATCH_SLOT = -1
 
 
 def fetch_slot(slot: int) -> int:
-    """Return the slot that holds what is on its way from disk for a sequence."""
+    """Return the slot that holds a sequence's blocks on their way from disk."""
     return -2 - 2 * slot
 
 
@@ -27,7 +28,7 @@ def source_slot(slot: int) -> int:
 
 
 class Room(NamedTuple):
-    """What a slot holds, and what it may still take.
+    """How much a slot holds, and may still take.
 
     length: kept tokens. slack: free rows in the slot's own blocks, behind everything that it holds; below 0 where the
     slot must copy its last block before it may write. next_blocks: blocks that one more token takes.
@@ -49,9 +50,9 @@ class Held(NamedTuple):
 
 
 class KVCache(Protocol):
-    """What Runner, Scheduler and drafters ask of a model's KV cache. The model reads it in a way of its own.
+    """The interface of a model's KV cache for Runner, Scheduler and drafters. The model itself reads it differently.
 
-    Memory is handed out in blocks of block_tokens tokens, of which there are num_blocks.
+    Memory is handed out in num_blocks blocks of block_tokens tokens.
     """
 
     @property
@@ -64,7 +65,7 @@ class KVCache(Protocol):
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
         """Begin a sequence with the rows that other sequences published of `tokens`, at most all but the last.
 
-        Returns the number of those rows, 0 where nothing is shared. tokens: the committed ones, from the beginning.
+        Returns the number of these rows, 0 where nothing is shared. tokens: the committed ones, from the beginning.
         salt: only rows that were published under the same salt are found.
         """
 
@@ -89,10 +90,10 @@ class KVCache(Protocol):
         """Return the parent of each pending row: an index among the pending rows, -1 = the kept rows."""
 
     def room(self, slot: int) -> Room:
-        """Return what an open slot holds, and what it may still take."""
+        """Return how much an open slot holds, and may still take."""
 
     def free_tokens(self, without: Collection[int] = ()) -> int:
-        """Tokens that fit into blocks no slot uses, or would use if the slots `without` were released."""
+        """Return how many tokens fit into blocks that no slot uses; slots in `without` count as released."""
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Return how many blocks `reserve` would take."""
@@ -111,7 +112,7 @@ class KVCache(Protocol):
         """
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """Make the rows of the run just written pending, behind those that are pending already.
+        """Make the rows of the run just written pending, behind earlier pending rows.
 
         parents: of each row, an index that counts the pending rows and then the rows of the run; -1 = the kept rows.
         """

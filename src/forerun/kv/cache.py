@@ -1,10 +1,10 @@
 """The KV cache of the models in models/: block tables on the host, and a pool of rows for each layer.
 
-Layers that see as far back share block tables (they are of one *kind*), and each kind has its own: a kind with a window
-gives old blocks back. The room of the widest kind is the room of the cache, for no other runs out of blocks before it:
-each has as many, and those of a window more for each sequence, since two sequences that share an equal beginning in one
-kind may each have their own in another. Of a kind with a window most blocks are never written, and on a CPU memory that
-is never written is not there.
+Layers with the same window are of one *kind* and share block tables: a kind with a window gives old blocks back. The
+room of the widest kind is the room of the cache, because no other kind runs out of blocks before it: each has as many
+blocks, and a kind with a window has some more for each sequence, since two sequences that share a beginning in one kind
+may hold separate blocks of it in another. Most blocks of a kind with a window are never written, and on a CPU memory
+that is never written takes no room.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from forerun.types import CacheView, RaggedBatch
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
 FOUND_TOKENS = 8192  # kept behind windows for later sequences that begin alike, beyond what running ones see
-WRITTEN_TOKENS = 512  # of a sequence in one pass, for the size of what a window takes
+WRITTEN_TOKENS = 512  # that a sequence is assumed to run in one pass, for the blocks that a window needs
 LEAST_SNAPSHOTS = 8  # states of recurrent layers that are kept for later sequences, or as many as run at once
 
 
 class Cached(Protocol):
-    """What the cache of a model is made from."""
+    """The parts of a model that its cache is made from."""
 
     @property
     def config(self) -> HasShape: ...
@@ -50,7 +50,7 @@ class Cached(Protocol):
 
 
 class HasShape(Protocol):
-    """A model's configuration, of which a cache reads one thing."""
+    """The one part of a model's configuration that a cache reads."""
 
     @property
     def cache_shape(self) -> CacheShape: ...
@@ -60,8 +60,8 @@ class BlockCache(BlockTables):
     """The keys and values of every sequence of one model, in blocks; for the paged and the contiguous backend alike.
 
     pools: the rows of each layer, see kv/pool.py. kinds: the block tables of each kind of layers, the widest first,
-    which is the cache itself. states: of recurrent layers, None = there are none. max_batch_size: sequences at once,
-    for the blocks that are written of kinds with windows, and for states.
+    which is the cache itself. states: of recurrent layers, None = there are none. max_batch_size: sequences at once; it
+    decides how many blocks of kinds with windows are written, and how many states there are.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BlockCache(BlockTables):
         self.dtype = dtype
         (widest, *windows) = shape.kinds
         more = [max_batch_size * (window // block_tokens + 2) for window in windows if window is not None]
-        blocks = [num_blocks, *(num_blocks + own for own in more)]
+        blocks = [num_blocks, *(num_blocks + further for further in more)]
         touched = [written_blocks(window, block_tokens, num_blocks, max_batch_size) for window in shape.kinds]
         room = state_room(shape, max_batch_size)
         self.pools = pools(shape, block_tokens, blocks, dtype, room)
@@ -192,7 +192,7 @@ class BlockCache(BlockTables):
             self.states.mark(slot, positions)
 
     def keep_on_disk(self, keeper: Keeper) -> None:
-        """Let blocks be written to a shelf and fetched from there, from now on."""
+        """From now on, write blocks to a shelf and fetch them from there."""
         for number, kind in enumerate(self.kinds):
             kind.keeper, kind.kind = keeper, number
         if self.states is not None:
@@ -200,14 +200,14 @@ class BlockCache(BlockTables):
 
     @property
     def record_bytes(self) -> list[int]:
-        """The bytes of what a shelf holds: of a block of each kind of layers, then of a state."""
+        """The bytes of a shelf's records: of a block for each kind of layers, then of a state."""
         return [self.pools.record_bytes(kind) for kind in range(len(self.kinds) + (self.states is not None))]
 
     def fetch(self, slot: int, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
         """Begin to read the rows of `tokens` that are on disk and not in memory; None where there are none.
 
-        Their blocks are in use, by that slot, until the fetch is over or given up and `arrived` was called; then `open`
-        finds them.
+        The slot holds their blocks until the fetch is over or given up and `arrived` was called; then `open` finds
+        them.
         """
         keeper = self.keeper
         if keeper is None or not self.prefix_caching:
@@ -217,9 +217,9 @@ class BlockCache(BlockTables):
         places = list[dict[bytes, Place]]()
         for number, kind in enumerate(self.kinds):
             lacking = {key: tokens[i * size : (i + 1) * size] for i, key in enumerate(keys) if not kind.holds(key)}
-            found = ((key, keeper.shelf.find(number, key, own)) for key, own in lacking.items())
-            places.append({key: place for key, place in found if place is not None})
-        if self.states is not None:  # of the state behind a block, its last block's tokens say which it is
+            on_disk = ((key, keeper.shelf.find(number, key, block_tokens)) for key, block_tokens in lacking.items())
+            places.append({key: place for key, place in on_disk if place is not None})
+        if self.states is not None:  # a state is looked up by the tokens of the last block before it
             behind = {key: tokens[i * size : (i + 1) * size] for i, key in enumerate(keys)}
             on_shelf = ((key, keeper.shelf.find(len(self.kinds), key, last)) for key, last in behind.items())
             places.append({key: place for key, place in on_shelf if place is not None})
@@ -233,18 +233,20 @@ class BlockCache(BlockTables):
         for number, kind in enumerate(self.kinds):
             absent = [keys[i] for i in kind.absent(keys)]
             taken = kind.await_blocks(slot, keys)
-            missing += [Missing(number, key, own, places[number][key]) for key, own in zip(absent, taken, strict=True)]
+            missing += [
+                Missing(number, key, block, places[number][key]) for key, block in zip(absent, taken, strict=True)
+            ]
         if self.states is not None and (state := self.states.await_state(slot, keys[-1])) is not None:
             missing.append(Missing(len(self.kinds), keys[-1], state, places[-1][keys[-1]]))
         return keeper.fetch(slot, missing)
 
     def _lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks are lacking for these keys; one where a state finds no place."""
+        """Return how many blocks these keys lack; 1 where only a state finds no place."""
         few = max(kind.lacks_blocks(keys) for kind in self.kinds)
         return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
 
     def arrived(self, fetch: Fetch) -> int:
-        """Let sequences find what a fetch has read that is over or given up, and return how many tokens that are."""
+        """Publish what a finished or given-up fetch has read, and return how many tokens these are."""
         for number, kind in enumerate(self.kinds):
             kind.publish_awaited(fetch.slot, {one.key: one.block for one in fetch.loaded if one.kind == number})
         if self.states is not None:
@@ -255,13 +257,13 @@ class BlockCache(BlockTables):
     def _beginning(self, keys: list[Key], others: Seq[Collection[Key]] | None = None) -> list[Key]:
         """Return the keys with whose blocks a sequence can begin.
 
-        others: of each kind, and then of states, what counts as if it were there.
+        others: for each kind, and then for states, keys that count as present.
         """
         num, more = None, others or [()] * (len(self.kinds) + 1)
         while num != len(keys):
             num = len(keys)
-            for kind, own in zip(self.kinds, more, strict=False):
-                keys = keys[: kind.num_found(keys, own)]
+            for kind, present in zip(self.kinds, more, strict=False):
+                keys = keys[: kind.num_found(keys, present)]
             if self.states is not None:
                 keys = keys[: self.states.num_found(keys, more[len(self.kinds)])]
         return keys
@@ -323,7 +325,7 @@ class BlockCache(BlockTables):
     def truncate_to(self, slot: int, length: int) -> int:
         """Keep the first `length` tokens only, see KVCache.
 
-        They are fewer where a kind's window has lost them, or the state of recurrent layers has gone beyond them.
+        Fewer are kept where a kind's window has lost them, or the state of recurrent layers has gone beyond them.
         """
         if length <= self.length(slot):
             length = self._cut_length(slot, length)
@@ -334,7 +336,7 @@ class BlockCache(BlockTables):
         return super().truncate_to(slot, length)
 
     def _cut_length(self, slot: int, length: int) -> int:
-        """Return to how many tokens, at most `length`, all layers of a slot can be cut."""
+        """Return the length, at most `length`, that all layers of a slot can be cut to."""
 
         def can_cut(length: int) -> bool:
             return all(kind.can_cut(slot, length) for kind in self.kinds)
@@ -344,7 +346,7 @@ class BlockCache(BlockTables):
         return self.states.cut_length(slot, length, self._keys(slot), can_cut)
 
     def check_integrity(self) -> None:
-        """Check every promise about the blocks of each kind, and that none has less room than the widest."""
+        """Check every promise about the blocks of each kind, and that no kind has less room than the widest."""
         super().check_integrity()
         for kind in self.kinds[1:]:
             kind.check_integrity()
@@ -358,7 +360,7 @@ class BlockCache(BlockTables):
     def rows(self, slot: int, start: int, stop: int, kind: int = 0) -> npt.NDArray[np.int64]:
         """Return the physical rows of the logical positions start .. stop-1 in layers of a kind, int64 [stop - start].
 
-        Positions that were given back have rows of others, which are numbers that no row may see.
+        Positions that were given back map to rows of other blocks, which hold numbers that no row may see.
         """
         table, block = self.kinds[kind].table(slot), self.block_tokens
         if not table or table == list(range(table[0], table[0] + len(table))):
@@ -383,7 +385,7 @@ class BlockCache(BlockTables):
 def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
     """Return the room for the states and inputs of recurrent layers; None where there are none.
 
-    Each sequence has a state that it stands on and one that its pass leaves, and so has a pass that measures.
+    Each sequence has the state that it stands on and the state that its pass writes, and so has a measuring pass.
     """
     if not shape.states:
         return None
@@ -403,13 +405,14 @@ def written_blocks(
 ) -> int:
     """Return how many blocks of a kind of layers are written, if no search has many rows pending; all without a window.
 
-    They are what the rows of running sequences see, and what is kept for later ones that begin alike. A sequence that
-    runs more than WRITTEN_TOKENS of its prompt takes these first. pass_tokens: in the largest pass; 0 = no more.
+    They are the blocks that running sequences see, and blocks kept for later sequences that begin alike; a sequence
+    that runs more than WRITTEN_TOKENS of its prompt takes the latter first. pass_tokens: in the largest pass; 0 = no
+    more.
     """
     if window is None:
         return num_blocks
     each = -(-(window + SPARE_TOKENS + WRITTEN_TOKENS) // block_tokens) + 2
     seen = -(-(window + SPARE_TOKENS) // block_tokens) + 2
-    # Of two prompts: a sequence gives back what it has run when it runs on, which may be behind one that overtakes it.
+    # Two prompts: a sequence gives blocks back only when it runs on, and another prompt may overtake it before.
     prompts = 2 * -(-pass_tokens // block_tokens)
     return min(num_blocks, max(max_batch_size * each + FOUND_TOKENS // block_tokens, max_batch_size * seen + prompts))

@@ -1,15 +1,15 @@
-"""Blocks of KV caches in a folder: what one process has read, the next one need not read again.
+"""Blocks of KV caches in a folder: a prompt that one process has run, the next process need not run again.
 
 A folder belongs to one user and may serve several processes. It holds a secret, and a *shelf* for each model that wrote
 there, under a hash of everything that decides the bits of a row. A shelf has segments (kv/segments.py). A process
-writes to segments of its own and reads those of all, and may be killed at any moment: what it was writing is lost, and
-nothing else. A segment that is full is not written to again; where the folder has become larger than it may be, the one
+writes to its own segments and reads all of them, and may be killed at any moment: the block that it was writing is
+lost, and nothing else. A full segment is not written to again; where the folder has outgrown its limit, the segment
 that was written longest ago is removed. Its blocks that were used since, read from the folder or found in memory, are
-carried to another one before: so the beginning of many texts outlives their ends.
+first carried to another segment: so the common beginning of many texts outlives their ends.
 
 Rows are found under a keyed BLAKE2b hash of the salt and of all tokens up to the block's end (kv/prefix.py has the
-chain), and the block's own tokens are compared besides. Whoever can read the folder can learn what was asked: it is
-readable by its owner alone.
+chain), and the block's tokens are compared, too. Whoever can read the folder can learn what was asked: only its owner
+can read it.
 
 Rows are read by `preadv` and not through a memory map, because a file that is cut while it is mapped ends the process
 that reads it (SIGBUS).
@@ -67,7 +67,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 class Limit(NamedTuple):
-    """What the option kv_disk says: how many bytes a folder may hold, and where it is."""
+    """The option kv_disk: how many bytes a folder may hold, and where it is."""
 
     num_bytes: int
     path: Path
@@ -95,7 +95,7 @@ def default_path() -> Path:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a block is: in which segment, under which of its entries. uses: as many as are known, written or not."""
+    """Where a block is: its segment, and its entry there. uses: all known uses, written to disk or not."""
 
     segment: Segment
     number: int
@@ -105,7 +105,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a shelf holds. used_at: seconds since 1970, of the last use. num_damaged: blocks, where they were read."""
+    """The contents of a shelf. used_at: the last use, in seconds since 1970. num_damaged: blocks, if all were read."""
 
     model: str
     path: Path
@@ -121,7 +121,7 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
 
     Raises BadOption where the folder is none of forerun's.
     """
-    found = []
+    shelves = []
     for shelf in sorted(_shelves(path)):
         about: dict[str, Any] = {}
         with suppress(OSError, ValueError):
@@ -136,8 +136,8 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
                     num_blocks += 1
                     num_tokens += BLOCK_TOKENS * (entry.kind == 0)
                     num_damaged += verifies and entry.rows(rows.fileno()) is None
-        found.append(Kept(about.get("model", ""), shelf, num_blocks, num_tokens, num_bytes, used_at, num_damaged))
-    return found
+        shelves.append(Kept(about.get("model", ""), shelf, num_blocks, num_tokens, num_bytes, used_at, num_damaged))
+    return shelves
 
 
 def clear(path: Path, model: str | None = None) -> int:
@@ -184,7 +184,9 @@ class Folder:
         except OSError as error:
             raise BadOption(f"kv_disk: the folder {str(self.path)!r} cannot be made: {error.strerror}") from None
         file = self.path / SECRET
-        known = [name for name in os.listdir(self.path) if not name.startswith(".")]  # which killed processes leave
+        known = [
+            name for name in os.listdir(self.path) if not name.startswith(".")
+        ]  # killed processes leave such files
         if known and SECRET not in known:
             raise BadOption(
                 f"kv_disk: {str(self.path)!r} holds other files: name a folder that is empty or does not exist yet"
@@ -195,13 +197,13 @@ class Folder:
                 "name a folder of your own, with the mode 0700"
             )
         if not file.exists():
-            made = self.path / f".{secrets.token_hex(8)}"
+            temporary = self.path / f".{secrets.token_hex(8)}"
             try:
-                made.touch(mode=0o600)
-                made.write_bytes(secrets.token_bytes(32))
+                temporary.touch(mode=0o600)
+                temporary.write_bytes(secrets.token_bytes(32))
                 with suppress(FileExistsError):
-                    os.link(made, file)  # whole, or not at all
-                made.unlink()
+                    os.link(temporary, file)  # whole, or not at all
+                temporary.unlink()
             except OSError as error:
                 why = f"nothing can be written to {str(self.path)!r}: {error.strerror}"
                 raise BadOption(f"kv_disk: {why}") from None
@@ -232,7 +234,7 @@ class Folder:
         self._woken.set()
 
     def close(self, within_s: float = 20.0) -> None:
-        """Write what waits, for so long at most, and end the thread."""
+        """Write waiting blocks, for at most `within_s` seconds, and end the thread."""
         self._is_open = False
         self._woken.set()
         self._thread.join(within_s)
@@ -240,7 +242,7 @@ class Folder:
     def _write(self) -> None:
         while True:
             is_open, busy = self._is_open, False
-            self._woken.clear()  # before the jobs look: what comes while they do wakes it again
+            self._woken.clear()  # before the jobs look: work that comes meanwhile wakes it again
             for job in list(self._jobs):
                 try:
                     busy |= job()
@@ -253,7 +255,7 @@ class Folder:
             self._woken.wait(1.0)
 
     def failed(self, error: OSError) -> None:
-        """Write nothing more: there is no room, or no right to."""
+        """Write nothing more: there is no room, or no permission."""
         self.is_writable = False
         self.say(f"nothing more is written there ({error.strerror}); what is there is read")
 
@@ -262,11 +264,11 @@ class Folder:
     def segments(self) -> list[tuple[Path, int, float]]:
         """Return each segment's path without ending, its bytes, and when it was written last, longest ago first.
 
-        A time in the future was a wrong clock's, and counts as 0: such a segment would stay for ever, and what is
-        written now would go in its place.
+        A time in the future comes from a wrong clock and counts as 0: else such a segment would stay for ever, and new
+        segments would be removed in its place.
         """
         segments, latest = [], time.time() + AHEAD_S
-        for rows in self.path.glob(f"*/*{ROWS}"):  # which a process that was killed may have left without entries
+        for rows in self.path.glob(f"*/*{ROWS}"):  # a killed process may have left one without entries
             with suppress(OSError):
                 state, num_bytes = rows.stat(), 0
                 with suppress(FileNotFoundError):
@@ -276,9 +278,9 @@ class Folder:
         return sorted(segments, key=lambda segment: segment[2])
 
     def shrink(self, room: int = 0) -> None:
-        """Remove segments, those written longest ago first, until the folder has so much room left.
+        """Remove segments, the longest ago written first, until the folder has `room` bytes left.
 
-        Of what was used in them, as much as a segment holds is carried to another one before.
+        Their used blocks, at most as many as one segment holds, are first carried to another one.
         """
         segments = self.segments()
         excess = sum(size for _, size, _ in segments) + room - self.num_bytes
@@ -289,7 +291,7 @@ class Folder:
             removed.append(path)
             used += used_blocks(path)
             num_bytes += size
-        with suppress(OSError):  # a full disk: there is room when they are removed
+        with suppress(OSError):  # a full disk: the removal below makes room
             carry(used, self.segment_bytes)
         for path in removed:
             remove(path)
@@ -328,12 +330,12 @@ class Shelf:
         return True
 
     def find(self, kind: int, chain: bytes, tokens: Seq[int]) -> Place | None:
-        """Return where the rows of a block are, None where it is not here. tokens: its own."""
+        """Return where the rows of a block are, None where it is not here. tokens: of the block."""
         place = self._places.get((kind, self.key(chain)))
         return place if place is not None and place.entry.tokens == _packed(tokens) else None
 
     def refresh(self, within_s: float = REFRESH_S) -> None:
-        """Look for what other processes have written or removed since, if it is so long ago that this was done."""
+        """Look for blocks that other processes have written or removed, if the last look is `within_s` seconds ago."""
         if time.monotonic() - self._looked_at < within_s:
             return
         with self._lock:
@@ -373,14 +375,14 @@ class Shelf:
                 self._places[entry.kind, entry.key] = Place(segment, number, entry, entry.uses)
 
     def _can_read(self, entry: Entry, end: int) -> bool:
-        """Return whether the rows of an entry are as long as those of its kind, and before the end of their file."""
+        """Return whether an entry's rows have the length of its kind, and lie before the end of their file."""
         is_known = entry.kind < len(self.record_bytes) and entry.num_bytes == self.record_bytes[entry.kind]
         return is_known and entry.start + entry.num_bytes <= end
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
     def read(self, kind: int, chain: bytes, place: Place, out: memoryview) -> bool:
-        """Read the rows of a block, and return whether they are what was written."""
+        """Read the rows of a block, and return whether they are intact."""
         entry = place.entry
         try:
             num = os.preadv(place.segment.rows, [out], entry.start)
@@ -392,17 +394,17 @@ class Shelf:
         if num >= 0:
             self.folder.say("a block is damaged, and its text is read again")
         with self._lock:
-            if self._places.get(found := (kind, self.key(chain))) is place:
-                del self._places[found]
+            if self._places.get(at := (kind, self.key(chain))) is place:
+                del self._places[at]
         place.segment.rewrite({place.number: bytes(ENTRY_BYTES)})  # so that nobody looks there again
         return False
 
     def write(self, kind: int, chain: bytes, tokens: Seq[int], rows: memoryview, uses: int = 0) -> None:
-        """Add a block, or count a use if it is here. Called by the writing thread alone, as `write_uses` is."""
+        """Add a block, or count a use if it is here. Only for the writing thread, as `write_uses` is."""
         if not self.folder.is_writable or self.use(kind, chain):
             return
         try:
-            writer = self._writer  # which another thread takes from here when it sees that the files are gone
+            writer = self._writer  # another thread may clear it when it sees that the files are gone
             if writer is None or writer.is_removed or writer.num_bytes + rows.nbytes > self.folder.segment_bytes:
                 writer = self._writer = self._begun()
             self._add(writer, self.key(chain), _packed(tokens), kind, min(uses, MOST_USES), rows)
@@ -433,7 +435,7 @@ class Shelf:
         return writer
 
     def write_uses(self) -> None:
-        """Let other processes, and later ones, know what was used."""
+        """Write the uses of blocks for other and later processes."""
         entries = dict[Segment, dict[int, bytes]]()
         while self._used:
             place = self._used.popleft()
@@ -447,12 +449,12 @@ class Shelf:
 
 
 def weights_digest(weights: Iterable[tuple[str, HostTensor]]) -> str:
-    """Return a hash of weights in memory, by their names; it takes as long as reading them."""
-    found = xxhash.xxh3_128()
+    """Return a hash of named weights in memory; it takes as long as reading them."""
+    digest = xxhash.xxh3_128()
     for name, weight in sorted(weights, key=lambda one: one[0]):
-        found.update(f"{name} {weight.dtype} {tuple(weight.shape)} ".encode())
-        found.update(weight.contiguous().values.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} ".encode())
+        digest.update(weight.contiguous().values.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _packed(tokens: Seq[int]) -> bytes:

@@ -1,8 +1,8 @@
-"""The keys and values of a target, as the blocks of a drafter read them that keep none of their own.
+"""A target's keys and values, lent to a drafter whose blocks keep none.
 
-A drafter's row stands behind all that its target has run, and sees it. Nothing is written: such a row poses as the last
-one that is there, so that a pass may read what requests share. Where its position is said apart (RaggedBatch), rotary
-positions are those of the token that it stands for.
+A drafter's row stands behind all tokens that its target has run, and sees them. Nothing is written: such a row poses as
+the last kept row, so that a pass may read blocks that requests share. Its position is given separately (RaggedBatch),
+so rotary positions belong to the token that it stands for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.types import CacheView, RaggedBatch
 class LentCache:
     """A cache as another model reads it, block by block.
 
-    cache: the target's. layers: of each block of the reader, the layer of the target whose keys and values it reads.
+    cache: the target's. layers: for each block of the reader, the target's layer whose keys and values it reads.
     """
 
     states = None
@@ -34,16 +34,16 @@ class LentCache:
         self.kinds = [_LentTables(cache, kind) for kind in range(len(cache.kinds))]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the rows that a pass reads; those that it would write are its own, in place of the last that is there.
+        """Return the rows that a pass reads, and the last kept rows in place of rows to write.
 
-        Raises InternalError as `behind` does.
+        Raises InternalError for a run that is not one row posing as the last kept one.
         """
         self.kinds[kind].tables(batch)
         reads = [self._cache.rows(slot, 0, batch.end(b), kind) for b, slot in enumerate(batch.slots)]
         return CacheView(batch, np.concatenate([rows[-1:] for rows in reads]), reads)
 
     def through(self, pools: Any) -> LentCache:
-        """Return the same cache whose rows are read through other pools, by block."""
+        """Return this cache with its rows read through other pools, by block."""
         seen = copy.copy(self)
         seen.pools = pools
         return seen

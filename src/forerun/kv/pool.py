@@ -25,7 +25,7 @@ Rows = npt.NDArray[np.int64] | slice
 
 
 def type_number(dtype: str) -> int:
-    """Return how native operators call the type of a cache; what they compute nothing with counts as float32."""
+    """Return the native operators' name for a cache's type; a type that they do not compute with counts as float32."""
     return {"bfloat16": 1, "int8": 2}.get(dtype, 0)
 
 
@@ -55,7 +55,7 @@ class Pools(Protocol):
         """Put zeros into these rows in all layers."""
 
     def record_bytes(self, kind: int) -> int:
-        """Return the bytes of one block in all layers of a kind; of the kind behind the last, those of one state."""
+        """Return the bytes of one block in all layers of a kind; for the kind behind the last, of one state."""
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
         """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer.
@@ -143,7 +143,7 @@ def state_sizes(shape: StateShape, room: StateRoom) -> tuple[tuple[int, ...], ..
 
 
 class LayerPools:
-    """What pools of all backends share: which layer has which. A layer that is not kept has another one's pool.
+    """The base of all backends' pools: maps layers to pools. A layer that is not kept has another layer's pool.
 
     num_blocks: of each kind of layers (CacheShape.kinds). pools: of the layers that are kept. A layer that is not kept
     must not be run. states: of recurrent layers.
@@ -278,7 +278,7 @@ def _places(pool: StatePool) -> tuple[list[int], list[int]]:
 def pool_sizes(
     shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
-    """Yield of each kept layer the shapes of its keys and of its values, and the size of a head."""
+    """Yield the shapes of keys and values of each kept layer, and the size of a head."""
     for layer in shape.kept:
         rows, (heads, dim) = block_tokens * num_blocks[shape.kind_of(layer)], shape.size_of(layer)
         keys, values = shape.widths_of(layer, dtype)
@@ -286,7 +286,7 @@ def pool_sizes(
 
 
 def no_room_for_pools(sizes: Seq[Seq[int]], dtype: str, device: str) -> CapacityError:
-    """Return the refusal of a cache for which there is no memory."""
+    """Return the error for a cache that there is no memory for."""
     num_gb = sum(map(math.prod, sizes)) * itemsize(dtype) / 1e9
     return CapacityError(
         f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "

@@ -1,14 +1,14 @@
 """The prefix index finds full blocks by the tokens that they hold and by all tokens before them.
 
-The key of a block is a SHA-256 digest of its tokens and of the key of the block before it, which at the beginning of a
-sequence is made of the salt of the request. So a key means one salt and one chain of tokens, whatever became of the
-blocks before, and two chains with one key are not to be found. Caches of several kinds of layers (kv/cache.py) have an
-index each, and look for the same keys.
+The key of a block is a SHA-256 digest of its tokens and of the key of the block before it; the request's salt stands
+before the first block. So a key means one salt and one chain of tokens, whatever became of the earlier blocks, and
+nobody can find two chains with the same key. Caches of several kinds of layers (kv/cache.py) have an index each, and
+look for the same keys.
 
 A published block that no sequence uses is *evictable*: it can be found until its rows are needed. The longest unused
-block is evicted first, and of one sequence's blocks the deepest first. Those that a window has passed wait in a queue
-of their own, and the longer queue loses its first: else one long text would take the ends of all others, of which a
-few blocks are enough to go on with a text of any length.
+block is evicted first, and of one sequence's blocks the deepest first. Blocks that a window has passed wait in a second
+queue, and the longer queue loses its first block: else one long text would evict the ends of all other texts, although
+a few last blocks are enough to go on with a text of any length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = bytes
 
 
 def root(salt: str | None) -> Key:
-    """Return what stands before the first block of a sequence; None = no salt, which is not the empty one."""
+    """Return the key that stands before a sequence's first block; None = no salt, which differs from an empty salt."""
     return b"" if salt is None else sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -38,10 +38,10 @@ def keys_of(tokens: Seq[int], salt: str | None, block_tokens: int) -> list[Key]:
 
     The last token must be run in any case, because a cache does not hold the logits after it.
     """
-    found, key = list[Key](), root(salt)
+    keys, key = list[Key](), root(salt)
     for start in range(0, len(tokens) - block_tokens, block_tokens):
-        found.append(key := extended(key, tokens[start : start + block_tokens]))
-    return found
+        keys.append(key := extended(key, tokens[start : start + block_tokens]))
+    return keys
 
 
 class PrefixIndex:
@@ -55,7 +55,7 @@ class PrefixIndex:
 
     @property
     def num_evictable(self) -> int:
-        """Published blocks that no sequence uses."""
+        """The number of published blocks that no sequence uses."""
         return len(self._evictable) + len(self._passed)
 
     def holds(self, block: int) -> bool:
@@ -92,14 +92,14 @@ class PrefixIndex:
         return True
 
     def wake(self, block: int) -> None:
-        """Take a block that has a user again out of the evictable ones."""
+        """Remove a block that has a user again from the evictable ones."""
         self._evictable.pop(block, None)
         self._passed.pop(block, None)
 
     def touch(self, key: Key) -> None:
         """Count the block of a key as used just now, where it is evictable.
 
-        A sequence calls it at its end for the tokens that it held in an equal block of its own.
+        A sequence calls it at its end for tokens that it held in an equal private block.
         """
         block = self._block_of.get(key, -1)
         if block in self._evictable or block in self._passed:
@@ -116,7 +116,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def evictable(self) -> list[int]:
-        """Return the evictable blocks, those of each queue in the order in which they will be evicted."""
+        """Return the evictable blocks, each queue in its order of eviction."""
         return [*self._evictable, *self._passed]
 
     def check_integrity(self) -> None:

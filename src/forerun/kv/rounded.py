@@ -1,12 +1,11 @@
 """Keys and values in 8 bits: a row of a cache that depends on itself alone, at half to two thirds of bfloat16's bytes.
 
-A head is stored as its codes, int8, and behind them the scale of each group of them, bfloat16: 32 dimensions of keys
-share one, and 64 of values. A number is scale * code, with scale = the largest magnitude of the group / 127 and code =
-the nearest integer, ties to even. Keys of models with a bias have a few dimensions that are a hundred times as large as
-the others, and those that share their scales would lose their bits (KIVI, Liu et al. 2024, finds such channels). So the
-kernels put dimensions whose biases are about as large side by side, and what the codes of the first 32 have left is
-stored as further codes, a group of its own (`CacheShape.refined_keys`). Here dimensions are in the order in which they
-are stored.
+A head is stored as int8 codes, and behind them the bfloat16 scale of each group of codes: 32 dimensions of keys share a
+scale, and 64 of values. A number is scale * code, with scale = the largest magnitude of the group / 127 and code = the
+nearest integer, ties to even. Keys of models with a bias have a few dimensions that are a hundred times as large as the
+others, and dimensions that share a scale with them would lose their bits (KIVI, Liu et al. 2024, finds such channels).
+So the kernels put dimensions with biases of similar size side by side, and the rounding error of the first 32 is stored
+as a further group of codes (`CacheShape.refined_keys`). Here dimensions are in their stored order.
 
 The kernels do the same operations (csrc/rounding.h).
 """
@@ -60,13 +59,13 @@ def _groups(x: Floats, group: int) -> tuple[HostTensor, Stored]:
     """Return scales, bfloat16 [..., groups], and codes [..., dim] of float32 numbers; NaN for what is not finite."""
     dim = x.shape[-1]
     padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -dim % group)])
-    own = padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)
+    groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)
     with np.errstate(invalid="ignore", divide="ignore"):
-        most = np.abs(own).max(-1, initial=0.0)
+        most = np.abs(groups).max(-1, initial=0.0)
         scales = HostTensor.of(np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))).to("bfloat16")
         wide = scales.float32()
         wide = np.where(wide < LEAST_SCALE, np.float32(0), wide)
-        codes = np.clip(np.rint(own / wide[..., None]), -127, 127)
+        codes = np.clip(np.rint(groups / wide[..., None]), -127, 127)
         codes = np.where(wide[..., None] > 0, codes, 0).astype(np.int8)
     return HostTensor.of(wide).to("bfloat16"), codes.reshape(padded.shape)[..., :dim]
 

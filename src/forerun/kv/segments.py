@@ -81,7 +81,7 @@ class Segment:
     def rewrite(self, entries: Mapping[int, bytes]) -> None:
         """Write entries anew, by their numbers, where the file is still there and may be written to.
 
-        Its time is that of the last use then, though there be none.
+        The file's time then counts as the last use, even where no entry changes.
         """
         with suppress(OSError), open(self.entries, "r+b") as file:
             for number, entry in entries.items():

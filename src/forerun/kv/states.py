@@ -1,22 +1,22 @@
-"""Where the states of recurrent layers are: which state a sequence stands on, and which rows hold what came behind it.
+"""Where the states of recurrent layers are: which state a sequence stands on, and which rows hold the inputs behind it.
 
-A recurrent layer cannot be cut back: what a token did to a state cannot be taken out again. So a state is only written
-where it is known that its tokens stay, and the inputs of the tokens behind it are kept raw, a row for each. A pass
-begins with the state, goes through these inputs again in their order, and on through its own rows; a rejection forgets
-rows. States are written at whole blocks of STATE_TOKENS tokens: a pass that finds one more block of committed tokens
-leaves its state on the way, so that a state is read once a pass and written once a block, whatever was drafted.
+A recurrent layer cannot be cut back: the effect of a token on a state cannot be undone. So a state is only written
+where its tokens are known to stay, and the inputs of later tokens are kept raw, a row for each. A pass begins with the
+state, runs these inputs again in order, and then its own rows; a rejection only forgets rows. States are written at
+whole blocks of STATE_TOKENS tokens: a pass that finds one more block of committed tokens leaves its state on the way,
+so that a state is read once a pass and written once a block, whatever was drafted.
 
     [0, start)                          in the state
     [start, length)                     rows of kept tokens, fewer than a block and what one pass has kept
     [length, length + p), then the run  as in kv/tables.py
 
-A run of which nobody will judge a row (a prompt's) leaves the states of its whole blocks at once, and only what is
-behind them as rows. A state is always written to a place of its own, and a sequence stands on it when the rows of that
-pass are kept: a pass that fails, or that nobody keeps, has changed nothing.
+A run whose rows nobody will judge (a prompt's) leaves the states of its whole blocks at once, and only the inputs
+behind them as rows. A state is always written to an unused place, and a sequence stands on it when the rows of that
+pass are kept: a pass that fails, or whose rows nobody keeps, has changed nothing.
 
-States that others may begin with are *published* under the key of the last block of their tokens (kv/prefix.py): those
-of positions that were marked, such as the ends of messages, and the last one of a sequence that ends. One that no
-sequence stands on is evicted when its place is needed, the longest unused first.
+States that other sequences may begin with are *published* under the key of their tokens' last block (kv/prefix.py): the
+states of marked positions, such as the ends of messages, and the last state of a sequence that ends. A published state
+that no sequence stands on is evicted when its place is needed, the longest unused first.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from forerun.kv.keeping import Keeper
 
 NOWHERE = -1  # the state of no token, which is zeros; the row of an input that nobody keeps
-MOST_JUDGED = 128  # rows of a run of which some may be rejected; a longer one is kept as a whole
-MOST_CUT = 80  # kept tokens that are taken back at most: those that a draft model has guessed
-ROWS_EACH = STATE_TOKENS + MOST_CUT + 2 * 65  # of one sequence: what waits for a state, what a pass has kept, and a run
+MOST_JUDGED = 128  # rows of a run that may have rejections; a longer run is kept as a whole
+MOST_CUT = 80  # the most kept tokens that may be taken back: a draft model's guesses
+ROWS_EACH = STATE_TOKENS + MOST_CUT + 2 * 65  # of one sequence: waiting for a state, kept by a pass, and a run
 
 
 class StateRun(NamedTuple):
-    """What the recurrent layers read and write of one run.
+    """What the recurrent layers read and write for one run.
 
     first: the state that it begins with, NOWHERE = zeros. before: rows of the kept tokens behind that state, in order.
-    pending: rows of pending tokens. rows: where the run's own inputs go, NOWHERE = they are not kept. paths: of each
-    row of a tree the pending and own tokens before it, counted as RaggedBatch.ancestors does; () = a chain behind all
-    others. saves: how many tokens behind `first` stand in a state that is written on the way, and where.
+    pending: rows of pending tokens. rows: where the run's inputs are written, NOWHERE = they are not kept. paths: for
+    each row of a tree, the pending tokens and tokens of the run before it, counted as in RaggedBatch.ancestors; () = a
+    chain behind all others. saves: for each state written on the way, its tokens behind `first` and its place.
     """
 
     first: int
@@ -61,7 +61,7 @@ class StateRun(NamedTuple):
 
 
 def runs_alone(batch: RaggedBatch) -> list[StateRun]:
-    """Return what the runs of a pass without a cache read and write: each begins with no token, and leaves nothing."""
+    """Return the StateRuns of a pass without a cache: each begins with no token, and leaves nothing."""
     return [StateRun(NOWHERE, (), (), [NOWHERE] * len(batch.run(b)), (), ()) for b in range(len(batch.slots))]
 
 
@@ -69,9 +69,9 @@ def runs_alone(batch: RaggedBatch) -> list[StateRun]:
 class _Line:
     """One sequence. start: the tokens in its state. sure: the tokens that are known to stay, in whole blocks.
 
-    rows: of kept tokens behind `start`; run: of the run that is being written. saves: by position the states that the
-    run leaves; snapshots: those that wait for the keys of their blocks. marks: positions whose states are published.
-    ends: by position the tokens of the block that ends there, of the last one that is known to stay and of the state.
+    rows: of kept tokens behind `start`; run: of the run that is being written. saves: by position, the states that the
+    run leaves; snapshots: the states that wait for the keys of their blocks. marks: positions whose states are to be
+    published. ends: by position, the tokens of the block that ends there, for `start` and `sure`.
     """
 
     state: int = NOWHERE
@@ -94,8 +94,8 @@ class _Line:
 class StateTables:
     """The states and input rows of every sequence of one model; all of it is on the host, without tensors.
 
-    copy: copies input rows to others, in all recurrent layers. block_tokens: of the keys under which states are
-    published. keeper: what is told of states that are published, found and withdrawn, which are of that kind there.
+    copy: copies input rows to others, in all recurrent layers. block_tokens: tokens of a block, whose keys states are
+    published under. keeper: notified of states that are published, found and withdrawn, as blocks of kind `kind`.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class StateTables:
     # ------------------------------------------------------------------------------------------------ life of a slot
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return with how many of these keys' blocks a sequence can begin: a state is there behind the last of them."""
+        """Return with how many of these keys' blocks a sequence can begin: the last of them has a state behind it."""
         for num in range(len(keys), 0, -1):
             if keys[num - 1] in self._state_of or keys[num - 1] in others:
                 return num
         return 0
 
     def begin(self, slot: int, keys: Seq[Key], tokens: Seq[int] = ()) -> None:
-        """Begin a sequence of these tokens with the state behind the blocks of these keys, all of which are there."""
+        """Begin a sequence of these tokens with the state behind these keys' blocks, which must be published."""
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
         self._lines[slot] = line = _Line()
@@ -173,7 +173,7 @@ class StateTables:
                 line.ends[position] = tokens[position - self.block_tokens : position]
 
     def _publish(self, state: int, num_tokens: int, keys: Seq[Key], last: Seq[int]) -> None:
-        """Let others find a state of so many tokens, if their keys are known. last: the tokens of their last block."""
+        """Publish a state of `num_tokens` tokens, if their keys are known. last: the tokens of their last block."""
         num_blocks = num_tokens // self.block_tokens
         if num_tokens % self._unit or not 0 < num_blocks <= len(keys):
             return
@@ -216,9 +216,9 @@ class StateTables:
         return bool(self._free or self._evictable)
 
     def await_state(self, slot: int, key: Key) -> int | None:
-        """Hold the state of a key in a slot; returns the place, just taken, of one that nobody has published.
+        """Hold the state of a key in a slot; return a newly taken place where nobody has published the state.
 
-        What it is to hold is written by whoever asked, which `publish_awaited` then says.
+        The caller writes the state there, then calls `publish_awaited`.
         """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
@@ -230,7 +230,7 @@ class StateTables:
         return line.state
 
     def publish_awaited(self, slot: int, states: Mapping[Key, int]) -> None:
-        """Let sequences find the state that `await_state` took, if it is there now; end the slot."""
+        """Publish the state that `await_state` took a place for, if it was written; end the slot."""
         for key, state in states.items():
             if key not in self._state_of:
                 self._state_of[key], self._key_of[state] = state, key
@@ -239,10 +239,10 @@ class StateTables:
     # ------------------------------------------------------------------------------------------------------ one pass
 
     def plan(self, batch: RaggedBatch, counts: Seq[int] | None = None) -> list[StateRun]:
-        """Return what each run reads and writes. Raises CapacityError where rows or states are not there.
+        """Return what each run reads and writes. Raises CapacityError where rows or states run out.
 
-        What an earlier run of the same slot wrote, and nobody kept, is forgotten. counts: of runs that go on by
-        themselves how many rows they begin with, which stay; of those behind them the first ones may.
+        Rows that an earlier run of the same slot wrote, and nobody kept, are forgotten. counts: for runs that go on by
+        themselves, how many rows they begin with; these stay, and of the rows behind them the first ones may.
         """
         for slot in batch.slots:
             self._forget_run(self._line(slot))
@@ -274,9 +274,9 @@ class StateTables:
         return StateRun(line.state, before, pending, list(line.run), paths, saves)
 
     def _save(self, line: _Line, end: int) -> None:
-        """Take places for the states that a pass leaves up to a position: the last one, and those that are marked.
+        """Take places for the states that a pass leaves up to a position: the last one, and the marked ones.
 
-        A mark goes without where there is no place for it.
+        A mark without a free place gets no state.
         """
         if end <= line.start:
             return
@@ -295,12 +295,12 @@ class StateTables:
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held]) -> list[int]:
         """Keep some of the pending rows and of the rows just written, as KVCache.keep; the states of the pass stay.
 
-        Returns the slots that have come to the end of a block.
+        Returns the slots that have reached the end of a block.
         """
         reached = list[int]()
         for slot, rows in kept.items():
             line = self._line(slot)
-            if slot == SCRATCH_SLOT and not line.run and rows:  # of a pass that is to be measured, behind nothing real
+            if slot == SCRATCH_SLOT and not line.run and rows:  # a measuring pass, behind no real tokens
                 line.start += len(rows)
                 continue
             all_rows, before = [*line.pending, *line.run], line.length
@@ -321,7 +321,7 @@ class StateTables:
         return reached
 
     def _arrive(self, line: _Line) -> None:
-        """Stand on the last of the states that the pass left, and hold those that are marked until they have keys."""
+        """Stand on the last state that the pass left, and hold the marked ones until they have keys."""
         for position, state in sorted(line.saves.items()):
             if position in line.marks:
                 line.marks.discard(position)
@@ -338,7 +338,7 @@ class StateTables:
         line.saves = {}
 
     def hold(self, slot: int, num_rows: int) -> None:
-        """Make the rows of the run just written pending, behind those that are pending already."""
+        """Make the rows of the run just written pending, behind earlier pending rows."""
         line = self._line(slot)
         if len(line.run) != num_rows or NOWHERE in line.run:
             raise InternalError(f"slot {slot} cannot hold {num_rows} rows of a run of {len(line.run)}")
@@ -347,9 +347,9 @@ class StateTables:
         self._arrive(line)
 
     def cut_length(self, slot: int, length: int, keys: Seq[Key], can_cut: Callable[[int], bool]) -> int:
-        """Return to how many tokens, at most `length`, a slot can be cut: 0, or those behind which there is a state.
+        """Return the length, at most `length`, that a slot can be cut to: there must be a state, or no token.
 
-        keys: of the slot's blocks that are published. can_cut: whether other layers can be cut to so many tokens.
+        keys: of the slot's published blocks. can_cut: whether other layers can be cut to a length.
         """
         if self._line(slot).start <= length and can_cut(length):
             return length
@@ -358,7 +358,7 @@ class StateTables:
         return next(filter(can_cut, here), 0)
 
     def truncate_to(self, slot: int, length: int, keys: Seq[Key]) -> None:
-        """Keep the first `length` tokens only, which `cut_length` has said, and drop pending rows."""
+        """Keep only the first `length` tokens, a result of `cut_length`, and drop pending rows."""
         line = self._line(slot)
         self._forget_run(line)
         self._free_rows += line.pending
@@ -389,7 +389,7 @@ class StateTables:
         return [self._free_rows.pop() for _ in range(num)]
 
     def _take(self) -> int:
-        """Take a place for a state, with one user: a free one, else that of the longest unused published state."""
+        """Take a place for a state, with one user: a free one, else the place of the longest unused published state."""
         if not self._free and self._evictable:
             self._withdraw(next(iter(self._evictable)))
         if not self._free:
@@ -407,7 +407,7 @@ class StateTables:
             self._free.append(state)
 
     def _stand(self, line: _Line, state: int, start: int) -> None:
-        """Let a line stand on a state of so many tokens, and leave the one before."""
+        """Let a line stand on a state of `start` tokens, and leave its earlier state."""
         before, line.state, line.start = line.state, state, start
         if state != NOWHERE:
             self._num_users[state] += 1
@@ -415,7 +415,7 @@ class StateTables:
         self._leave(before)
 
     def _leave(self, state: int) -> None:
-        """Remove one user of a state. Without users a published one becomes evictable, any other free."""
+        """Remove one user of a state. Without users, a published state becomes evictable, any other free."""
         if state == NOWHERE:
             return
         self._num_users[state] -= 1
@@ -434,7 +434,7 @@ class StateTables:
         return len(self._key_of)
 
     def check_integrity(self) -> None:
-        """Raise InternalError where a state or a row is lost, or is somebody's twice."""
+        """Raise InternalError where a state or a row is lost, or has two owners."""
         users: Counter[int] = Counter()
         rows = list(self._free_rows)
         for line in self._lines.values():

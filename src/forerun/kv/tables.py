@@ -1,6 +1,6 @@
 """The block tables of a KV cache: which physical rows hold which tokens. All of it is on the host, without tensors.
 
-A slot owns a table of blocks. Logical position j of it lives in physical row
+A slot owns a table of blocks. Its logical position j lives in physical row
 `table[j // block_tokens] * block_tokens + j % block_tokens` of a pool (kv/pool.py). "paged" has blocks of 16 tokens,
 "contiguous" one block that is as long as the longest sequence; operators see physical rows and know neither.
 
@@ -12,7 +12,7 @@ Half-open ranges everywhere, of a slot with `length` kept and p pending rows:
     [.., len(table)*block)          reserved, unused
 
 Sequences that begin with the same tokens share blocks (kv/prefix.py). `publish` lets others find the full blocks of
-committed tokens, `open` finds them, and `fork` shares those of one slot with another. Each block is in one of three
+committed tokens, `open` finds them, and `fork` shares a slot's blocks with another slot. Each block is in one of three
 states: free (used by no slot and not findable), evictable (findable, used by no slot) or referenced by one slot or
 several. Only a block with one reference that is not published is written to, which `view` and `keep` assert. Two cases
 look as if they could break that:
@@ -25,11 +25,11 @@ new block. So a cut never needs memory and cannot fail, and a slot that is cut a
 *Two slots computed the same block.* Later sequences find the block that was published first, and the other block
 stays private. What its slot publishes later is found behind the first block, as long as that one is not evicted.
 
-*Layers with a window.* Where all layers of the tables see no further than a window, blocks that no later row sees are
-given back when a slot reserves its next rows, though not the last SPARE_TOKENS of them, so that a slot may be cut by as
-many. What was given back can be found until it is evicted, and a sequence is begun wherever the blocks of its window
-are found. In the table the first block that is left stands for those before it: its rows are written, so what reads
-them under a mask reads numbers.
+*Layers with a window.* Where all layers of the tables see no further than a window, a slot gives back blocks that no
+later row sees when it reserves its next rows. It keeps the last SPARE_TOKENS of them, so that it may be cut by as
+many. Blocks that were given back can be found until they are evicted, and a sequence is begun wherever the blocks of
+its window are found. In the table, the first block that is left stands in for the earlier ones: its rows are written,
+so a kernel that reads them under a mask reads numbers.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ SPARE_TOKENS = 128  # two tiles of keys: a pass may read the masked lanes of one
 class _Slot:
     """One sequence.
 
-    table: its blocks, of which those before `first` were given back. keys: of the blocks that are published, under
-    these or as equal blocks of others; root: what stands before them. length: of kept rows. pending: parents of rows.
+    table: its blocks; the blocks before `first` were given back. keys: of its published blocks, or of equal blocks
+    that other slots published. root: the key before the first. length: kept rows. pending: parents of pending rows.
     """
 
     table: list[int]
@@ -81,11 +81,11 @@ class _Slot:
 class BlockTables:
     """The blocks of every sequence of one model, shared where sequences begin alike.
 
-    copy: copies physical rows, sources [n] to targets [n], one after the other, in all that the tables are of.
+    copy: copies physical rows, sources [n] to targets [n], one after the other, in every layer of these tables.
     prefix_caching: whether sequences share blocks. window: how many positions a row sees, its own included; None = all.
-    touched_blocks: blocks that are written before one that was never used is taken while another could be evicted, for
-    memory that was never written is not there yet; None = all. prefix_queries_tokens, prefix_hit_tokens: totals of the
-    tokens that `open` was asked for and of those it found.
+    touched_blocks: when so many blocks were written, a block is evicted rather than a fresh one taken, because the
+    operating system has not yet given memory to a block that was never written; None = all. prefix_queries_tokens,
+    prefix_hit_tokens: total tokens that `open` was asked for, and that it found.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class BlockTables:
         self._slots: dict[int, _Slot] = {}
         self._num_touched = 0  # blocks are taken from block 0 on
         self._prefixes = PrefixIndex()
-        self.keeper: Keeper | None = None  # what is told of blocks that are published, found and withdrawn
+        self.keeper: Keeper | None = None  # notified of blocks that are published, found and withdrawn
         self.kind = 0
 
     # ------------------------------------------------------------------------------------------------ life of a slot
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with the published rows of `tokens`, at most all but the last, and return their number.
+        """Begin a sequence with the published rows of `tokens`, at most all but the last, and return their count.
 
         tokens: the committed ones, from the beginning. Only blocks that were published under the same salt are found.
         """
@@ -126,9 +126,9 @@ class BlockTables:
         return self._counted(slot, len(tokens))
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return with how many of these keys' blocks a sequence can begin: the blocks that its next row sees are there.
+        """Return with how many of these keys' blocks a sequence can begin: its next row must see no absent block.
 
-        keys: of a sequence's blocks, from the first on. others: that count as if they were there.
+        keys: of a sequence's blocks, from the first on. others: keys that count as present.
         """
         most = present = 0
         for num, key in enumerate(keys, 1):
@@ -140,7 +140,7 @@ class BlockTables:
         return most
 
     def begin(self, slot: int, keys: list[Key], tokens: Seq[int], salt: str | None) -> None:
-        """Begin a sequence of these tokens with the blocks of these keys, `num_found` of which are there."""
+        """Begin a sequence of these tokens with the blocks of these keys, as many as `num_found` allows."""
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
         length = len(keys) * self.block_tokens
@@ -154,17 +154,17 @@ class BlockTables:
             self._used(block, keys[i], tokens[i * self.block_tokens : (i + 1) * self.block_tokens])
 
     def _counted(self, slot: int, num_tokens: int) -> int:
-        """Count what `open` was asked for and found; returns the latter."""
-        found = self._slots[slot].length
+        """Count the tokens that `open` was asked for and found; return how many it found."""
+        num_hits = self._slots[slot].length
         if self.prefix_caching:
             self.prefix_queries_tokens += num_tokens
-            self.prefix_hit_tokens += found
-        return found
+            self.prefix_hit_tokens += num_hits
+        return num_hits
 
     def _first_seen(self, length: int, spare: int = 0) -> int:
-        """Return the index of the first block that rows at `length` and later see, or at `spare` tokens before it.
+        """Return the index of the first block that rows at `length` and later see, or from `spare` tokens earlier.
 
-        One kept block is seen at least.
+        At least one kept block counts as seen.
         """
         if self.window is None:
             return 0
@@ -177,16 +177,16 @@ class BlockTables:
         """
         if new_slot in self._slots:
             raise InternalError(f"cache slot {new_slot} is open already")
-        own = self._slots[slot]
-        num_full, inside = divmod(own.length, self.block_tokens)
+        parent = self._slots[slot]
+        num_full, inside = divmod(parent.length, self.block_tokens)
         if inside and not self._num_available():
             raise self._no_room(1)
-        table = own.table[:num_full]
-        for block in table[own.first :]:
+        table = parent.table[:num_full]
+        for block in table[parent.first :]:
             self._num_users[block] += 1
         if inside:
-            table.append(self._take_copy(own.table[num_full], inside))
-        self._slots[new_slot] = _Slot(table, own.root, list(own.keys), own.length, own.first)
+            table.append(self._take_copy(parent.table[num_full], inside))
+        self._slots[new_slot] = _Slot(table, parent.root, list(parent.keys), parent.length, parent.first)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Let other sequences find the slot's full blocks. It costs nothing where no block was added (see `keep`).
@@ -195,20 +195,20 @@ class BlockTables:
         a drafter's cache must be cut to what was accepted first; rows behind the last committed token may hold
         anything. Raises InternalError for a slot that is not open.
         """
-        own = self._slots.get(slot)
-        if own is None:
+        entry = self._slots.get(slot)
+        if entry is None:
             raise InternalError(f"cache slot {slot} is not open, so it has nothing to publish")
-        num_full = min(own.length, len(tokens)) // self.block_tokens
+        num_full = min(entry.length, len(tokens)) // self.block_tokens
         size = self.block_tokens
-        for i in range(len(own.keys), num_full if self.prefix_caching else 0):
-            own.keys.append(extended(own.keys[-1] if i else own.root, tokens[i * size : (i + 1) * size]))
-            if i >= own.first:
-                self._publish(own.keys[i], own.table[i], tokens[i * size : (i + 1) * size])
+        for i in range(len(entry.keys), num_full if self.prefix_caching else 0):
+            entry.keys.append(extended(entry.keys[-1] if i else entry.root, tokens[i * size : (i + 1) * size]))
+            if i >= entry.first:
+                self._publish(entry.keys[i], entry.table[i], tokens[i * size : (i + 1) * size])
 
     def _publish(self, key: Key, block: int, tokens: Seq[int]) -> None:
         if self._prefixes.publish(key, block):
             self._used(block, key, tokens)
-        elif (equal := self._prefixes.find(key)) is not None:  # which another sequence had computed before
+        elif (equal := self._prefixes.find(key)) is not None:  # another sequence computed it before
             self._used(equal, key, tokens)
 
     def _used(self, block: int, key: Key, tokens: Seq[int]) -> None:
@@ -222,21 +222,21 @@ class BlockTables:
         return self._prefixes.find(key) is not None
 
     def absent(self, keys: Seq[Key]) -> list[int]:
-        """Return which of these keys' blocks the row behind them sees, and nobody has published."""
+        """Return the indices of `keys` whose blocks nobody has published and the row behind them sees."""
         first = self._first_seen(len(keys) * self.block_tokens)
         return [i for i in range(first, len(keys)) if self._prefixes.find(keys[i]) is None]
 
     def lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks are too few for `await_blocks`; 0 where there are enough."""
+        """Return how many blocks `await_blocks` lacks; 0 where there are enough."""
         first = self._first_seen(len(keys) * self.block_tokens)
         found = [self._prefixes.find(key) for key in keys[first:]]
         unused = sum(block is not None and self._num_users[block] == 0 for block in found)
         return max(0, found.count(None) + unused - self._num_available())
 
     def await_blocks(self, slot: int, keys: list[Key]) -> list[int]:
-        """Hold the blocks of these keys in a slot; returns the blocks, just taken, of those that are `absent`.
+        """Hold the blocks of these keys in a slot; return the blocks newly taken for the keys that are `absent`.
 
-        The rows of these are written by whoever asked, which `publish_awaited` then says.
+        The caller writes their rows, then calls `publish_awaited`.
         """
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
@@ -254,7 +254,7 @@ class BlockTables:
         return taken
 
     def publish_awaited(self, slot: int, blocks: Mapping[Key, int]) -> None:
-        """Let sequences find these of the blocks that `await_blocks` took, whose rows are there now; end the slot."""
+        """Publish these blocks that `await_blocks` took, whose rows are written now, and end the slot."""
         for key, block in blocks.items():
             self._prefixes.publish(key, block)
         BlockTables.release(self, slot)
@@ -264,49 +264,49 @@ class BlockTables:
 
         Blocks are given back deepest first, so that the end of a sequence is evicted before its beginning.
         """
-        own = self._slots.pop(slot, None)
-        if own is None:
+        entry = self._slots.pop(slot, None)
+        if entry is None:
             return
-        for i in range(len(own.table) - 1, own.first - 1, -1):
-            self._drop(own.table[i])
-            if i < len(own.keys):
-                self._prefixes.touch(own.keys[i])
+        for i in range(len(entry.table) - 1, entry.first - 1, -1):
+            self._drop(entry.table[i])
+            if i < len(entry.keys):
+                self._prefixes.touch(entry.keys[i])
 
     def clear_prefixes(self) -> None:
-        """Free every published block that no slot uses; later sequences find only blocks that are in use."""
+        """Free every published block that no slot uses; later sequences find only blocks in use."""
         while self._prefixes.num_evictable:
             self._free.append(self._evict())
         self._free.sort(reverse=True)  # blocks are handed out from block 0 on, as in a new pool
 
     def length(self, slot: int) -> int:
         """Return the kept tokens of the slot; 0 for a slot that is not open."""
-        own = self._slots.get(slot)
-        return 0 if own is None else own.length
+        entry = self._slots.get(slot)
+        return 0 if entry is None else entry.length
 
     def _keys(self, slot: int) -> Seq[Key]:
         """Return the keys of the blocks that a slot has published, from the first on."""
-        own = self._slots.get(slot)
-        return () if own is None else own.keys
+        entry = self._slots.get(slot)
+        return () if entry is None else entry.keys
 
     def pending(self, slot: int) -> Seq[int]:
         """Return the parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
         return self._slots[slot].pending
 
     def free_tokens(self, without: Collection[int] = ()) -> int:
-        """Tokens that fit into blocks no slot uses, evictable ones included.
+        """Return how many tokens fit into blocks that no slot uses, evictable ones included.
 
-        without: slots that count as released; what they share with others stays in use. Unknown ones are ignored.
+        without: slots that count as released; blocks shared with others stay in use. Unknown slots are ignored.
         """
         released = Counter(block for slot in without if slot in self._slots for block in self._slots[slot].live)
         num_freed = sum(self._num_users[block] == num for block, num in released.items())
         return (self._num_available() + num_freed) * self.block_tokens
 
     def room(self, slot: int) -> Room:
-        """Return what an open slot holds, and what it may still take. Raises KeyError for a slot that is not open."""
-        own = self._slots[slot]
-        copies, num_own = self._num_copies(own), len(own.table)
-        slack = (num_own - copies) * self.block_tokens - own.end
-        return Room(own.length, slack, 0 if slack > 0 else own.end // self.block_tokens + 1 - num_own + copies)
+        """Return how much an open slot holds and may still take. Raises KeyError for a slot that is not open."""
+        entry = self._slots[slot]
+        copies, num_own = self._num_copies(entry), len(entry.table)
+        slack = (num_own - copies) * self.block_tokens - entry.end
+        return Room(entry.length, slack, 0 if slack > 0 else entry.end // self.block_tokens + 1 - num_own + copies)
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Return how many blocks `reserve` would take: for new rows, and for a copy of a shared last block."""
@@ -323,19 +323,19 @@ class BlockTables:
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Take blocks for a run of `num_tokens` rows: free ones first, then the longest unused evictable ones.
 
-        Blocks that the run does not see are given back before. Raises CapacityError when the pool is exhausted; nothing
-        is reserved then.
+        Blocks that the run does not see are given back first. Raises CapacityError, and reserves nothing, where the
+        pool is exhausted.
         """
-        own, missing = self._slots[slot], self.missing_blocks(slot, num_tokens)
-        self._give_back(own)
+        entry, missing = self._slots[slot], self.missing_blocks(slot, num_tokens)
+        self._give_back(entry)
         if missing > self._num_available():
             raise self._no_room(missing)
-        if num_tokens and (cut := self._cut_block(own)) is not None:
-            missing -= self._make_private(own, cut)
-        own.table += [self._take() for _ in range(missing)]
+        if num_tokens and (cut := self._cut_block(entry)) is not None:
+            missing -= self._make_private(entry, cut)
+        entry.table += [self._take() for _ in range(missing)]
 
     def _give_back(self, own: _Slot) -> None:
-        """Give back the blocks that no later row sees; the first one that is left stands for them in the table."""
+        """Give back the blocks that no later row sees; in the table, the first one left stands in for them."""
         first = self._first_seen(own.length, SPARE_TOKENS)
         if first > own.first:
             for block in own.table[own.first : first]:
@@ -353,7 +353,7 @@ class BlockTables:
         )
 
     def _cut_block(self, own: _Slot) -> int | None:
-        """Return the block that the slot ends inside of, if other slots may read that block too."""
+        """Return the block that the slot's kept rows end in, if other slots may read that block too."""
         i, inside = divmod(own.length, self.block_tokens)
         if not inside:
             return None
@@ -366,10 +366,9 @@ class BlockTables:
         return block is not None and self._num_users[block] > 1
 
     def _make_private(self, own: _Slot, block: int) -> bool:
-        """Make the block inside of which the slot was cut the slot's own.
+        """Make the block that the slot was cut in private; return whether a block was taken for a copy.
 
-        A published block without other users is withdrawn; a shared one is replaced by a copy of its kept rows. Returns
-        whether a block was taken for a copy.
+        A published block without other users is withdrawn; a shared one is replaced by a copy of its kept rows.
         """
         if self._num_users[block] == 1:
             self._prefixes.remove(block)
@@ -390,7 +389,7 @@ class BlockTables:
     def _take(self) -> int:
         """Take a free block for one user, else the longest unused evictable one.
 
-        The latter also where the free ones were never written, and as many were as may be.
+        Evicts, too, where the free blocks were never written and `touched_blocks` have been.
         """
         is_new = bool(self._free) and self._free[-1] >= self._num_touched
         spares = is_new and self._num_touched >= self.touched_blocks and self._prefixes.num_evictable > 0
@@ -411,7 +410,7 @@ class BlockTables:
     def _drop(self, block: int, *, is_passed: bool = False) -> None:
         """Remove one user of a block. Without users, a published block becomes evictable, any other becomes free.
 
-        is_passed: whether the user goes on without it.
+        is_passed: whether the user goes on without it, as behind a window.
         """
         self._num_users[block] -= 1
         if self._num_users[block] == 0 and not self._prefixes.rest(block, is_passed=is_passed):
@@ -420,7 +419,7 @@ class BlockTables:
     # --------------------------------------------------------------------------------------------------- one forward
 
     def table(self, slot: int) -> list[int]:
-        """Return the blocks of an open slot, which is not to be written to."""
+        """Return the blocks of an open slot; the caller must not change the list."""
         return self._slots[slot].table
 
     def tables(self, batch: RaggedBatch) -> list[list[int]]:
@@ -428,15 +427,15 @@ class BlockTables:
         return [self._checked(batch, b).table for b in range(len(batch.slots))]
 
     def _checked(self, batch: RaggedBatch, b: int) -> _Slot:
-        """Return the slot of run b. Raises InternalError where its length is another or its rows may not be written."""
+        """Return the slot of run b. Raises InternalError where its length differs or its rows may not be written."""
         slot, end = batch.slots[b], batch.end(b)
-        own, start = self._slots.get(slot), end - len(batch.run(b))
-        if own is None or start != own.end:
-            raise InternalError(f"slot {slot} holds {0 if own is None else own.end} tokens, the batch says {start}")
-        if end > len(own.table) * self.block_tokens:
+        entry, start = self._slots.get(slot), end - len(batch.run(b))
+        if entry is None or start != entry.end:
+            raise InternalError(f"slot {slot} holds {0 if entry is None else entry.end} tokens, the batch says {start}")
+        if end > len(entry.table) * self.block_tokens:
             raise InternalError(f"slot {slot} has no rows for {end} tokens: reserve them first")
-        self._check_private(slot, own.table, start, end)
-        return own
+        self._check_private(slot, entry.table, start, end)
+        return entry
 
     def _check_private(self, slot: int, table: list[int], start: int, end: int) -> None:
         """Raise InternalError where positions start .. end-1 lie in a block that another slot reads or may find."""
@@ -457,29 +456,29 @@ class BlockTables:
         """
         sources, targets = list[int](), list[int]()
         for slot, first in kept.items():
-            own, rows = self._slots[slot], first
+            entry, rows = self._slots[slot], first
             if slot in held:
                 rows = [*first, *held[slot].rows]
                 if any(a >= b for a, b in itertools.pairwise(rows)):
                     raise InternalError(f"slot {slot} cannot keep and hold the rows {rows}: they must ascend")
             if rows and rows[-1] >= len(rows):
-                self._check_private(slot, own.table, own.length, own.length + rows[-1] + 1)
+                self._check_private(slot, entry.table, entry.length, entry.length + rows[-1] + 1)
                 moved = [(j, i) for i, j in enumerate(rows) if i != j]
-                sources += [self._row(own, own.length + j) for j, _ in moved]
-                targets += [self._row(own, own.length + i) for _, i in moved]
+                sources += [self._row(entry, entry.length + j) for j, _ in moved]
+                targets += [self._row(entry, entry.length + i) for _, i in moved]
         if sources:
             self._copy(sources, targets)
         full = list[int]()
         for slot, rows in kept.items():
-            own = self._slots[slot]
-            num_full = own.length // self.block_tokens
-            self._set_length(own, own.length + len(rows), held[slot].parents if slot in held else ())
-            if own.length // self.block_tokens > num_full:
+            entry = self._slots[slot]
+            num_full = entry.length // self.block_tokens
+            self._set_length(entry, entry.length + len(rows), held[slot].parents if slot in held else ())
+            if entry.length // self.block_tokens > num_full:
                 full.append(slot)
         return full
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """Make the rows of the run just written pending, behind those that are pending already.
+        """Make the rows of the run just written pending, behind earlier pending rows.
 
         parents: of each row, an index that counts the pending rows and then the rows of the run; -1 = the kept rows.
         Raises InternalError for a parent that does not come before its child, and where no such rows were reserved.
@@ -494,8 +493,8 @@ class BlockTables:
     def truncate_to(self, slot: int, length: int) -> int:
         """Set the kept length, drop pending rows, and give back every block at index >= ceil(length / block_tokens).
 
-        Returns the kept length: 0 where a row behind it would see what a window has given back. Raises InternalError
-        for a length beyond the kept one, because the rows there may hold anything.
+        Returns the kept length: 0 where a row behind it would see blocks that were given back behind a window. Raises
+        InternalError for a length beyond the kept one, because the rows there may hold anything.
         """
         own = self._slots[slot]
         if length > own.length:
@@ -508,12 +507,12 @@ class BlockTables:
         return length
 
     def can_cut(self, slot: int, length: int) -> bool:
-        """Return whether the rows are there that a row behind `length` kept ones sees."""
+        """Return whether the slot still has all rows that a row behind `length` kept ones sees."""
         own = self._slots[slot]
         return not own.first or self._first_seen(length) >= own.first
 
     def _empty(self, own: _Slot) -> None:
-        """Give back all blocks, so that nothing of the table stands for others any more."""
+        """Give back all blocks, so that no block of the table stands in for others."""
         for block in reversed(own.live):
             self._drop(block)
         own.table.clear()
@@ -535,13 +534,13 @@ class BlockTables:
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """Check every promise about blocks. Raises InternalError where one is broken; takes time as the pool is large.
+        """Check every promise about blocks. Raises InternalError where one is broken; the time grows with the pool.
 
-        Each block is free, evictable or used, and its count of users is that of the tables. The index has each
+        Each block is free, evictable or used, and its count of users agrees with the tables. The index has each
         published block under the tokens that it holds. Tables are long enough for their slots. No slot can write into a
         block that another slot may read.
         """
-        users = Counter(block for own in self._slots.values() for block in own.live)
+        users = Counter(block for entry in self._slots.values() for block in entry.live)
         if sorted([*users, *self._free, *self._prefixes.evictable()]) != list(range(self.num_blocks)):
             raise InternalError("the KV cache lost a block or owns one twice")
         if any(users[block] != num for block, num in enumerate(self._num_users)):
@@ -550,8 +549,8 @@ class BlockTables:
         for block in self._free:
             if self._prefixes.holds(block):
                 raise InternalError(f"block {block} of the KV cache is free and published")
-        for slot, own in self._slots.items():
-            self._check_slot(slot, own)
+        for slot, entry in self._slots.items():
+            self._check_slot(slot, entry)
 
     def _check_slot(self, slot: int, own: _Slot) -> None:
         length, table = own.length, own.table
