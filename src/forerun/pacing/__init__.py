@@ -2,10 +2,10 @@
 
 A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`; spec_length
 is the engine's, None where none was named, and costs holds the time of passes. `auto` is built of files that any
-policy may use: cost.py (what the passes of an engine take), pass_time.py (the time of a pass by its rows), measuring.py
-(how it is measured), mixing.py (what passes of a mixture of experts take), acceptance.py (how likely each drafted token
-is to be accepted), stopping.py (when a chain ends whose drafter tells how sure it is), reading.py (when a draft model
-reads a text).
+policy may use: cost.py (the pass times of an engine), pass_time.py (the time of a pass by its rows), measuring.py (its
+measurement), mixing.py (pass times of a mixture of experts), acceptance.py (how likely each drafted token is to be
+accepted), stopping.py (when a chain ends whose drafter tells its confidence), reading.py (when a draft model reads a
+text).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.registry import load, make_options, parse_spec
 from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence, StepReport, Stop
 
-BEAM_LEVELS = 2  # that a beam search drafts, where the policy does not say
+BEAM_LEVELS = 2  # levels that a beam search drafts by default
 
 
 class Pacing:
@@ -43,16 +43,16 @@ class Pacing:
         raise NotImplementedError
 
     def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
-        """Return when chains of guesses end besides, by the index of their sequence: see `Budget.stops`.
+        """Return further rules that end chains of guesses, by the index of their sequence: see `Budget.stops`.
 
-        granted [B]: nodes that each of them may have.
+        granted [B]: nodes that each sequence may have.
         """
         return {}
 
     def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
         """Return how many levels these beam searches draft, whose requests name no `spec_length` of their own.
 
-        num_rows: of the target's pass, beside those of these searches.
+        num_rows: of the target's pass, without the rows of these searches.
         """
         return BEAM_LEVELS
 
@@ -68,7 +68,7 @@ class Pacing:
         return True
 
     def facts(self, seq: Sequence) -> Mapping[str, float]:
-        """Return numbers of the policy's own on a sequence's last round, for listeners that ask for detail."""
+        """Return the policy's numbers about a sequence's last round, for listeners that ask for detail."""
         return {}
 
     def prepares(self, seq: Sequence) -> bool:
@@ -76,7 +76,7 @@ class Pacing:
         return True
 
     def measure(self, pause: Pause = NOW) -> None:
-        """Measure what the policy wants to know: called between two steps. Given up where the pause ends."""
+        """Measure what the policy needs, between two steps. Given up where the pause ends."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from the numbers of the step that was just done."""
@@ -89,10 +89,10 @@ def make(spec: str, spec_length: int | None, costs: Costs | None = None) -> Paci
     """Return the policy of `name[:option=value,...]`. Raises BadOption for anything unknown."""
     name, options = parse_spec(spec)
     module = load(__name__, name, "pacing policy")
-    made: Pacing = module.build(make_options(module.Options, options, name), spec_length, costs or Costs())
-    return made
+    policy: Pacing = module.build(make_options(module.Options, options, name), spec_length, costs or Costs())
+    return policy
 
 
 def overrides(policy: Pacing, name: str) -> bool:
-    """Return whether a policy has a method of its own by this name, so that it has to be called."""
+    """Return whether a policy overrides this method of Pacing, so that it has to be called."""
     return getattr(type(policy), name) is not getattr(Pacing, name)

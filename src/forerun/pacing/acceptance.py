@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 Shares = list[float]  # [MAX_RANKS]
 
 MAX_RANKS = 16
-FIRST_GUESS = 0.6  # acceptance of a drafter of which no round was seen
+FIRST_GUESS = 0.6  # acceptance of a drafter before its first round
 
 
 class Average:
@@ -23,21 +23,21 @@ class Average:
         self.drafted, self.accepted = [0.0] * MAX_RANKS, [0.0] * MAX_RANKS
 
     def add(self, num_drafted: int, ranks: Seq[int]) -> None:
-        """Add one round: so many nodes were drafted, and those of these ranks were accepted."""
+        """Add one round of `num_drafted` nodes; ranks: of the accepted nodes."""
         self.drafted = [self.keep * weight + (rank < num_drafted) for rank, weight in enumerate(self.drafted)]
         self.accepted = [self.keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
 
     def shares(self, steps: Seq[float], weight: float) -> Shares:
         """Return P(the node of rank i is accepted), [MAX_RANKS], which never rises with i.
 
-        steps [MAX_RANKS]: the expected ratio of rank i's P to that of rank i - 1. The expectation has the weight of
+        steps [MAX_RANKS]: the expected ratio of P at rank i to P at rank i - 1. The expectation weighs as much as
         `weight` rounds.
         """
-        found, before = [], 1.0
+        shares, before = [], 1.0
         for drafted, accepted, step in zip(self.drafted, self.accepted, steps, strict=True):
             before = min(before, (accepted + weight * before * step) / (drafted + weight))
-            found.append(before)
-        return found
+            shares.append(before)
+        return shares
 
 
 class Acceptance:
@@ -52,14 +52,14 @@ class Acceptance:
         self._requests: dict[int, Average] = {}
 
     def observe(self, request: int, num_drafted: int, ranks: Seq[int]) -> None:
-        """Add one round of a request that was granted a draft. ranks: those of the accepted nodes."""
+        """Add one round of a request that was granted a draft. ranks: of the accepted nodes."""
         self.found_share += 0.02 * ((num_drafted > 0) - self.found_share)
         if num_drafted:
             self._mean.add(num_drafted, ranks)
             self._requests.setdefault(request, Average(memory=30)).add(num_drafted, ranks)
 
     def forget(self, request: int) -> None:
-        """Forget what a request has shown."""
+        """Forget the average of a request."""
         self._requests.pop(request, None)
 
     def drafter_shares(self) -> Shares:

@@ -84,8 +84,8 @@ class AdaEdlPacing(Pacing):
         self._requests.pop(seq.id, None)
 
     def facts(self, seq: Sequence) -> Mapping[str, float]:
-        own = self._of(seq.id)
-        return {"threshold": own.threshold, "accepted_share": own.share}
+        controller = self._of(seq.id)
+        return {"threshold": controller.threshold, "accepted_share": controller.share}
 
     def _of(self, request: int) -> _Controller:
         return self._requests.setdefault(request, _Controller(self.options.threshold))

@@ -1,10 +1,10 @@
 """Draft as far as it pays: choose the plan of most expected tokens per second, which may be plain decoding.
 
-Every few steps the nodes of all requests are sorted by their gain, and as many are taken as make the most tokens per
-second of the whole batch, given the time of a pass by its rows (pass_time.py) and how likely each node is to be
-accepted (acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with measured curves in
-place of a fitted line. A request whose drafts fail gets none, and is probed with one node after pauses that double in
-length.
+Every few steps the nodes of all requests are sorted by their gain, and the first n are taken, where n makes the most
+tokens per second of the whole batch, given the time of a pass by its rows (pass_time.py) and how likely each node is to
+be accepted (acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with measured curves
+in place of a fitted line. A request whose drafts fail gets none, and is probed with one node after pauses that double
+in length. Where a drafter tells its confidence in each token, that ends the chain of a request instead (stopping.py).
 
 A safety net does not depend on these estimates: now and then a few plain steps are timed against the drafting steps
 around them, and after drafting was slower twice in a row it pauses.
@@ -31,12 +31,12 @@ from forerun.pacing.stopping import Prices, Stops, promised
 from forerun.types import Sequence, SequenceStep, StepReport, Stop
 
 CUTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # longest draft of a plan
-REPLAN_STEPS, RARELY_STEPS = 8, 64  # between two plans; between two decisions where again and again nothing pays
+REPLAN_STEPS, RARELY_STEPS = 8, 64  # steps between two plans; and between two decisions where nothing pays for long
 HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old one, times this
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
 PLAIN_STEPS = 4  # plain steps of a comparison
-PROBE_SHARE = 0.03  # of the tokens that a request writes: what reading for probes may cost
+PROBE_SHARE = 0.03  # of the tokens that a request writes: the most that reading its text for probes may cost
 PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
@@ -52,9 +52,9 @@ class _Request:
     """A request that decodes.
 
     length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
-    probes. granted: nodes that it was granted in this step. pays: whether a model pays that tells how sure it is.
-    reading: whether that model is to read the text. stop: when its chain ends in this step, and what its drafter said
-    of it.
+    probes. granted: nodes that it was granted in this step. pays: whether a drafter that tells its confidence pays.
+    reading: whether the draft model is to read the text. stop: when its chain ends in this step, and the confidences
+    that its drafter added. is_decided: whether a first decision was made.
     """
 
     seq: Sequence
@@ -81,7 +81,7 @@ class _SafetyNet:
         self.plain, self.drafting = np.zeros(2), np.zeros(2)
 
     def allows(self, step: int) -> bool:
-        """Return whether a step may draft for which the plan has drafts."""
+        """Return whether a step may run the drafts of its plan."""
         if step >= self.compare_at:
             self.compare_at, self.num_left = step + LONGEST_WAIT, PLAIN_STEPS
             self.plain[:] = 0
@@ -89,7 +89,7 @@ class _SafetyNet:
         return self.num_left < 0 and step >= self.paused_until
 
     def observe(self, step: int, tokens: int, seconds: float) -> None:
-        """Count a step for which the plan had drafts; a few drafting steps after the plain ones, compare the two."""
+        """Count a step whose plan had drafts; a few drafting steps after the plain ones, compare the two."""
         if self.num_left >= 0:
             self.plain += (tokens, seconds)
         elif step >= self.paused_until:
@@ -103,7 +103,7 @@ class _SafetyNet:
 
 
 class AutoPacing(Pacing):
-    """The policy that grants what makes the most expected tokens per second.
+    """Grants the drafts that make the most expected tokens per second.
 
     spec_length: the most nodes that are granted to one request.
     """
@@ -117,8 +117,8 @@ class AutoPacing(Pacing):
         self._levels = Levels(costs)
         self._net = _SafetyNet()
         self._step, self._replan_at = 0, 0
-        # When it is decided again for all requests whether they draft: in this step, and then after such a pause; or
-        # where no more than so many requests are left.
+        # When the decision to draft is made again for all requests: in step _choose_at, then after a pause of
+        # _choose_pause steps; or as soon as no more than _choose_below requests are left.
         self._choose_at, self._choose_pause, self._choose_below = 0, REPLAN_STEPS, 0
         self._drafts = False  # whether the plan drafts for some request in this step
 
@@ -127,12 +127,12 @@ class AutoPacing(Pacing):
         if not any(limits):
             self._drafts = False
             for request in self._requests.values():
-                request.granted = 0  # what an earlier step granted is not to be counted again
+                request.granted = 0  # else the grant of an earlier step would be counted again
             return [0] * len(seqs)
         requests = [self._requests.get(seq.id) or self._meet(seq) for seq in seqs]
         had_drafts = self._drafts
         may_draft = not had_drafts or self._net.allows(self._step)
-        # For many requests this is a good part of a small model's pass: where none drafts it is done now and then.
+        # For many requests the decision takes a good part of a small model's pass: it is rare while none drafts.
         is_wanted = may_draft and (had_drafts or self._may_probe_search(requests))
         is_wanted |= not all(request.is_decided for request in requests)
         if len(requests) <= self._choose_below:  # passes have become cheaper
@@ -145,17 +145,17 @@ class AutoPacing(Pacing):
         if self._drafts and not had_drafts:
             may_draft = self._net.allows(self._step)
         for request, most in zip(requests, limits, strict=True):
-            own = request.seq.params.spec_length
-            request.granted = min(most, own if own is not None else self._wanted(request) if may_draft else 0)
+            named = request.seq.params.spec_length
+            request.granted = min(most, named if named is not None else self._wanted(request) if may_draft else 0)
         return [request.granted for request in requests]
 
     def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
-        found = dict[int, Stop]()
+        stops = dict[int, Stop]()
         for b, (seq, most) in enumerate(zip(seqs, granted, strict=True)):
             request = self._requests.get(seq.id)
             if request is not None and request.stop is not None and most > 0:
-                found[b] = request.stop
-        return found
+                stops[b] = request.stop
+        return stops
 
     def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
         return min(self.spec_length, self._levels.wanted(seqs, num_rows))
@@ -174,7 +174,7 @@ class AutoPacing(Pacing):
             if request is None:
                 continue
             known, stop, request.stop = self._of(request.seq), request.stop, None
-            # What a search has found says nothing of the model, whose probes are to become rarer.
+            # An accepted guess of the text search says nothing of the model, whose probes go on becoming rarer.
             is_found = stop is not None and stop.search is not None and not stop.confidences
             if round_.accepted_ranks and not is_found:
                 request.pause = FIRST_PAUSE
@@ -205,21 +205,21 @@ class AutoPacing(Pacing):
             searching.forget(seq.id)
 
     def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
-        """Decide for each request whose drafter tells how sure it is whether it drafts, and when its chain ends."""
-        told = [request for request in requests if self._is_told(request)]
+        """Decide whether requests draft whose drafters tell their confidence, and when their chains end."""
+        confident = [request for request in requests if self._is_told(request)]
         for request in requests:
             request.is_decided |= not self._is_told(request)
-        if not told:
+        if not confident:
             return
         others = [(r, most) for r, most in zip(requests, limits, strict=True) if not self._is_told(r)]
-        lengths = [r.length if (own := r.seq.params.spec_length) is None else own for r, _ in others]
-        num_rows = len(requests) + sum(min(own, most) for own, (_, most) in zip(lengths, others, strict=True))
-        seqs, are_drafting = [r.seq for r in told], [r.length > 0 for r in told]
+        lengths = [r.length if (named := r.seq.params.spec_length) is None else named for r, _ in others]
+        num_rows = len(requests) + sum(min(length, most) for length, (_, most) in zip(lengths, others, strict=True))
+        seqs, are_drafting = [r.seq for r in confident], [r.length > 0 for r in confident]
         prices = self._stops.prices(seqs, are_drafting, len(others), num_rows)
         may_search = [r for r, most in zip(requests, limits, strict=True) if most > 0 and self._is_told(r)]
         searched, probed = self._searched(may_search, prices.rate)
         is_time, does_pay = self._step >= self._choose_at, bool(searched)
-        for request in told:
+        for request in confident:
             is_searched = request.seq.id in searched or request.seq.id in probed
             is_probe = not request.pays and self._step >= request.probe_at
             if request.is_decided and not (request.length or is_searched or is_time or is_probe):
@@ -239,38 +239,40 @@ class AutoPacing(Pacing):
             self._choose_at, self._choose_below = self._step + self._choose_pause, len(requests) // 2
 
     def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
-        """Return the requests whose texts are searched because that pays, and those where it is a probe."""
-        found, probed, others = set[int](), set[int](), dict[str, list[int]]()
+        """Return the ids of requests whose texts are searched: because that pays, and as a probe."""
+        paying, probed, others = set[int](), set[int](), dict[str, list[int]]()
         for request in requests:
             seq, traits = request.seq, self.costs.traits_of(request.seq.draft)
             if not (traits.is_free or traits.searches):
                 continue
             if self._searching.setdefault(seq.draft, Searching()).pays(seq.id, rate):
-                found.add(seq.id)
+                paying.add(seq.id)
             else:
                 others.setdefault(seq.draft, []).append(seq.id)
-        for name, own in others.items():
-            probed |= self._searching[name].probes(own, self._step)
-        return found, probed
+        for name, ids in others.items():
+            probed |= self._searching[name].probes(ids, self._step)
+        return paying, probed
 
     def _may_probe_search(self, requests: Seq[_Request]) -> bool:
-        found = {request.seq.draft for request in requests} & self._searching.keys()
-        return any(self._searching[name].may_probe() for name in found)
+        drafters = {request.seq.draft for request in requests} & self._searching.keys()
+        return any(self._searching[name].may_probe() for name in drafters)
 
     def _observe_search(self, request: _Request, stop: Stop, round_: SequenceStep) -> None:
-        """Learn from a round what a search of its text gained, beside what the model would have gained."""
-        own = stop if self.costs.traits_of(request.seq.draft).is_free else stop.search
-        if own is None:
+        """Learn how much a round's text search gained, less the gain that the model would have had."""
+        searched = stop if self.costs.traits_of(request.seq.draft).is_free else stop.search
+        if searched is None:
             return
-        gain, is_found = 0.0, bool(own.confidences) and (own is stop or not stop.confidences)
+        gain, is_found = 0.0, bool(searched.confidences) and (searched is stop or not stop.confidences)
         if is_found and round_.num_drafted:
             gain = (
-                len(round_.accepted_ranks) - sum(own.worth[: round_.num_drafted]) - (0.0 if own is stop else stop.bar)
+                len(round_.accepted_ranks)
+                - sum(searched.worth[: round_.num_drafted])
+                - (0.0 if searched is stop else stop.bar)
             )
         self._searching[request.seq.draft].observe(request.seq.id, gain)
 
     def _add_search(self, request: _Request, stop: Stop, prices: Prices, is_searched: bool) -> None:
-        """Let the drafter search the text, whether or not its model pays."""
+        """Set the stop of a drafter that searches: whether it searches this text, and whether its model drafts."""
         seq, reading = request.seq, request.reading
         stop.search = self._stops.search(seq, prices) if is_searched else None
         tokens, gain = promised(stop)
@@ -280,7 +282,7 @@ class AutoPacing(Pacing):
         num_left = min(seq.max_len - len(seq.tokens), USUAL_ANSWER)
         stop.is_shut = not request.pays or not reading.is_due(price, num_left / tokens)
         known, owed = self._stops.of(seq.draft), 0.0 if reading.is_read else price
-        # A token, to see whether the model has become better.
+        # A probe of one token, to see whether the model has become better.
         if not request.pays and self._step >= request.probe_at:
             if owed <= known.spare:
                 self._delay_probe(request)
@@ -289,25 +291,25 @@ class AutoPacing(Pacing):
             else:
                 request.probe_at = max(self._choose_at, self._step + REPLAN_STEPS)
         stop.bar = 0.0 if stop.is_shut else reading.gain
-        # A model that pays and is not read yet is asked, too: what rounds without it lose is counted.
+        # A model that pays but has not read the text gets a length, too: `Reading` counts what rounds without it lose.
         request.length = self.spec_length if is_searched or request.pays or not stop.is_shut else 0
 
     def _is_told(self, request: _Request) -> bool:
-        """Whether its drafter tells how sure it is, and the request leaves the length to that."""
+        """Return whether the drafter tells its confidence, and the request names no length of its own."""
         return self.costs.traits_of(request.seq.draft).tells_confidence and request.seq.params.spec_length is None
 
     def _of(self, seq: Sequence) -> Acceptance:
         return self._known.setdefault(seq.draft, Acceptance())
 
     def _meet(self, seq: Sequence) -> _Request:
-        """Begin a request with the longest draft length among those of its drafter, until the next plan."""
+        """Begin a request with the longest draft length among its drafter's requests, until the next plan."""
         others = [request for request in self._requests.values() if request.seq.draft == seq.draft]
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
-        made = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
-        if self._is_told(made) and not others:
-            made.length, self._choose_at, self._choose_pause = self.spec_length, 0, REPLAN_STEPS
+        newcomer = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
+        if self._is_told(newcomer) and not others:
+            newcomer.length, self._choose_at, self._choose_pause = self.spec_length, 0, REPLAN_STEPS
         self._replan_at = self._replan_at if others else 0
-        return made
+        return newcomer
 
     def _wanted(self, request: _Request) -> int:
         """Return the nodes that the plan gives a request, or 1 where it is to be probed."""
@@ -321,20 +323,21 @@ class AutoPacing(Pacing):
         return 1
 
     def _delay_probe(self, request: _Request) -> None:
-        """Let the next probe of a request that is probed now come later than this one did."""
+        """Double the pause before the next probe of a request that is probed now."""
         request.pause = min(2 * request.pause, LONGEST_PAUSE)
         request.probe_at = self._step + request.pause
 
     def _replan(self, requests: Seq[_Request], limits: Seq[int]) -> None:
         """Choose a length for each request that names none."""
+        # More often at first, when each step still changes the estimates.
         self._replan_at = self._step + min(REPLAN_STEPS, 1 + self._step // 4)
-        own = [request.seq.params.spec_length for request in requests]
-        num_rows = len(requests) + sum(min(k, most) for k, most in zip(own, limits, strict=True) if k is not None)
-        told = [request.seq for request in requests if request.stop and request.length]
-        num_rows += round(sum(self._stops.of(seq.draft).round_of(seq.id).nodes for seq in told))
+        named = [request.seq.params.spec_length for request in requests]
+        num_rows = len(requests) + sum(min(k, most) for k, most in zip(named, limits, strict=True) if k is not None)
+        confident = [request.seq for request in requests if request.stop and request.length]
+        num_rows += round(sum(self._stops.of(seq.draft).round_of(seq.id).nodes for seq in confident))
         by_drafter: dict[str, list[int]] = {}
         for b, request in enumerate(requests):
-            if own[b] is None and limits[b] > 0 and not self._is_told(request):
+            if named[b] is None and limits[b] > 0 and not self._is_told(request):
                 by_drafter.setdefault(request.seq.draft, []).append(b)
         nodes = [self._nodes(requests, limits, members) for members in by_drafter.values()]
         if not nodes:
@@ -347,10 +350,10 @@ class AutoPacing(Pacing):
             request.length = length
 
     def _nodes(self, requests: Seq[_Request], limits: Seq[int], members: Seq[int]) -> Floats:
-        """Return each node that one drafter could draft, [5, nodes]: tokens gained, request, rank, rows and seconds.
+        """Return every node that one drafter could draft, [5, nodes]: tokens gained, request, rank, rows and seconds.
 
-        The nodes of one rank share one pass of the drafter: the first one takes most of its time, and each further one
-        only what a row more takes.
+        Nodes of one rank share a pass of the drafter: the first takes most of its time, and each further one only the
+        time of one more row.
         """
         seq = requests[members[0]].seq
         known, cost = self._of(seq), self.costs.draft(seq.draft)
@@ -361,14 +364,14 @@ class AutoPacing(Pacing):
         order = np.argsort(-gains, axis=0, kind="stable")  # [members, ranks]
         passes = np.concatenate(([0.0], cost.ratio(np.arange(1, len(members) + 1))))
         seconds = np.diff(passes)[:, None] * (cost.one_row_s or 0.0)
-        gains, found = np.take_along_axis(gains, order, axis=0), known.found_share
-        columns = (gains * found, np.array(members)[order], np.arange(MAX_RANKS), found, seconds)
+        gains, found_share = np.take_along_axis(gains, order, axis=0), known.found_share
+        columns = (gains * found_share, np.array(members)[order], np.arange(MAX_RANKS), found_share, seconds)
         return np.stack([np.broadcast_to(column, order.shape).ravel() for column in columns])
 
     def _best(self, old: Ints, num_rows: int, nodes: Floats) -> Ints:
-        """Return the draft lengths [B] of the plan of most tokens per second; the old ones unless it is faster.
+        """Return the draft lengths [B] of the plan with the most tokens per second; the old ones unless it is faster.
 
-        nodes: of all drafters, as `_nodes` has them. num_rows: rows of the pass apart from these nodes.
+        nodes: of all drafters, as `_nodes` returns them. num_rows: rows of the pass apart from these nodes.
         """
         gains, owners, ranks, rows, seconds = nodes[:, np.argsort(-nodes[0], kind="stable")]
         owners, one_row_s = owners.astype(int), self.costs.target.one_row_s or 1.0
@@ -385,5 +388,5 @@ class AutoPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return a policy that grants as many tokens as pay, at most spec_length, or 16 where none is named."""
+    """Return a policy that grants as many tokens as pay: at most spec_length, or 16 where it is None."""
     return AutoPacing(spec_length or AUTO_SPEC_LENGTH, costs)

@@ -64,7 +64,7 @@ class Options:
 
 @dataclass
 class _Round:
-    """A request's smoothed entropy, that of its last round, and the length that followed from it."""
+    """A request's smoothed entropy, its last round's entropy, and the length that followed from them."""
 
     smoothed: float
     normalized: float
@@ -72,7 +72,7 @@ class _Round:
 
 
 class EntropyPacing(Pacing):
-    """The policy that grants gamma_max tokens and ends the draft at the length that the first entropy gives."""
+    """Grants gamma_max tokens and ends the draft at the length that the first entropy gives."""
 
     reads_logits = True
 
@@ -93,10 +93,10 @@ class EntropyPacing(Pacing):
         self._rounds.pop(seq.id, None)
 
     def facts(self, seq: Sequence) -> Mapping[str, float]:
-        own = self._rounds.get(seq.id)
-        if own is None:
+        last = self._rounds.get(seq.id)
+        if last is None:
             return {}
-        return {"entropy_normalized": own.normalized, "entropy_smoothed": own.smoothed, "gamma": float(own.length)}
+        return {"entropy_normalized": last.normalized, "entropy_smoothed": last.smoothed, "gamma": float(last.length)}
 
     def _begin(self, seq: Sequence, now: float) -> None:
         """Find the length of a round from its first distribution."""

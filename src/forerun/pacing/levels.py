@@ -1,8 +1,8 @@
 """How many levels of a beam search to draft: those of the most steps per second, given what passes take.
 
-A level is accepted where the target's best texts are among the drafted ones. With a the share of tested levels that
-were, a pass over w + u K rows with K levels takes (1 - a^(K+1)) / (1 - a) steps on average (docs/methods/beam.md). The
-choice changes no text, so it may look at anything.
+A level is accepted where the target's best texts are among the drafted ones. If a is the share of tested levels that
+are accepted, a pass over w + u K rows with K levels takes (1 - a^(K+1)) / (1 - a) steps on average
+(docs/methods/beam.md). The choice changes no text, so it may look at anything.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from forerun.types import Sequence, SequenceStep
 
 MOST_LEVELS = 4
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 4.0  # share of levels that are accepted, before any was tested
-KEEP = 0.95  # weight of what was known, behind each pass
-PROBE_PASSES = 16  # without drafts, until one level is tried again
+KEEP = 0.95  # factor of the old counts after each pass
+PROBE_PASSES = 16  # passes without drafts until one level is tried again
 
 Key = tuple[str, int, int]  # drafter, num_beams, draft_beams
 
 
 class Levels:
-    """What is known of the searches of one engine, by drafter and widths."""
+    """Acceptance of an engine's beam searches, by drafter and widths."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -30,9 +30,9 @@ class Levels:
         self._num_plain = 0  # passes in a row without drafts
 
     def wanted(self, seqs: Seq[Sequence], num_rows: int) -> int:
-        """Return the levels that all of these searches draft.
+        """Return how many levels all of these searches draft.
 
-        num_rows: of the pass, beside their own; each counts as a token, which a longer pass delays.
+        num_rows: rows of other requests in the pass; each counts as a token, which a longer pass delays.
         """
         keys = [(s.draft, s.params.num_beams, s.params.draft_beams or s.params.num_beams) for s in seqs]
         self._keys |= zip((seq.id for seq in seqs), keys, strict=True)
@@ -44,7 +44,7 @@ class Levels:
         return best
 
     def observe(self, steps: Seq[SequenceStep]) -> None:
-        """Learn from a pass."""
+        """Count the tested and accepted levels of a pass."""
         for step in steps:
             key = self._keys.get(step.sequence_id)
             if key is not None and step.num_tested:
@@ -56,7 +56,7 @@ class Levels:
         self._keys.pop(seq.id, None)
 
     def _rate(self, keys: Seq[Key], num_rows: int, num_levels: int) -> float:
-        """Tokens and steps per second of all requests, with so many levels."""
+        """Return the tokens and steps per second of all requests, with `num_levels` levels."""
         num_steps = num_rows + sum(sum(self._share(key) ** i for i in range(num_levels + 1)) for key in keys)
         rows = num_rows + sum(width + num_levels * wide for _, width, wide in keys)
         seconds = float(self.costs.target.ratio(rows)) * (self.costs.target.one_row_s or 1.0)

@@ -1,8 +1,8 @@
 """Measures what passes of a model take by their rows, while nothing else runs, and keeps it in a file.
 
 Drafting pays where a pass over several rows takes little more time than a pass over one row. That ratio depends on the
-machine, the weights and the kernels, not on the text, so it is measured once. Until then a usual curve stands for it
-(`usual`). Of a mixture of experts it depends on the text, too: see mixing.py.
+machine, the weights and the kernels, not on the text, so it is measured once. Until then a default curve serves
+(`usual`). For a mixture of experts it depends on the text, too: see mixing.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SETTLING_PASSES = 40  # at most, before the first that is timed
 NUM_ROUNDS = 5
 LEAST_LIMIT_S, LIMIT_PASSES = 0.7, 12  # a calibration takes at most the larger of 0.7 s and 12 passes of one row
 UNLIKE_PASSES = 36  # in place of 12, where each row brings experts of its own, so that 8 rows take 5 times as long
-AGREEMENT = 1.1  # by which the middle rounds of a calibration may differ that is kept for later processes
-KEPT_S = 30 * 86400.0  # for so long
+AGREEMENT = 1.1  # the factor by which the middle rounds of a calibration may differ if it is kept for later processes
+KEPT_S = 30 * 86400.0  # how long it is kept
 CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
 
 
 class Unwanted(Exception):
-    """A calibration was given up, for a request waits."""
+    """A calibration was given up, because a request waits."""
 
 
 def _always() -> bool:
@@ -50,7 +50,7 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class Pause:
-    """When passes may be measured: as long as goes_on() is True, each in a turn(). By itself: all of them, now."""
+    """When passes may be measured: as long as goes_on() is True, each in a turn(). The default: all of them, now."""
 
     goes_on: Callable[[], bool] = _always
     turn: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -68,7 +68,7 @@ NOW = Pause()
 
 
 def kept(runner: Runner) -> PassTime | None:
-    """Return the curve of a model that was measured on this machine before, None where none was."""
+    """Return the curve of a model that was measured on this machine earlier; None without one."""
     return _read(_path_of(runner), runner.has_experts)
 
 
@@ -101,14 +101,14 @@ def _path_of(runner: Runner) -> Path:
 
 
 def _written(curve: PassTime) -> list[Any]:
-    """Return what is kept of a curve that was measured now."""
+    """Return a newly measured curve as the file keeps it."""
     mixture = curve.mixture
     experts = [] if mixture is None else [[mixture.num, mixture.alike, mixture.unlike, mixture.extra]]
     return [curve.widths, curve.ratios, curve.one_row_s, time.time(), *experts]
 
 
 def _read(path: Path, has_experts: bool) -> PassTime | None:
-    """Return the curve that a file holds, None where it holds none: it may be of another version, or cut off."""
+    """Return the curve that a file holds; None where it holds none, as of another version, or cut off."""
     try:
         widths, ratios, one_row_s, measured_at, *experts = json.loads(path.read_text(encoding="utf-8"))
         numbers = np.array([widths, ratios], dtype=np.float64)
@@ -123,7 +123,7 @@ def _read(path: Path, has_experts: bool) -> PassTime | None:
 
 
 def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture:
-    """Return what a file holds of a mixture. Raises ValueError for numbers that are none of one."""
+    """Return the mixture that a file holds. Raises ValueError for numbers that cannot be one."""
     alike, unlike, extra = numbers = np.array(columns, dtype=np.float64)
     is_mixture = numbers.shape[1] == len(widths) and np.isfinite(numbers).all() and (numbers >= 0).all()
     if not (is_mixture and alike.min() > 0 and num >= max(alike.max(), unlike.max()) and (np.diff(extra) >= 0).all()):
@@ -132,7 +132,7 @@ def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture
 
 
 def usual(runner: Runner) -> PassTime:
-    """Return a curve for a model that was not measured: each further row takes the same part of a pass."""
+    """Return the default curve of an unmeasured model: each further row takes the same part of a pass."""
     ratios = [1 + runner.model.ops.extra_row * (rows - 1) for rows in WIDTHS]
     spec = runner.model.config if runner.has_experts else None
     if not isinstance(spec, Spec):
@@ -143,10 +143,10 @@ def usual(runner: Runner) -> PassTime:
 
 
 def measured(runner: Runner, num_behind: int = 0, pause: Pause = NOW, **given: Any) -> PassTime:
-    """Measure the curve of a model behind so many tokens; the usual one where nothing could be measured.
+    """Measure the curve of a model behind `num_behind` tokens; the default one where nothing could be measured.
 
-    Of a mixture of experts over rows of one token and over unlike ones, with the experts that they chose. given: as
-    `calibrated` takes them. Raises Unwanted where the pause ends.
+    For a mixture of experts, measure it over equal rows and over unlike rows, with the experts that they chose. given:
+    arguments of `calibrated`. Raises Unwanted where the pause ends.
     """
 
     def try_pass(num_rows: int) -> None:
@@ -189,7 +189,7 @@ def calibrated(
     """Measure the curve: run passes of all widths in turn, in several rounds. The first width is one row.
 
     In each round the time of a width is divided by the time of one row, so that it does not matter if the machine slows
-    down from round to round. The ratio of a width is the median of its rounds, and at least that of the width before.
+    down from round to round. The ratio of a width is the median of its rounds, and at least the previous width's ratio.
     Wide passes are timed last, and against the widest of the narrow ones. While a wide pass computes, the processor's
     last cache loses weights to other processes, and a pass of one row behind it takes up to twice as long as it does in
     plain decoding. At the time limit rounds are dropped, then widths. A width for which the cache has no room is
@@ -232,19 +232,19 @@ class _Rounds:
             self.timed(1)
 
     def of(self, widths: Seq[int]) -> tuple[dict[int, float], list[float]]:
-        """Return the time of each width but the first over that of the first, and the seconds of the first."""
+        """Return each further width's time divided by the first width's, and the seconds of the first."""
         firsts_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
         try:
             while len(firsts_s) < NUM_ROUNDS and not self._is_over(self.last_s):
                 firsts_s.append(self.timed(widths[0]))
-                for rows, found in ratios.items():
+                for rows, samples in ratios.items():
                     if self._is_over(2 * self.last_s):  # twice the rows take at most twice as long
                         break
-                    found.append(self.timed(rows) / firsts_s[-1])
+                    samples.append(self.timed(rows) / firsts_s[-1])
         except CapacityError:
             LOG.info("the KV cache has no room for a whole calibration")
-        self.agree = all(_agree(found) for found in (firsts_s, *ratios.values()))
-        return {rows: statistics.median(found) for rows, found in ratios.items() if found}, firsts_s
+        self.agree = all(_agree(samples) for samples in (firsts_s, *ratios.values()))
+        return {rows: statistics.median(samples) for rows, samples in ratios.items() if samples}, firsts_s
 
     def timed(self, rows: int) -> float:
         """Run a pass, and return its seconds."""
@@ -258,6 +258,6 @@ class _Rounds:
 
 
 def _agree(found: Seq[float]) -> bool:
-    """Whether measurements are alike, but for the least and the largest of four and more."""
+    """Return whether measurements agree, without the least and the largest if there are four or more."""
     middle = sorted(found)[1:-1] if len(found) > 3 else found
     return not middle or max(middle) <= AGREEMENT * min(middle)

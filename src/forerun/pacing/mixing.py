@@ -2,7 +2,7 @@
 
 Eight rows of one token choose the experts of one row, eight unlike rows nearly eight times as many, and each of them
 has to be read. So passes over rows of both kinds are calibrated, with the experts that they chose. Real rows lie
-between: where, is counted in the steps, each of which tells how many experts its rows chose.
+between: where, is learned from the steps, because each step reports how many experts its rows chose.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class Mixture:
         )
 
     def _is_told(self, least: Floats, most: Floats) -> npt.NDArray[np.bool_]:
-        """Whether rows of the two kinds differ by so much that real ones can be placed between them."""
+        """Return whether rows of the two kinds differ by so much that real rows can be placed between them."""
         return np.asarray(most - least > LEAST_SPREAD * self.unlike[0])
 
 
 def expected(num: int, chosen: int, part: float, widths: Seq[float]) -> Mixture:
-    """Return what is expected where nothing was measured: unlike rows choose independently, and reading takes the time.
+    """Return the expectation where nothing was measured: unlike rows choose independently, and reading takes the time.
 
-    part: of the bytes that a pass of one row reads, those of experts.
+    part: the experts' share of the bytes that a pass of one row reads.
     """
     unlike = distinct_experts(num, chosen, widths)
     return Mixture(num, widths, [float(chosen)] * len(widths), unlike.tolist(), (part * (unlike / chosen - 1)).tolist())

@@ -1,9 +1,9 @@
 """When a draft model reads a text of which it has read nothing: rent or buy.
 
 A drafter that searches the text before it asks its model can do without the model. Reading the text so far is paid
-once. It is due when rounds without the model have lost as much as it costs, or less where the rest of the text promises
-much more than that: so a short prompt is soon read for a long answer, and a long prompt never for an answer that ends
-before it has paid.
+once. It is due when rounds without the model have lost its price, or earlier where the rest of the text promises to
+gain much more than that: so a short prompt is soon read for a long answer, and a long prompt never for an answer that
+ends before it has paid.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 from forerun.types import Stop
 
-LEAST_OWED = 0.25  # parts of the price, so that the search is tried first
-USUAL_ANSWER = 256  # tokens that are expected at most, whatever a request allows
-NEEDED = 0.5  # parts of the rounds that are left in which the search will find nothing, as long as nobody knows
+LEAST_OWED = 0.25  # share of the price that must be lost first, so that the search is tried
+USUAL_ANSWER = 256  # the most tokens that an answer is expected to have, whatever a request allows
+NEEDED = 0.5  # assumed share of the remaining rounds in which the search will find nothing
 
 
 @dataclass
 class Reading:
-    """What is known of one request. All but `is_read` in tokens.
+    """Whether the draft model of one request should read its text. Everything but `is_read` is in tokens.
 
     is_read: whether the model has read the text. num_unread: tokens of the text that it lacks, None = nobody knows yet;
-    a text that begins like an earlier one is read as far. gain: what a round of the model gains, less what it costs.
-    owed: what rounds without it have lost against it.
+    a prefix shared with an earlier text counts as read. gain: of a round with the model, less its cost. owed: the loss
+    so far of rounds without the model.
     """
 
     is_read: bool = False
@@ -32,7 +32,7 @@ class Reading:
     owed: float = 0.0
 
     def is_due(self, price: float, num_rounds: float) -> bool:
-        """Return whether the model is to draft. price: of reading the text so far. num_rounds: that are left."""
+        """Return whether the model is to draft. price: of reading the text so far. num_rounds: still expected."""
         if self.is_read or price <= 0:
             return True
         promised = num_rounds * self.gain

@@ -1,8 +1,8 @@
 """Whether a text is searched: that takes time whether or not anything is found.
 
-A search takes a tenth of a millisecond of a text, which is nothing beside a pass of a large model, and half of the step
-of a small one with a batch. So what searches gain is counted, and where it is less than the time is worth they become
-probes, which take so small a share of the time that they need not pay.
+A search of one text takes a tenth of a millisecond: nothing beside a pass of a large model, and half of the step of a
+small one with a batch. So the tokens that searches gain are counted. Where they are worth less than the time, searches
+become probes, which take so small a share of the time that they need not pay.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from forerun.types import DraftStep
 
-SHARE = 0.01  # of the time: what searches may take that do not pay
-FEW, MOST_SPARED = 4, 8  # searches for which that time is saved up: before there are probes, and at most
-FIRST_GAIN, FIRST_WEIGHT = 0.5, 8.0  # tokens that a search gains, before any; and how many searches that is worth
+SHARE = 0.01  # of the time: the most for searches that do not pay
+FEW, MOST_SPARED = 4, 8  # searches for which that time is saved up: the least before probes begin, and the most
+FIRST_GAIN, FIRST_WEIGHT = 0.5, 8.0  # tokens that a search is assumed to gain at first, with the weight of 8 searches
 MEMORY = 32  # searches until the weight of one is 1/e
-REQUEST_WEIGHT = 4.0  # searches that the gain of all requests is worth beside a request's own
+REQUEST_WEIGHT = 4.0  # weight, in searches, of all requests' mean gain in a request's estimate
 FRESH = 0.05  # weight of a new measurement in the slow average of seconds
 
 
@@ -37,9 +37,9 @@ class _Gains:
 
 @dataclass
 class Searching:
-    """What searches of one drafter take and gain.
+    """The time and the gain of one drafter's searches.
 
-    search_s: seconds of one text, with its part of those in which a step decides about drafts; None = not known yet.
+    search_s: seconds to search one text, and to decide about one request's draft; None = not known yet.
     """
 
     search_s: float | None = None
@@ -52,12 +52,12 @@ class Searching:
     def pays(self, request: int, rate: float) -> bool:
         """Return whether a search gains more than its time. rate: tokens per second that all requests make."""
         gain = self._all.mean()
-        if (own := self._requests.get(request)) is not None:
-            gain = own.mean(gain, REQUEST_WEIGHT)
+        if (gains := self._requests.get(request)) is not None:
+            gain = gains.mean(gain, REQUEST_WEIGHT)
         return gain >= rate * (self.search_s or 0.0)
 
     def probes(self, requests: Iterable[int], step: int) -> set[int]:
-        """Return those that are searched although it does not pay, and count it: who waits longest comes first."""
+        """Return the requests to search although it does not pay, longest waiting first, and count their time."""
         num = int(self._spared_s / self.search_s) if self.search_s else MOST_SPARED
         chosen = sorted(requests, key=lambda request: self._last.get(request, -1))[:num]
         self._last |= dict.fromkeys(chosen, step)
@@ -65,11 +65,11 @@ class Searching:
         return set(chosen)
 
     def may_probe(self) -> bool:
-        """Return whether there is time for probes; several at once, for the decision costs as much as one does."""
+        """Return whether there is time for several probes at once, because deciding costs as much as one of them."""
         return self._spared_s >= FEW * (self.search_s or 0.0)
 
     def observe(self, request: int, gain: float) -> None:
-        """Add a search. gain: tokens that were accepted of its guess, less those that it cost."""
+        """Add a search. gain: accepted tokens of its guess, less the tokens that it cost."""
         self._all.add(gain)
         self._requests.setdefault(request, _Gains()).add(gain)
 
@@ -78,10 +78,10 @@ class Searching:
         self._spared_s = min(self._spared_s + SHARE * seconds, MOST_SPARED * (self.search_s or 0.0))
         if drafting is not None and drafting.num_searched:
             self._num_seen += 1
-            found = drafting.search_s / drafting.num_searched + max(0.0, deciding_s)
-            had = found if self.search_s is None else self.search_s
+            seconds_each = drafting.search_s / drafting.num_searched + max(0.0, deciding_s)
+            had = seconds_each if self.search_s is None else self.search_s
             weight = max(FRESH, 1 / self._num_seen)  # the first ones come from cold caches
-            self.search_s = had + weight * (min(found, 3 * had) - had)  # another process may have held one up
+            self.search_s = had + weight * (min(seconds_each, 3 * had) - had)  # another process may have held one up
 
     def forget(self, request: int) -> None:
         """Forget what a request has shown."""

@@ -2,9 +2,9 @@
 
 A model's guess is right about as often as the model says, but not exactly, and not equally for every text. So the share
 of accepted tokens is counted by the probability that the drafter gave them, for the drafter and for each request; the
-product of these shares is how likely a whole chain is accepted so far. One more token is worth drafting while what it
-gains, that product times the usual share, is worth more than the time that it takes at the present rate of tokens per
-second. That is optimal stopping for the ratio of two sums, whose optimal rate is the rate of the best policy itself.
+product of these shares is how likely a whole chain is accepted so far. One more token is worth drafting while its
+expected gain, that product times the usual share, exceeds its time at the present rate of tokens per second. This is
+optimal stopping for the ratio of two sums, whose optimal rate is the rate of the best policy itself.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from forerun.pacing.cost import Costs
 from forerun.pacing.pass_time import Floats
 from forerun.types import EDGES, Sequence, SequenceStep, StepReport, Stop
 
-SEARCH = " search"  # behind a drafter's name: what it finds in the text before it asks its model
-# How often a guess is right, by its probability, before any was seen: of a model that was made beside its target.
+SEARCH = " search"  # suffix of a drafter's name, for its guesses from the text, made before it asks its model
+# How often a guess is right, by its probability, before any was seen: for a model that was made beside its target.
 FIRST_SHARES = (0.38, 0.55, 0.75, 0.85, 0.9, 0.96, 0.99)
 FIRST_SEEN = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0)  # how often such probabilities come up, in weights of a token
-TOKENS_MEMORY = 300  # tested tokens until the weight of one is 1/e, of a drafter
-REQUEST_WEIGHT = 12.0  # tokens that the drafter's own shares are worth beside a request's
-ROUNDS_MEMORY = 20  # rounds until the weight of one is 1/e, of a request
+TOKENS_MEMORY = 300  # tested tokens of a drafter until the weight of one is 1/e
+REQUEST_WEIGHT = 12.0  # weight, in tokens, of the drafter's shares in a request's estimate
+ROUNDS_MEMORY = 20  # rounds of a request until the weight of one is 1/e
 
 
 @dataclass
 class Counts:
-    """Decaying counts of tested and accepted tokens, by their probability; and of drafted ones."""
+    """Decaying counts of tested, accepted and drafted tokens, by their probability."""
 
     memory: float
     tested: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_SHARES))
@@ -38,7 +38,7 @@ class Counts:
     drafted: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_SHARES))
 
     def add(self, bins: Seq[int], num_accepted: int) -> None:
-        """Add a chain of drafted tokens, of which the first ones were accepted."""
+        """Add a chain of drafted tokens; the first `num_accepted` were accepted."""
         keep = (1 - 1 / self.memory) ** len(bins)
         for counts in (self.tested, self.accepted, self.drafted):
             counts[:] = [keep * count for count in counts]
@@ -48,14 +48,14 @@ class Counts:
             self.accepted[at] += i < num_accepted
 
     def shares(self, expected: Seq[float], weight: float) -> list[float]:
-        """Return P(a token is accepted) by its probability, where the expected ones have so much weight."""
+        """Return P(a token is accepted) by its probability; the expected shares weigh as much as `weight` tokens."""
         return [
             (accepted + weight * share) / (tested + weight)
             for accepted, tested, share in zip(self.accepted, self.tested, expected, strict=True)
         ]
 
     def mix(self, expected: Seq[float], weight: float) -> list[float]:
-        """Return P(a drafted token has such a probability)."""
+        """Return P(a drafted token's probability lies in a bin), for each bin."""
         total = sum(expected)
         counts = [count + weight * each / total for count, each in zip(self.drafted, expected, strict=True)]
         return [count / sum(counts) for count in counts]
@@ -63,7 +63,7 @@ class Counts:
 
 @dataclass
 class Round:
-    """Decaying averages of a request's rounds: tokens that they emitted, nodes, and passes of the drafter."""
+    """Decaying averages of a request's rounds: emitted tokens, nodes, and passes of the drafter."""
 
     tokens: float
     nodes: float
@@ -77,38 +77,38 @@ class Round:
 
 
 class Stopping:
-    """What is known of one drafter and of the requests that it serves."""
+    """Acceptance by confidence, and average rounds, of one drafter and of each request that it serves."""
 
     def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
         self._requests: dict[int, Counts] = {}
-        self.spare = 0.0  # tokens that reading a text may cost for a probe, while the model does not pay
+        self.spare = 0.0  # tokens that reading a text for a probe may cost, while the model does not pay
         self._round = Round(2.5, 3.0, 3.0)
         self._rounds: dict[int, Round] = {}
 
     def observe(self, request: int, confidences: Seq[float], num_accepted: int) -> None:
-        """Add a chain of a request: the probabilities of its tokens, of which the first ones were accepted."""
+        """Add a chain of a request by its tokens' probabilities; the first `num_accepted` were accepted."""
         bins = [bisect.bisect_right(EDGES, confidence) for confidence in confidences]
         self._mean.add(bins, num_accepted)
         self._requests.setdefault(request, Counts(TOKENS_MEMORY)).add(bins, num_accepted)
 
     def observe_round(self, request: int, tokens: int, nodes: int, passes: int) -> None:
-        """Add a round of a request for which something was drafted."""
+        """Add a round of a request that had a draft."""
         self.round_of(request)
         self._rounds[request].add(tokens, nodes, passes)
         self._round.add(tokens, nodes, passes)
 
     def round_of(self, request: int) -> Round:
-        """Return what rounds of a request that drafts are like; one that has none begins as the drafter's others."""
+        """Return the average drafting round of a request; a new request begins with the drafter's average."""
         if request not in self._rounds:
             self._rounds[request] = Round(self._round.tokens, self._round.nodes, self._round.passes)
         return self._rounds[request]
 
     def shares(self, request: int) -> tuple[list[float], float]:
-        """Return P(a token is accepted) by its probability, for a request, and of a token not drawn yet."""
+        """Return a request's P(a token is accepted): by its probability, and for a token not drawn yet."""
         shares, mix = self._mean.shares(FIRST_SHARES, 4.0), self._mean.mix(FIRST_SEEN, 10.0)
-        if (own := self._requests.get(request)) is not None:
-            shares, mix = own.shares(shares, REQUEST_WEIGHT / 2), own.mix(mix, REQUEST_WEIGHT)
+        if (counts := self._requests.get(request)) is not None:
+            shares, mix = counts.shares(shares, REQUEST_WEIGHT / 2), counts.mix(mix, REQUEST_WEIGHT)
         return shares, sum(share * part for share, part in zip(shares, mix, strict=True))
 
     def forget(self, request: int) -> None:
@@ -121,9 +121,9 @@ class Stopping:
 class Prices:
     """What drafting costs in a step.
 
-    rate: tokens per second that all requests make. rows_s [spec_length]: seconds of each further row of the target's
-    pass. num_going [spec_length]: requests that go on at each depth, and share a pass of their drafter. worth: by
-    drafter, what is told of them (`Stop.worth`), made once.
+    rate: tokens per second of all requests. rows_s [spec_length]: seconds of each further row of the target's pass.
+    num_going [spec_length]: requests that go on at each depth, and share a pass of their drafter. worth: a cache of
+    `Stop.worth`, by drafter.
     """
 
     rate: float
@@ -133,32 +133,32 @@ class Prices:
 
     @property
     def rows(self) -> Floats:
-        """The further rows in tokens, [spec_length]."""
+        """The price of each further row in tokens, [spec_length]."""
         return self.rate * self.rows_s
 
 
 class Stops:
-    """Chooses when chains end, of requests whose drafters tell how sure they are. spec_length: of the longest chain."""
+    """Chooses when chains end for drafters that tell their confidence. spec_length: nodes of the longest chain."""
 
     def __init__(self, spec_length: int, costs: Costs) -> None:
         self.spec_length, self.costs = spec_length, costs
         self.known: dict[str, Stopping] = {}  # by drafter, and by drafter and SEARCH
 
     def of(self, draft: str, what: str = "") -> Stopping:
-        """Return what is known of a drafter. what: SEARCH = of what it finds before it asks its model."""
+        """Return the record of a drafter, begun if need be. what: SEARCH = of its guesses from the text."""
         return self.known.setdefault(draft + what, Stopping())
 
     def prices(self, seqs: Seq[Sequence], are_drafting: Seq[bool], num_others: int, num_rows: int) -> Prices:
-        """Return the prices of a step in which these requests run, some of which draft.
+        """Return the prices of a step that runs these requests, some of them drafting.
 
-        num_others: requests beside them. num_rows: of the target's pass, without the nodes of these requests.
+        num_others: other requests. num_rows: of the target's pass, without the nodes of these requests.
         """
         drafting = [seq for seq, drafts in zip(seqs, are_drafting, strict=True) if drafts]
         rounds = [self.of(seq.draft).round_of(seq.id) for seq in drafting]
-        num_nodes, num_tokens = sum(own.nodes for own in rounds), sum(own.tokens for own in rounds)
+        num_nodes, num_tokens = sum(each.nodes for each in rounds), sum(each.tokens for each in rounds)
         passes = dict[str, float]()
-        for seq, own in zip(drafting, rounds, strict=True):
-            passes[seq.draft] = max(passes.get(seq.draft, 0.0), own.passes)
+        for seq, round_ in zip(drafting, rounds, strict=True):
+            passes[seq.draft] = max(passes.get(seq.draft, 0.0), round_.passes)
         draft_s = sum(num * float(self.costs.pass_s(name, len(rounds))) for name, num in passes.items())
         num_requests = num_others + len(seqs)
         step_s = float(self.costs.target_s(num_rows + num_nodes)) + draft_s
@@ -166,13 +166,13 @@ class Stops:
         rate = max((num_requests - len(rounds) + num_tokens) / step_s, plain)
         num_rows += round(num_nodes * (1 - 1 / max(1, len(rounds))))
         rows_s = np.diff(self.costs.target_s(num_rows + np.arange(self.spec_length + 1)))
-        # How many go on at each depth, as if each did with the same probability: those share a pass of the drafter.
+        # Requests that go on at each depth share a pass of the drafter; here each goes on with the same probability.
         nodes = num_nodes / max(1, len(rounds))
         num_going = np.maximum(1.0, len(seqs) * (nodes / (1 + nodes)) ** np.arange(self.spec_length))
         return Prices(rate, rows_s, num_going)
 
     def stop(self, seq: Sequence, prices: Prices) -> Stop:
-        """Return when the chain of a request ends."""
+        """Return the stop of a request's chain."""
         if (worth := prices.worth.get(seq.draft)) is None:
             pass_s = self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going
             worth = np.minimum(prices.rate * (pass_s + prices.rows_s), 2.0).tolist()
@@ -181,16 +181,16 @@ class Stops:
         return Stop(shares, worth, share)
 
     def search(self, seq: Sequence, prices: Prices) -> Stop:
-        """Return when a guess ends that the request's drafter finds in the text before it asks its model."""
+        """Return the stop of a guess that the drafter finds in the text before it asks its model."""
         shares, _ = self.of(seq.draft, SEARCH).shares(seq.id)
         return Stop(shares, np.minimum(prices.rows, 2.0).tolist())
 
     def observe(self, seq: Sequence, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
-        """Learn from a round of a request for which something was drafted."""
+        """Learn from a round of a request that had a draft."""
         num_accepted, step = len(round_.accepted_ranks), report.drafts.get(seq.draft)
-        what, own = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
-        if len(own.confidences) == round_.num_drafted:  # else it was cut
-            self.of(seq.draft, what).observe(seq.id, own.confidences, num_accepted)
+        what, ended = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
+        if len(ended.confidences) == round_.num_drafted:  # else the draft was cut
+            self.of(seq.draft, what).observe(seq.id, ended.confidences, num_accepted)
         passes = step.passes if step is not None and stop.confidences else 0
         self.of(seq.draft).observe_round(seq.id, 1 + num_accepted, round_.num_drafted, passes)
 
@@ -202,7 +202,7 @@ class Stops:
 
 
 def promised(stop: Stop) -> tuple[float, float]:
-    """Return the tokens of a round that drafts as long as a usual token is worth it, and what it gains of them."""
+    """Return the expected tokens of a round that drafts while a usual token is worth it, and its gain in tokens."""
     survival, tokens, gain = stop.share, 1.0, 0.0
     for worth in stop.worth:
         if survival < worth:

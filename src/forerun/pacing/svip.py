@@ -1,7 +1,7 @@
 """Draft while the square root of the draft's entropy stays below a threshold (SVIP, Zhang et al. 2024, 2411.18462).
 
-By Pinsker's inequality the acceptance of a token falls with the divergence of both models, of which the drafter's own
-entropy is the part that it can know. It is read before the token is drawn.
+By Pinsker's inequality the acceptance of a token falls with the divergence of both models. The drafter knows only one
+part of that divergence: its own entropy, which is read before the token is drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Options:
 
 
 class SvipPacing(Pacing):
-    """The policy that ends a draft before a token of which the drafter is too unsure."""
+    """Ends a draft before a token that the drafter is too unsure about."""
 
     reads_logits = True
 

@@ -22,7 +22,7 @@ def entropy_nats(draft_probs: Probs, logits: Row | None) -> float:
 
 
 def normalized_entropy(draft_probs: Probs, logits: Row | None) -> float:
-    """Return the entropy over that of a uniform distribution on the ids that are possible, in [0, 1]."""
+    """Return the entropy divided by the entropy of a uniform distribution over the possible ids, in [0, 1]."""
     if logits is not None:
         num_ids = int((logits > -math.inf).sum())
     else:
