@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """Where the rows of an encoder-decoder's source lie: a slot of the cache, and how many of its rows are of it."""
+    """Where the rows of an encoder-decoder's source lie: a slot of the cache, and how many rows it has there."""
 
     slot: int
     num_tokens: int
@@ -26,12 +26,12 @@ class RaggedBatch:
 
     tokens [T] and positions [T] (lists, or int64 tensors where they never were on the host), run_starts [B+1],
     slots [B] (cache slot of each run), cached [B] (rows of the slot that every row of the run sees, in order).
-    pending [B]: rows behind the cached ones that are written and not kept, which only some rows of the run see.
-    ancestors [T]: of a row in a tree, the pending rows and rows of its run that it sees, itself included: bit j is the
-    j-th of them. 0 = the row of a run whose rows follow each other, which sees all that comes before it. Both lists are
-    empty where no run is a tree. `words` has them for backends that want 64 bits.
-    sources [B]: of an encoder-decoder, where the source of each run lies; empty where there is none.
-    silent: runs of which no logits are wanted, as of a prompt's.
+    pending [B]: rows behind the cached ones that are written but not kept, which only some rows of the run see.
+    ancestors [T]: for a row in a tree, the pending rows and rows of its run that it sees, itself included, as bits: bit
+    j is the j-th of them. 0 = a row of a plain run, which sees all rows before it. Both lists are empty where no run is
+    a tree. `words` packs them for backends that want 64 bits.
+    sources [B]: of an encoder-decoder, where the source of each run lies; else empty.
+    silent: runs whose logits nobody wants, as prompt chunks.
     """
 
     tokens: list[int] | Rows
@@ -54,20 +54,20 @@ class RaggedBatch:
         return range(self.run_starts[b], self.run_starts[b + 1])
 
     def is_tree(self, b: int) -> bool:
-        """Return whether rows of run b have ancestors of their own; else they follow each other."""
+        """Return whether run b is a tree; else each row follows the one before."""
         run = self.run(b)
         return bool(self.ancestors) and len(run) > 0 and self.ancestors[run.start] != 0
 
     def num_pending(self, b: int) -> int:
-        """Return the pending rows before run b."""
+        """Return the number of pending rows before run b."""
         return self.pending[b] if self.pending else 0
 
     def end(self, b: int) -> int:
-        """Return the rows of run b's slot once the run is written: cached ones, pending ones, and the run's own."""
+        """Return how many rows run b's slot has once the run is written: cached, pending, and the run's."""
         return self.cached[b] + self.num_pending(b) + len(self.run(b))
 
     def seen(self, b: int) -> list[list[int]]:
-        """Return which pending rows and rows of run b each of its rows sees, ascending, itself last.
+        """Return, for each row of run b, the pending rows and rows of the run that it sees, ascending, itself last.
 
         A row comes behind its ancestors, so this is also the order of their logical positions.
         """
@@ -76,11 +76,10 @@ class RaggedBatch:
         return [bits(self.ancestors[row]) for row in self.run(b)]
 
     def words(self, b: int) -> tuple[int, list[int]]:
-        """Return how many of the first pending rows and rows of a tree all rows of run b see, and a word for each row.
+        """Return `shared`, how many leading pending and tree rows all rows of run b see, and a word for each row.
 
         Bit j of a word is row `shared + j`. The first row of a verified draft is the last committed token, which all
-        rows see, so the words of at most 64 nodes, extra rows included, have 64 bits. Those of a beam search may have
-        more.
+        rows see, so the words of at most 64 nodes, extra rows included, have 64 bits. A beam search may need more.
         """
         words = [self.ancestors[row] for row in self.run(b)]
         common = functools.reduce(int.__and__, words)
@@ -88,19 +87,19 @@ class RaggedBatch:
         return shared, [word >> shared for word in words]
 
     def parents(self, b: int) -> list[int]:
-        """Return the parent of each pending row and of each row of run b, an index into these; -1 = the cached rows.
+        """Return the parent of each pending row and each row of run b, as an index into both; -1 = the cached rows.
 
         A pending row that no row of the run sees has -1.
         """
         num_pending = self.num_pending(b)
-        found = [-1] * (num_pending + len(self.run(b)))
-        for own in self.seen(b):
-            for parent, child in itertools.pairwise(own):
-                found[child] = parent
-        return found
+        parents = [-1] * (num_pending + len(self.run(b)))
+        for path in self.seen(b):
+            for parent, child in itertools.pairwise(path):
+                parents[child] = parent
+        return parents
 
     def visible(self, b: int, i: int) -> list[int]:
-        """Return what row i of run b attends to, as indices into CacheView.read_rows[b].
+        """Return the rows that row i of run b attends to, as indices into CacheView.read_rows[b].
 
         They are the cached rows, then the row's ancestors, then the row itself.
         """
@@ -111,17 +110,17 @@ class RaggedBatch:
 
 
 def bits(word: int) -> list[int]:
-    """Return the places of the bits that are set, ascending."""
-    found = []
+    """Return the indices of the set bits, ascending."""
+    places = []
     while word:
         lowest = word & -word
-        found.append(lowest.bit_length() - 1)
+        places.append(lowest.bit_length() - 1)
         word ^= lowest
-    return found
+    return places
 
 
 def ancestor_words(parents: Seq[int]) -> list[int]:
-    """Return, of each row of a tree, the bits of its ancestors and of itself; parents [n] come before children."""
+    """Return, for each row of a tree, the bits of its ancestors and its own; parents [n] come before children."""
     words: list[int] = []
     for i, parent in enumerate(parents):
         words.append((words[parent] if parent >= 0 else 0) | 1 << i)

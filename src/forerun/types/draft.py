@@ -10,7 +10,7 @@ from forerun.errors import InternalError, shown
 from forerun.types.batch import Rows
 from forerun.types.probs import Probs
 
-FORCED = "forced"  # the drafter of what a grammar leaves no choice about, which is asked before a request's own
+FORCED = "forced"  # the drafter of tokens that a grammar dictates; it is asked before a request's drafter
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Extra:
     """Rows of one sequence that are scored and shown to `Drafter.observe`, never judged and never kept.
 
     They count as nodes of the budget. tokens [M]; parents [M]: an index among the sequence's nodes and then these rows,
-    -1 = the last committed token. The depth of a row is the number of its ancestors. vectors: by row, the vector [H]
-    that the first layer gets in place of the token's embedding (learned look-ahead tokens).
+    -1 = the last committed token. The depth of a row is the number of its ancestors. vectors: by row, a vector [H] that
+    replaces the token's embedding in front of the first layer (learned look-ahead tokens).
     """
 
     tokens: list[int]
@@ -46,13 +46,12 @@ class Draft:
     committed token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn
     from). A chain is a tree in which the parent of each node is the node before it. A sequence may have no nodes: it
     then decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best first.
-    extra: by sequence, rows that are scored as well. shared: by sequence, how its nodes share rows (`packed`). forced:
-    nodes that a grammar leaves no choice about, and not of the drafter that serves the sequence.
+    extra: by sequence, further rows that are scored. shared: by sequence, how its nodes share rows (`packed`). forced:
+    nodes that a grammar dictates; they are not the drafter's.
 
-    Three numberings meet in a step. A *node* is a place in `tokens`, over all sequences. A *row of a run* is a place
-    among what one sequence contributes to a pass: row 0 is its last committed token, then come its nodes, and extra
-    rows last (`row`). A *row of the pass* is a place among the runs of all sequences, one behind the other
-    (models.runner.Scores.rows).
+    Three numberings meet in a step. A *node* is an index into `tokens`, over all sequences. A *row of a run* is an
+    index into the run of one sequence: row 0 is its last committed token, then come its nodes, then extra rows (`row`).
+    A *row of the pass* is an index into the runs of all sequences, one behind the other (models.runner.Scores.rows).
     """
 
     tokens: list[int]
@@ -99,13 +98,13 @@ class Draft:
 
     def only(self, b: int) -> Draft:
         """Return the draft of sequence b as a draft of one sequence, its nodes numbered from 0."""
-        own = self.nodes(b)
-        parents = [p if p < 0 else p - own.start for p in self.parents[own.start : own.stop]]
-        cut = slice(own.start, own.stop)
+        nodes = self.nodes(b)
+        parents = [p if p < 0 else p - nodes.start for p in self.parents[nodes.start : nodes.stop]]
+        cut = slice(nodes.start, nodes.stop)
         extra = {0: self.extra[b]} if b in self.extra else {}
         shared = {0: self.shared[b]} if b in self.shared else {}
-        forced = frozenset(node - own.start for node in self.forced if node in own)
-        return Draft(self.tokens[cut], parents, [0, len(own)], self.probs[cut], extra, shared, forced)
+        forced = frozenset(node - nodes.start for node in self.forced if node in nodes)
+        return Draft(self.tokens[cut], parents, [0, len(nodes)], self.probs[cut], extra, shared, forced)
 
     @property
     def num_sequences(self) -> int:
@@ -116,12 +115,12 @@ class Draft:
         return range(self.node_starts[b], self.node_starts[b + 1])
 
     def behind(self, run: Seq[int]) -> Draft:
-        """Return a draft of one sequence with these tokens before it, a chain that is forced."""
+        """Return this draft of one sequence with a forced chain of the tokens `run` before it."""
         num = len(run)
-        extra = {b: replace(own, parents=[num + p for p in own.parents]) for b, own in self.extra.items()}
+        extra = {b: replace(rows, parents=[num + p for p in rows.parents]) for b, rows in self.extra.items()}
         return Draft(
             [*run, *self.tokens],
-            [*range(-1, num - 1), *(num + p for p in self.parents)],  # from -1, what it followed, to the last of them
+            [*range(-1, num - 1), *(num + p for p in self.parents)],  # a parent of -1 becomes the end of the chain
             [0, num + len(self.tokens)],
             [*map(Probs.of_point, run), *self.probs],
             extra,
@@ -129,9 +128,9 @@ class Draft:
         )
 
     def before(self, run: Seq[int], tip: int) -> Draft:
-        """Return a draft of one sequence with these tokens behind its node `tip`, a chain that is forced.
+        """Return this draft of one sequence with a forced chain of the tokens `run` behind its node `tip`.
 
-        A draft with extra rows, which are counted from the end of its nodes, is returned as it is.
+        A draft with extra rows is returned as it is, because they are counted from the end of its nodes.
         """
         if not run or self.extra:
             return self
@@ -145,11 +144,11 @@ class Draft:
         )
 
     def num_own(self, b: int) -> int:
-        """Return how many nodes of sequence b are those of the drafter that serves it."""
+        """Return how many nodes of sequence b come from its drafter."""
         return sum([node not in self.forced for node in self.nodes(b)]) if self.forced else len(self.nodes(b))
 
     def num_asked(self, b: int) -> int:
-        """Return how many nodes and extra rows sequence b has, which are what its budget counts."""
+        """Return how many of its drafter's nodes and extra rows sequence b has: its budget counts these."""
         return self.num_own(b) + (len(self.extra[b].tokens) if b in self.extra else 0)
 
     def num_rows(self, b: int) -> int:
@@ -162,9 +161,9 @@ class Draft:
         return 1 + (self.shared[b].places[place] if b in self.shared else place)
 
     def packed(self) -> Draft:
-        """Return the draft with `shared` set for each sequence whose nodes need fewer rows than there are of them.
+        """Return the draft with `shared` set for each sequence whose nodes need fewer rows than there are nodes.
 
-        A sequence with extra rows, which hang from rows of nodes, is left as it is, and so are chains.
+        Chains are left as they are, and so are sequences with extra rows, which hang from rows of nodes.
         """
         shared: dict[int, SharedRows] = {}
         for b in range(self.num_sequences):
@@ -177,10 +176,11 @@ class Draft:
         return replace(self, shared=shared) if shared else self
 
     def shared_rows(self, b: int) -> SharedRows:
-        """Merge sequence b's equal siblings, and what hangs below them, into one row each, as a prefix tree.
+        """Merge sequence b's equal siblings, and their subtrees, into one row each, as a prefix tree.
 
-        The nodes stay: each was drawn by itself, and is judged by itself with its own probs. So K drafts of a sequence
-        cost the rows of their different prefixes alone (speculative decoding of several drafts, packed as a tree).
+        The nodes stay: each was drawn separately, and is judged separately with its own probs. So K drafts of a
+        sequence cost only the rows of their distinct prefixes (speculative decoding of several drafts, packed as a
+        tree).
         """
         nodes = self.nodes(b)
         places: list[int] = []

@@ -26,7 +26,7 @@ class Hypotheses:
         return self._children.get((parent, token))
 
     def add(self, parent: int, token: int) -> int:
-        """Return that node, made where there is none."""
+        """Return the node of `token` behind `parent`, added where there is none."""
         node = self._children.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -34,7 +34,7 @@ class Hypotheses:
         return node
 
     def path(self, node: int, above: int = -1) -> list[int]:
-        """Return the nodes behind `above`, an ancestor, down to `node`, which is among them unless it is `above`."""
+        """Return the nodes behind the ancestor `above` down to `node`, itself included unless it is `above`."""
         path = []
         while node != above:
             path.append(node)
@@ -46,5 +46,5 @@ class Hypotheses:
         return [self.tokens[n] for n in self.path(node, above)]
 
     def live(self) -> list[int]:
-        """Return the base and all nodes between it and the tips, these included; each behind its parent."""
+        """Return the base and all nodes from it to the tips, tips included, each behind its parent."""
         return sorted({self.base}.union(*(self.path(tip, self.base) for tip in self.tips)))

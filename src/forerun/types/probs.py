@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the tokens of one run are drawn where its model draws them itself (`run_ahead`), with the pipeline's bits.
+    """How a model that draws its tokens itself (`run_ahead`) draws the tokens of one run, bit for bit as the pipeline.
 
     filters: (temperature, 0 = the likeliest id; top_k; log of min_p; top_p; the most ids that are listed), as
     `sampling.filters_of` gives them. shares_noise: whether an id is picked as `Coins.pick` picks it, else as
-    `Coins.draft` draws. seed, position, round: of these coins. purpose: of the coin, where no noise is shared.
+    `Coins.draft` draws. seed, position, round: of the coins. purpose: of the coin, where no noise is shared.
     """
 
     filters: tuple[float, int, float, float, int]
@@ -35,11 +35,11 @@ class Draw:
 class Probs:
     """One exact distribution over V ids, in one of four forms.
 
-    The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; and a list of the
-    few ids of a wide vocabulary that filters left. Ids beyond a vector, and ids that a list lacks, have probability 0.
-    soft: of a greedy row, the distribution at temperature 1, where the verification rule asks for it. afar: in place of
-    the vector, a distribution that is still on a device, and comes when its weights are asked for. Whatever numpy takes
-    for an array may be given, and is kept as one, of the same memory.
+    The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; a list of the few
+    ids of a wide vocabulary that filters left; and `afar`, a vector that is still on a device, copied when its weights
+    are asked for. Ids beyond a vector, and ids that a list lacks, have probability 0. soft: the distribution of a
+    greedy row at temperature 1, where the verification rule asks for it. Anything that numpy converts to an array may
+    be given, and is kept as an array over the same memory.
     """
 
     point: int | None = None  # the id that has probability 1
@@ -52,7 +52,7 @@ class Probs:
     def __post_init__(self) -> None:
         if self.point is not None:
             return
-        import numpy as np  # a module that only names things does not wait for numpy
+        import numpy as np  # importing this module must not wait for numpy
 
         for name in ("dense", "ids", "listed"):
             given = getattr(self, name)
@@ -66,7 +66,7 @@ class Probs:
         return Probs(point=token)
 
     def at(self, token: int) -> float:
-        """Probability of `token`."""
+        """Return the probability of `token`."""
         if self.point is not None:
             return 1.0 if token == self.point else 0.0
         if self.afar is not None and self.dense is None and token in self.afar.chances:
@@ -80,7 +80,7 @@ class Probs:
 
     @property
     def weights(self) -> npt.NDArray[np.floating[Any]]:
-        """[n]: the probabilities of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
+        """The probabilities [n] of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
         weights = self.dense if self.ids is None else self.listed
         if weights is None and self.afar is not None:
             weights = self.afar.weights
@@ -90,10 +90,10 @@ class Probs:
 
 
 class Afar:
-    """A distribution that a device holds, and what is known of it here.
+    """A distribution that a device holds, and the parts of it that the host knows.
 
-    fetch() -> [V] copies its weights to the host; they are kept. chances: the probabilities of some ids. draw: how an
-    id was drawn from it there, and `token`, the one that was.
+    fetch() -> [V] copies its weights to the host, where they are then kept. chances: the probabilities of some ids.
+    draw: how an id was drawn from it on the device. token: that id.
     """
 
     __slots__ = ("_fetch", "_weights", "chances", "draw", "token")
@@ -137,5 +137,5 @@ class Coins(Protocol):
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
         """Return the `num` ids of the largest log probs + the same noise, in order; fewer where fewer are possible.
 
-        The first is that of `pick`. A drafter's several children of one node are these.
+        The first equals `pick`. A drafter that wants several children of one node takes these.
         """

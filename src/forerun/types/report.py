@@ -1,4 +1,4 @@
-"""What one step did, for those who listen."""
+"""What one step did, for listeners."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.types.verdict import AcceptanceTest
 class Toss(NamedTuple):
     """One coin of a round: the probability to accept, and the uniform that had to be below it.
 
-    depth and lane: as in `Coins.accept`. coin: None where the probability was 0 or 1, for which none is tossed, and
+    depth and lane: as in `Coins.accept`. coin: None where the probability was 0 or 1, so that no coin was tossed, and
     where the coins are no random numbers.
     """
 
@@ -26,7 +26,7 @@ class Toss(NamedTuple):
 
 @dataclass
 class RoundDetail:
-    """One round of one sequence, for listeners that ask for detail. Probabilities are those of the drafted tokens."""
+    """One round of one sequence, for listeners that ask for detail. Probabilities belong to the drafted tokens."""
 
     sequence_id: int
     position: int  # absolute index of the first token of this round
@@ -38,12 +38,12 @@ class RoundDetail:
     accepted: list[int]  # node indices within this round
     next_token: int
     granted: int  # the pacing policy's budget
-    tosses: Seq[Toss] = ()  # of the rule, in order; a rule that compares draws tosses none
-    pacing: Mapping[str, float] = field(default_factory=dict)  # what the policy tells of the round
+    tosses: Seq[Toss] = ()  # by the rule, in order; a rule that compares draws tosses none
+    pacing: Mapping[str, float] = field(default_factory=dict)  # the policy's facts about the round
 
 
 class SequenceStep(NamedTuple):
-    """What one step did for one decoding sequence. Stop conditions shorten num_committed alone, no other count."""
+    """What one step did for one decoding sequence. Stop conditions shorten only num_committed."""
 
     sequence_id: int
     draft: str  # name of the drafter that serves it, or FORCED where all nodes are forced
@@ -51,7 +51,7 @@ class SequenceStep(NamedTuple):
     num_tested: int
     accepted_ranks: tuple[int, ...]  # of the accepted nodes, within the sequence's draft
     num_committed: int = 0  # after stop conditions cut
-    forced: frozenset[int] = frozenset()  # ranks of nodes that a grammar leaves no choice about
+    forced: frozenset[int] = frozenset()  # ranks of nodes that a grammar dictates
 
     @property
     def num_accepted(self) -> int:
@@ -59,9 +59,9 @@ class SequenceStep(NamedTuple):
 
     @property
     def parts(self) -> list[SequenceStep]:
-        """What FORCED drafted, and what the drafter did that serves the sequence; each only where it drafted.
+        """The part of FORCED and the part of the sequence's drafter, each only where it drafted.
 
-        One that drafted nothing is a part where neither did.
+        Where neither drafted, the step itself is the only part.
         """
         if not self.forced:
             return [self]
@@ -71,14 +71,14 @@ class SequenceStep(NamedTuple):
 
     @property
     def without_forced(self) -> SequenceStep:
-        """The step without what was forced, which is never refused and teaches nothing."""
+        """The step without forced nodes, which are never rejected and teach nothing."""
         if not self.forced:
             return self
-        own = {rank: i for i, rank in enumerate(r for r in range(self.num_drafted) if r not in self.forced)}
-        ranks = tuple([own[rank] for rank in self.accepted_ranks if rank in own])
+        new_ranks = {rank: i for i, rank in enumerate(r for r in range(self.num_drafted) if r not in self.forced)}
+        ranks = tuple([new_ranks[rank] for rank in self.accepted_ranks if rank in new_ranks])
         num_forced = len(self.accepted_ranks) - len(ranks)
         return self._replace(
-            num_drafted=len(own),
+            num_drafted=len(new_ranks),
             num_tested=self.num_tested - num_forced,
             accepted_ranks=ranks,
             num_committed=max(0, self.num_committed - num_forced),
@@ -90,14 +90,14 @@ class SequenceStep(NamedTuple):
 class DraftStep:
     """What one drafter did in one step.
 
-    depth: length of the longest path of a draft. passes: that a draft model made for it, one after another.
-    num_catchup_tokens: committed tokens that it ran before drafting, beside those that the previous round left.
-    catchup_s: the part of `seconds` that they took. num_found: nodes that were found in the text, without the model.
-    search_s: the part of `seconds` in which the text was searched, of `num_searched` sequences.
+    depth: length of the longest path of a draft. passes: consecutive passes of a draft model for it.
+    num_catchup_tokens: committed tokens that it ran before drafting, beside the tokens that the previous round left.
+    catchup_s: the part of `seconds` that they took. num_found: nodes found in the text, without the model. search_s:
+    the part of `seconds` that searched the text, over `num_searched` sequences.
     """
 
     seconds: float = 0.0
-    num_sequences: int = 0  # that got at least one node
+    num_sequences: int = 0  # sequences that got at least one node
     num_nodes: int = 0
     depth: int = 0
     passes: int = 0
@@ -113,10 +113,10 @@ class StepReport:
     """The numbers of one step. Metrics, printers, benchmarks and pacing read this and nothing else."""
 
     num_prefill_tokens: int = 0
-    num_prefill_keys: int = 0  # that their rows saw, themselves among them
+    num_prefill_keys: int = 0  # keys that their rows saw, their own included
     num_decoding: int = 0  # sequences that emitted
     num_rows: int = 0  # of the target pass: prompt chunks, one per decoding sequence, and draft nodes
-    num_experts: float = 0.0  # that some row of it chose, on average over the layers with experts; 0 = it has none
+    num_experts: float = 0.0  # chosen by some row of the pass, on average over the layers with experts; 0 = no experts
     num_context_tokens: int = 0  # in the target's cache before the pass, over the decoding sequences
     num_drafted: int = 0
     num_tested: int = 0

@@ -14,7 +14,7 @@ from forerun.types.hypotheses import Hypotheses
 
 FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["accepted", "correction", "bonus", "plain"]
-BEAM = "beam"  # in place of a rule, of a request that is a beam search
+BEAM = "beam"  # takes the place of a rule for a beam search
 
 
 @dataclass
@@ -29,8 +29,8 @@ class TokenLogprob:
 class TokenCounts:
     """The distinct ids of a sequence, and how often each occurs in its output, kept for the penalties.
 
-    `update` reads each token once, the first time that it is asked after it was committed, so that a row costs the same
-    however long the sequence is. A request without penalties never asks.
+    `update` reads each token once, on the first call after the token was committed, so that a row costs the same
+    however long the sequence is. A request without penalties never calls it.
     """
 
     __slots__ = ("_num_counted", "counts", "ids", "places")
@@ -38,11 +38,11 @@ class TokenCounts:
     def __init__(self) -> None:
         self.ids = array("q")  # in the order of their first occurrence
         self.counts = array("q")  # of the same ids; 0 = in the prompt only
-        self.places: dict[int, int] = {}  # id -> where it stands in both
+        self.places: dict[int, int] = {}  # id -> its index in both
         self._num_counted = 0
 
     def update(self, tokens: Seq[int], num_prompt_tokens: int) -> None:
-        """Count what was appended to `tokens` since the last call."""
+        """Count the tokens that were appended since the last call."""
         if self._num_counted == 0:
             self.ids = array("q", dict.fromkeys(tokens[:num_prompt_tokens]))
             self.counts = array("q", bytes(8 * len(self.ids)))
@@ -58,32 +58,32 @@ class TokenCounts:
 
 
 def salt_of(source_ids: Seq[int], salt: str | None) -> str:
-    """Return what names a source and the salt of its request, so that rows which depend on another are not found."""
+    """Return a salt that names a source and the request's salt, so that rows of other sources are not found."""
     return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
 
 
 class Constraint(Protocol):
-    """Where a grammar stands along a sequence (forerun.sampling.grammar.Walk)."""
+    """A grammar's state along a sequence (forerun.sampling.grammar.Walk)."""
 
     @property
     def failure(self) -> Exception | None:
-        """Why it cannot be followed any more; its request ends with it."""
+        """Why the grammar cannot be followed any more; the request ends with this error."""
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts may ask it, which takes time."""
+        """Whether drafts may ask the grammar, which takes time."""
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
         """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Whether nothing can follow these tokens, which are a whole text of the grammar."""
+        """Return whether nothing can follow these tokens: they are a whole text of the grammar."""
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
         """Return the tokens that must come next."""
 
     def behind(self, committed: Seq[int], sure: Seq[int]) -> Constraint:
-        """Return how it is seen by a drafter for which tokens that must come next are committed already."""
+        """Return this constraint with the forced tokens `sure` treated as committed, for a drafter."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Sequence:
     # By place in the prompt, where they are asked for; the first token has none.
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    hypotheses: Hypotheses | None = None  # of a beam search; what all of its live texts begin with is committed
+    hypotheses: Hypotheses | None = None  # of a beam search; the common beginning of its live texts is committed
     source_ids: tuple[int, ...] = ()  # of an encoder-decoder, whose tokens are the decoder's
     grammar: Constraint | None = None  # what its output is held to
     acceptance: str = field(init=False)
@@ -131,7 +131,7 @@ class Sequence:
         self.origins.append(origin)
         is_full = len(self.tokens) >= self.max_len
         if is_full and self.params.forced_eos_token_id is not None:
-            return "length"  # the end that stands there says nothing of what the model would have said
+            return "length"  # this end token was forced: the model did not choose to stop
         if token in self.end_ids:
             return "stop"
         if self.grammar is not None and self.hypotheses is None and self.grammar.is_over(self.tokens):
@@ -139,18 +139,18 @@ class Sequence:
         return "length" if is_full else None
 
     def behind(self, sure: Seq[int]) -> Sequence:
-        """Return the sequence as it will be when tokens are committed that are sure to be, for a drafter to read."""
+        """Return the sequence with the forced tokens `sure` treated as committed, for a drafter to read."""
         grammar = None if self.grammar is None else self.grammar.behind(self.tokens, sure)
         return replace(self, tokens=[*self.tokens, *sure], grammar=grammar)
 
     @property
     def salt(self) -> str | None:
-        """What the cache rows of its tokens depend on beside these: the request's salt, and its source."""
+        """What its cache rows depend on beside the tokens: the request's salt, and its source."""
         return salt_of(self.source_ids, self.params.cache_salt) if self.source_ids else self.params.cache_salt
 
     @property
     def is_only_read(self) -> bool:
-        """Whether nothing is asked for behind the prompt."""
+        """Whether the request asks for no output behind the prompt."""
         return self.max_len == self.num_prompt_tokens
 
     @property

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from forerun.types.draft import Draft
 
-NO_TOKEN = -2  # in place of a token where there is none: of a search whose texts differ, or where masks leave none
+NO_TOKEN = -2  # where there is no token: behind a beam search whose texts differ, or where masks leave none
 
 
 @dataclass(frozen=True)
 class AcceptanceTest:
     """One test of a verdict: the node, its target and draft probability, and the outcome.
 
-    Where a node has several children, each test after the first uses what the earlier tests left of the target's
-    probabilities. price: of a lossy rule that knows it, the total variation between the target's distribution and that
-    of the token emitted here.
+    Where a node has several children, each test after the first uses the residual of the target's probabilities that
+    the earlier tests left. price: of a lossy rule that knows it, the total variation between the target's distribution
+    and the distribution of the token emitted here.
     """
 
     node: int
@@ -36,9 +36,9 @@ class Verdict:
     tests: list[list[AcceptanceTest]]  # of every child that was tested, in order
 
     def num_tested(self, b: int) -> int:
-        """Return how many nodes of sequence b's path had a child that was tested, the root included.
+        """Return how many nodes of sequence b's path had a tested child, the root included.
 
-        The children that were tested below one node count once.
+        Several tested children of one node count once.
         """
         is_rejected = bool(self.tests[b]) and not self.tests[b][-1].accepted
         return len(self.paths[b]) + is_rejected
