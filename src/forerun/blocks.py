@@ -1,8 +1,8 @@
-"""What a model is: a list of blocks, told as data before a byte of its weights is read.
+"""A model as data: a list of blocks, described before a byte of the weights is read.
 
 A family's file (`models/<model_type>.py`) turns a config.json into a `Spec`. Whatever computes, packs, plans, rounds,
-saves, widens or shards a model reads the spec and `weights(spec)`; nothing else lists the matrices of a layer. A block
-that no backend computes yet may be said all the same: each backend's `supports(spec)` answers with a reason.
+saves, widens or shards a model reads the spec and `weights(spec)`; nothing else lists the matrices of a layer. A spec
+may describe a block that no backend computes yet: each backend's `supports(spec)` answers with a reason.
 
 Sizes are in elements, windows and positions in tokens.
 """
@@ -34,8 +34,8 @@ def _above_zero(**numbers: float | None) -> None:
 class Norm:
     """A norm of rows: root mean square (Zhang and Sennrich 2019, eq. 4) or layer norm (Ba et al. 2016, eq. 4).
 
-    offset: what is added to the stored weight (1 in Gemma). weight: whether it has one. span: over all of a row, or
-    over each head of it.
+    offset: added to the stored weight (1 in Gemma). weight: whether there is one. span: over the whole row, or over
+    each head.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -51,10 +51,10 @@ class Rope:
     """Rotary position embedding (Su et al. 2021, eq. 34).
 
     dims: how many dimensions of a head are turned, None = all. pairs: dimension i turns with i + dims/2 ("half"), or
-    2i with 2i + 1 ("adjacent"). factor: linear and llama3. low_freq_factor, high_freq_factor: llama3. Both lists of
-    factors are longrope's, and far is which of them all positions have: those of texts longer than in training;
-    attention_factor, beta_fast, beta_slow, mscale and truncate are yarn's. original_max_positions: what llama3, yarn
-    and longrope were trained with.
+    2i with 2i + 1 ("adjacent"). factor: linear and llama3. low_freq_factor, high_freq_factor: llama3. short_factor,
+    long_factor: longrope; far: all positions use long_factor, made for texts longer than in training.
+    attention_factor, beta_fast, beta_slow, mscale and truncate: yarn. original_max_positions: the longest text in
+    training, for llama3, yarn and longrope.
     """
 
     theta: float = 10000.0
@@ -94,13 +94,13 @@ class Attention:
 
     scale: of the scores; None = 1 / sqrt(head_dim). window: a row sees so many positions, its own included, and where
     it sees later rows, as many to either side; None = all.
-    softcap: scores become c tanh(score / c). sinks: a learned score for each head that takes its share and gives
-    nothing. gate: the output is multiplied by the sigmoid of a projection. sees: earlier rows, all rows, or those of
-    the encoder. reads: width of what is projected, of an encoder's rows alone where these are seen; None = the hidden
-    size. k_is_v: values are the keys before their norm. position_scale: q is scaled by 1 + beta log(1 + floor(position
-    / length)), as (beta, length). bias: of relative positions; a number is the block whose bias this one shares.
-    shares_kv_of: the block whose keys and values this one reads in place of its own; itself = those that another model
-    keeps for it (kv/lent.py).
+    softcap: scores become c tanh(score / c). sinks: each head has a learned score without a value, which takes its
+    share of the softmax. gate: the output is multiplied by the sigmoid of a projection. sees: earlier rows, all rows,
+    or the encoder's rows. reads: width of the projections' input, for encoder attention of keys and values alone;
+    None = the hidden size. k_is_v: values are the keys before their norm. position_scale: (beta, length), q is scaled
+    by 1 + beta log(1 + floor(position / length)). bias: of relative positions; a number is the block whose bias this
+    one shares. shares_kv_of: the block whose keys and values this one reads; its own index means keys and values that
+    another model keeps (kv/lent.py).
     """
 
     heads: int
@@ -131,15 +131,15 @@ class Attention:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What a block keeps a state for, in place of rows of keys and values.
+    """A recurrent layer: it keeps a state in place of keys and values.
 
     gated_delta: q, k and v are projections behind a causal convolution of `conv` inputs and silu, q and k of length 1.
     The state S of a value head is key_dim x value_dim. A token multiplies it by exp(g), adds k times
-    beta (v - k S), and reads q S / sqrt(key_dim), which leaves behind `norm` and times silu(z) (Yang et al. 2024,
+    beta (v - k S), and reads q S / sqrt(key_dim); the output is that behind `norm`, times silu(z) (Yang et al. 2024,
     eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are projections, too.
-    grouped: value heads in a row share a key head; else value head i reads key head i % key_heads (llama.cpp's files).
-    short_conv: [B, C, x] are projections, and what leaves is C times a causal convolution of B x (LFM2).
-    decay: what is stored of g, A_log or -exp(A_log). biases: of a short convolution and its projections.
+    grouped: consecutive value heads share a key head; else value head i reads key head i % key_heads (llama.cpp's
+    files). short_conv: [B, C, x] are projections, and the output is C times a causal convolution of B x (LFM2).
+    decay: whether A_log or -exp(A_log) is stored. biases: of a short convolution and its projections.
     """
 
     kind: Literal["gated_delta", "short_conv"]
@@ -162,13 +162,13 @@ class Recurrence:
             )
 
     def width(self, hidden: int) -> int:
-        """Return how many numbers of a token the convolution reads. hidden: of a row of the residual stream."""
+        """Return how many numbers of a token the convolution reads. hidden: the width of the residual stream."""
         if self.kind == "short_conv":
             return hidden
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def state(self, hidden: int) -> StateShape:
-        """Return what a cache keeps of it."""
+        """Return the shape of the state that a cache keeps for this layer."""
         if self.kind == "short_conv":
             return StateShape(self.conv, hidden)
         return StateShape(
@@ -183,8 +183,8 @@ STATE_TOKENS = 16  # states are written where so many tokens are whole, as block
 class StateShape:
     """What a cache keeps of a recurrent layer: states, and the inputs of tokens that are not in a state yet.
 
-    conv: inputs that a convolution reads, its own included. width, num_gates: numbers of a token's input that are
-    convolved, and that are not. heads, key_dim, value_dim: of a state; 0 = the last inputs are all that there is.
+    conv: inputs that a convolution reads, the token's own included. width, num_gates: how many numbers of a token's
+    input are convolved, and how many are not. heads, key_dim, value_dim: of a state; 0 = only the last inputs are kept.
     """
 
     conv: int
@@ -195,7 +195,7 @@ class StateShape:
     value_dim: int = 0
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of a state, which is float32, with the inputs before it, which are of this type."""
+        """Return the bytes of a float32 state and of the convolution inputs stored with it, in this type."""
         return 4 * self.heads * self.key_dim * self.value_dim + (self.conv - 1) * self.width * itemsize(dtype)
 
     def input_bytes(self, dtype: str) -> int:
@@ -210,7 +210,7 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 class Mlp:
     """A feed-forward part of `size` inner outputs: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
 
-    down: whether it has this last matrix; without it and a gate it is act(up(x)), as wide as a row.
+    down: whether there is a last matrix; without it and a gate the part is act(up(x)), as wide as a row.
     """
 
     size: int
@@ -222,13 +222,13 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of `num` feed-forward parts, of which each row takes `chosen` (Shazeer et al. 2017, eq. 1).
+    """A mixture of `num` feed-forward experts; each row runs through `chosen` of them (Shazeer et al. 2017, eq. 1).
 
-    shared: one more that every row takes, weighed by a sigmoid where shared_gate. reads_stream: the router reads rows
-    before the norm that is in front of the experts. router_norm: of what the router reads. score_scale: of the router's
-    outputs. score: of these; normalise: the chosen scores are divided by their sum and sum_eps; scale: of their sum.
-    choice_bias: whether a stored number is added to each score for the choice alone. scaled: whether each expert's
-    share is multiplied by a stored number as well.
+    shared: an expert that every row runs through, weighed by a sigmoid where shared_gate. reads_stream: the router
+    reads rows before the norm in front of the experts. router_norm: of the router's input. score_scale: of the router's
+    outputs, which `score` turns into scores. normalise: the chosen scores are divided by their sum plus sum_eps.
+    scale: of their sum. choice_bias: whether a stored number is added to each score for the choice alone. scaled:
+    whether each expert's share is multiplied by a stored number as well.
     """
 
     num: int
@@ -250,11 +250,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a block gets of each token beside the residual stream (Gemma 3n, Gemma 4), `size` numbers.
+    """A second input of a block beside the residual stream (Gemma 3n, Gemma 4): `size` numbers for each token.
 
-    They are 1 / sqrt(2) of the sum of an embedding that each block has of its own, times sqrt(size), and of a
-    projection of the token's embedding, over sqrt(hidden size), behind a norm. A block adds
-    norm(up(act(gate(x)) * inputs)) behind its feed-forward part. norm: of both.
+    They are (sqrt(size) e + norm(p / sqrt(hidden size))) / sqrt(2), where e is the token's row of an embedding that
+    belongs to the block, and p a projection of the token's embedding. A block adds norm(up(act(gate(x)) * inputs))
+    behind its feed-forward part. norm: both of these norms.
     """
 
     size: int
@@ -266,11 +266,11 @@ class LayerInput:
 class Block:
     """One layer: attention or a recurrence, then a feed-forward part, experts, both or neither.
 
-    pre_*, post_*: norms before and behind a part; where experts stand beside a feed-forward part, pre_mlp is of that
-    part, post_mlp of the sum of both, and post_dense, pre_experts and post_experts of each alone. norm_at: post-norms
-    are of a branch before it is added, or of the sum. parallel: both parts read the same rows. branch_scale: of what a
-    part adds. out_scale: whether the block's output is multiplied by a stored number. per_layer_input: what it reads
-    beside the stream.
+    pre_*, post_*: norms before and behind a part. Where experts stand beside a feed-forward part, pre_mlp and
+    post_dense are the norms of that part, pre_experts and post_experts of the experts, and post_mlp of their sum.
+    norm_at: post-norms apply to a branch before it is added, or to the sum. parallel: both parts read the same rows.
+    branch_scale: of what a part adds. out_scale: whether the block's output is multiplied by a stored number.
+    per_layer_input: the input that it reads beside the stream.
     """
 
     pre_attention: Norm | None = None
@@ -293,7 +293,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Positions:
-    """An embedding of each position, added to that of the token. offset: row of position 0.
+    """An embedding of each position, added to the token's embedding. offset: row of position 0.
 
     kind: learned, or sines and then cosines of positions times falling frequencies (Vaswani et al. 2017, 3.5).
     """
@@ -305,19 +305,18 @@ class Positions:
 
 @dataclass(frozen=True)
 class Features:
-    """What a head reads beside the embedding of a token: rows of its target, and behind drafted tokens its own rows.
+    """What a head reads beside a token's embedding: hidden states of its target, and its own behind drafted tokens.
 
-    num_ids: of the embedding, which is the target's. num, size: how many rows of the target are read of a token, and
-    how wide these are. joined: whether a matrix makes features of them; else there is one, which is taken as it is.
-    act: features are then fc(rows) + act(fc_act(rows)). row_norms, whole_norm: whether each row has a norm before, and
-    all side by side. side_norms: whether embedding and features have norms. input: the residual stream is a product of
-    both (product); or begins with the features, and the first block's attention reads both in its place (read); or is
-    the features alone (features); or the embedding alone, and every block keeps keys and values of the features of
-    earlier tokens behind a norm, context_norm (context). normed_stream: where both are read, it begins with features
-    behind their norm. feeds: what stands for the features of the next step, the residual stream, the rows behind the
-    final norm, or these times a matrix that makes them as wide as the target's. eps: of all other norms, which are of
-    root mean squares. largest: what the target's rows are cut to, for an infinite number would make all that follow no
-    numbers.
+    num_ids: rows of the embedding, which is the target's. num, size: how many hidden states of the target are read for
+    a token, and their width. joined: whether a matrix makes features of them; else there is one hidden state, taken as
+    it is. act: features are then fc(rows) + act(fc_act(rows)). row_norms: each hidden state is normed before.
+    whole_norm: all of them side by side are. side_norms: embedding and features have norms. input: the residual stream
+    is a product of both (product); or begins with the features, and the first block's attention reads both in its place
+    (read); or is the features alone (features); or the embedding alone, and every block keeps keys and values of
+    earlier tokens' features behind context_norm (context). normed_stream: for "read", the stream begins with the normed
+    features. feeds: the features of the next step are the residual stream, the rows behind the final norm, or these
+    times a matrix that makes them as wide as the target's. eps: of all other norms, which are RMS norms. largest: the
+    target's hidden states are clipped to it, because an infinity would turn everything behind it into NaN.
     """
 
     num_ids: int
@@ -340,16 +339,16 @@ class Features:
 
 @dataclass(frozen=True)
 class Spec:
-    """A whole model; all that decides the function it computes.
+    """A whole model: everything that decides the function it computes.
 
-    model_type: the family's file. max_positions: the longest text. tied: the LM head is the embedding. head: whether it
-    has one. embed_scale: of embeddings, rounded to the type that is computed with, as published code does. positions:
-    that are added; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: what
-    they are multiplied by. encoder: of an encoder-decoder; it has no head, and the decoder's token embedding or, by its
-    spec's own_embedding, one of its own.
-    next_tokens: the blocks that guess further tokens (MTP). features: of a trained head, whose tokens are ids of its
-    target and whose vocabulary are the ids that it drafts; it has the target's embedding, or by own_embedding one of
-    its own, and the target's LM head where it has none.
+    model_type: the family's file. max_positions: the longest text. head: whether there is an LM head. tied: it is the
+    embedding. embed_scale: of embeddings, rounded to the compute type as in published code. positions: added to the
+    embeddings; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: the factor
+    of logits. encoder: of an encoder-decoder; it has no head, and shares the decoder's token embedding unless its spec
+    says own_embedding.
+    next_tokens: the blocks that guess further tokens (MTP). features: of a trained head, whose input ids are the
+    target's and whose vocabulary is the ids that it drafts. Such a head uses the target's embedding unless
+    own_embedding, and the target's LM head where it has none.
     """
 
     model_type: str
@@ -381,7 +380,7 @@ class Spec:
 
     @property
     def num_slots(self) -> int:
-        """The slots of a cache that one sequence has: one for its text, and one for its source where it has one."""
+        """The cache slots of one sequence: one for its text, and one for its source in an encoder-decoder."""
         return 1 if self.encoder is None else 2
 
     @property
@@ -406,7 +405,7 @@ class Spec:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What a token takes in the cache. Raises UnsupportedModel where a block keeps nothing."""
+        """The sizes of a token in the KV cache. Raises UnsupportedModel where a block keeps nothing."""
         if not self.blocks:
             return CacheShape(0, 1, 1)
         if any(block.attention is None and block.recurrence is None for block in self.blocks):
@@ -435,7 +434,7 @@ class Spec:
         )
 
     def only(self, layers: Seq[int]) -> Spec:
-        """Return the model of these layers alone, ascending. What reads keys of a missing layer has its own."""
+        """Return the model of these layers alone, ascending. A layer that read a missing layer's keys gets its own."""
         place = {layer: i for i, layer in enumerate(layers)}
 
         def moved(block: Block) -> Block:
@@ -448,25 +447,25 @@ class Spec:
 
     @property
     def layer_input(self) -> LayerInput | None:
-        """What blocks read beside the residual stream; None where none does. Raises UnsupportedModel for several."""
-        found = {block.per_layer_input for block in self.blocks}
-        if len(found) > 1:
+        """The second input that blocks read; None where none does. Raises UnsupportedModel where they differ."""
+        inputs = {block.per_layer_input for block in self.blocks}
+        if len(inputs) > 1:
             raise UnsupportedModel(f"model_type={self.model_type!r} has blocks that read different inputs of their own")
-        return next(iter(found), None)
+        return next(iter(inputs), None)
 
 
 def _cached_windows(found: Seq[Attention | None]) -> tuple[int | None, ...]:
-    """Return how far back any row reads the keys of each layer, whichever layers read them; None = to the beginning."""
+    """Return how far back the keys of each layer are read, by whichever layers read them; None = to the beginning."""
     windows = [None if a is None or a.sees != "past" else a.window for a in found]
     for a, window in zip(found, list(windows), strict=True):
         if a is not None and a.shares_kv_of is not None:
-            own = windows[a.shares_kv_of]
-            windows[a.shares_kv_of] = None if own is None or window is None else max(own, window)
+            widest = windows[a.shares_kv_of]
+            windows[a.shares_kv_of] = None if widest is None or window is None else max(widest, window)
     return tuple(windows)
 
 
 def reaching(spec: Spec, num_tokens: int | None) -> Spec:
-    """Return the spec of a model for texts of at most so many tokens; None = as many as longrope's short factors serve.
+    """Return the spec for texts of at most `num_tokens` tokens; None = as many as longrope's short factors serve.
 
     Published code takes longrope's short factors until a text outgrows the texts of training, then the long ones, and
     computes the whole text again. Here a model has one list for all of its texts, since a row's bits may not depend on
@@ -507,16 +506,17 @@ ITEMSIZES = {
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one number of a type, by the name that torch, safetensors and config.json share."""
+    """Return the bytes of one number of a type, named as in torch, safetensors and config.json."""
     return ITEMSIZES[dtype]
 
 
 def inputs_of(dtype: str) -> str:
-    """Return the type of the inputs of recurrent layers in a cache of a type: 8 bits are for keys and values alone."""
+    """Return the type of recurrent layers' inputs in a cache of type `dtype`: only keys and values are in 8 bits."""
     return "bfloat16" if dtype == "int8" else dtype
 
 
-# Of keys and values in 8 bits, as in csrc/kernels.h: dimensions that share a scale; those of keys with second codes.
+# Keys and values in 8 bits, as in csrc/kernels.h: how many dimensions share a scale, and how many of a key have second
+# codes.
 KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 32
 
 
@@ -524,11 +524,11 @@ KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 32
 class CacheShape:
     """The sizes that decide what one token takes: 2 x num_kv_heads x head_dim numbers in each kept layer.
 
-    layers: those whose keys and values are kept, ascending, where a model runs no others or they read those of another
-    layer; None = all. sizes: num_kv_heads and head_dim of each layer where they differ, the others being the largest.
-    windows: how many positions a row sees of each layer, its own included, None = all; None = all in every layer.
-    refined_keys: whether keys in 8 bits have second codes where a bias makes some dimensions large, see kv/rounded.py.
-    states: recurrent layers, ascending, and what is kept of each.
+    layers: the layers whose keys and values are kept, ascending; None = all. The others do not run, or read the keys
+    and values of a kept layer. sizes: num_kv_heads and head_dim of each layer where they differ; num_kv_heads and
+    head_dim are then the largest. windows: how many positions a row sees in each layer, its own included, None = all;
+    None in place of the tuple = all in every layer. refined_keys: whether keys in 8 bits have second codes where a bias
+    makes some dimensions large, see kv/rounded.py. states: recurrent layers, ascending, with their states' shapes.
     """
 
     num_layers: int
@@ -542,12 +542,12 @@ class CacheShape:
 
     @cached_property
     def kinds(self) -> Seq[int | None]:
-        """The windows of the layers that are kept, each once, the widest first: layers of a kind share block tables."""
-        found = {None if self.windows is None else self.windows[layer] for layer in self.kept} or {None}
-        return sorted(found, key=lambda window: -math.inf if window is None else -window)
+        """The distinct windows of the kept layers, the widest first. Layers of a kind share block tables."""
+        windows = {None if self.windows is None else self.windows[layer] for layer in self.kept} or {None}
+        return sorted(windows, key=lambda window: -math.inf if window is None else -window)
 
     def kind_of(self, layer: int) -> int:
-        """Return which of the kinds a layer is of; one that is not kept counts as of the first."""
+        """Return the index in `kinds` of a layer's kind; a layer that is not kept counts as of the first."""
         if self.windows is None or layer not in self.kept:
             return 0
         return self.kinds.index(self.windows[layer])
@@ -558,11 +558,11 @@ class CacheShape:
         return range(self.num_layers) if self.layers is None else self.layers
 
     def size_of(self, layer: int) -> tuple[int, int]:
-        """Return the heads of keys and values of a layer, and the size of each."""
+        """Return the number of key and value heads of a layer, and their size."""
         return (self.num_kv_heads, self.head_dim) if self.sizes is None else self.sizes[layer]
 
     def only(self, layers: Iterable[int]) -> CacheShape:
-        """Return the shape of a cache for a model that runs these layers alone."""
+        """Return the cache shape of a model that runs only these layers."""
         layers = tuple(layers)
         states = tuple((layer, shape) for layer, shape in self.states if layer in layers)
         return replace(self, layers=tuple(layer for layer in layers if layer in self.kept), states=states)
@@ -576,12 +576,12 @@ class CacheShape:
         return sum(shape.input_bytes(inputs_of(dtype)) for _, shape in self.states)
 
     def bytes_per_token(self, dtype: str, kind: int | None = None) -> int:
-        """Return the bytes of keys and values of one token over all layers, or over those of a kind."""
+        """Return the bytes of a token's keys and values over all layers, or over the layers of a kind."""
         layers = [layer for layer in self.kept if kind is None or self.kind_of(layer) == kind]
         return itemsize(dtype) * sum(self.size_of(layer)[0] * sum(self.widths_of(layer, dtype)) for layer in layers)
 
     def widths_of(self, layer: int, dtype: str) -> tuple[int, int]:
-        """Return how many numbers of this type a head of keys and one of values take, with their scales in 8 bits."""
+        """Return how many numbers of this type a key head and a value head take, with their scales in 8 bits."""
         dim = self.size_of(layer)[1]
         if dtype != "int8":
             return dim, dim
@@ -589,7 +589,7 @@ class CacheShape:
         return key_dim + 2 * -(-key_dim // KEY_GROUP), dim + 2 * -(-dim // VALUE_GROUP)
 
     def within(self, num_tokens: int) -> CacheShape:
-        """Return the shape of a cache of texts of at most so many tokens: a window that sees all of them is none."""
+        """Return the cache shape for texts of at most `num_tokens` tokens: windows no shorter are dropped."""
         if self.windows is None:
             return self
         windows = tuple(None if window is None or window >= num_tokens else window for window in self.windows)
@@ -600,8 +600,8 @@ class CacheShape:
 class Weight:
     """One stored tensor of a spec, under the name that published checkpoints usually give it.
 
-    product: matrices with the same product have one input and may be joined in one. least_bits: how narrow it may be
-    rounded. split: which side tensor parallelism cuts.
+    product: matrices of the same product have one input and may be joined. least_bits: the fewest bits that it may be
+    rounded to. split: which side tensor parallelism cuts.
     """
 
     name: str
@@ -614,50 +614,50 @@ class Weight:
 
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 FINAL_NORM, HEAD = "model.norm.weight", "lm_head.weight"
-BEFORE_BLOCKS = ("fc", "input", "embedding_norm", "hidden_norm")  # how names of a head's weights before them begin
-SIDES = ("embedding_norm", "hidden_norm")  # of a head: of its token's embedding, and of features
+BEFORE_BLOCKS = ("fc", "input", "embedding_norm", "hidden_norm")  # prefixes of a head's weights before its first block
+SIDES = ("embedding_norm", "hidden_norm")  # a head's norms of its token's embedding, and of features
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every block, side by side
 LAYER_PRODUCTS = (
     "model.layer_embedding",
     "model.layer_inputs",
-)  # of the former, and what projects embeddings beside it
+)  # that embedding, and the projection beside it
 SCORES = (".router", ".shared_gate")  # products that decide about experts: in float32, for a choice has no middle
 MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's errors go into every token
 
 
 def weights(spec: Spec) -> list[Weight]:
-    """Every stored tensor of a spec, block by block; the LM head comes last."""
+    """Return every stored tensor of a spec, block by block; the LM head comes last."""
     hidden, features = spec.hidden_size, spec.features
     num_ids = spec.vocab_size if features is None else features.num_ids
-    found = list[Weight]()
+    tensors = list[Weight]()
     if features is None or spec.own_embedding:
-        found += [Weight(EMBEDDING, (num_ids, hidden), "table", "embedding", TABLE_BITS, "out")]
+        tensors += [Weight(EMBEDDING, (num_ids, hidden), "table", "embedding", TABLE_BITS, "out")]
     if features is not None:
-        found += _features(features, hidden)
+        tensors += _features(features, hidden)
     if spec.encoder is not None:
         shared = None if spec.encoder.own_embedding else EMBEDDING
-        own = [weight for weight in weights(spec.encoder) if weight.name != shared]
-        found += [replace(w, name=of_encoder(w.name), product=w.product and of_encoder(w.product)) for w in own]
+        encoder = [weight for weight in weights(spec.encoder) if weight.name != shared]
+        tensors += [replace(w, name=of_encoder(w.name), product=w.product and of_encoder(w.product)) for w in encoder]
     if spec.positions is not None and spec.positions.kind == "learned":
-        found += [Weight(POSITIONS, (spec.positions.num + spec.positions.offset, hidden), "table")]
-    found += _norm("model.embed_norm", spec.embed_norm, hidden)
+        tensors += [Weight(POSITIONS, (spec.positions.num + spec.positions.offset, hidden), "table")]
+    tensors += _norm("model.embed_norm", spec.embed_norm, hidden)
     if (inputs := spec.layer_input) is not None:
         width, (looked_up, projected) = spec.num_layers * inputs.size, LAYER_PRODUCTS
-        found += [Weight(LAYER_EMBEDDING, (spec.vocab_size, width), "table", looked_up, TABLE_BITS)]
-        found += _matrix("model.per_layer_model_projection", width, hidden, projected, False, None)
-        found += _norm("model.per_layer_projection_norm", inputs.norm, inputs.size)
+        tensors += [Weight(LAYER_EMBEDDING, (spec.vocab_size, width), "table", looked_up, TABLE_BITS)]
+        tensors += _matrix("model.per_layer_model_projection", width, hidden, projected, False, None)
+        tensors += _norm("model.per_layer_projection_norm", inputs.norm, inputs.size)
     for i, block in enumerate(spec.blocks):
-        found += block_weights(block, hidden, f"model.layers.{i}.")
-    found += _norm("model.norm", spec.final_norm, hidden)
+        tensors += block_weights(block, hidden, f"model.layers.{i}.")
+    tensors += _norm("model.norm", spec.final_norm, hidden)
     if spec.head and not spec.tied:
-        found += [Weight(HEAD, (spec.vocab_size, hidden), "matrix", "head", TABLE_BITS, "out")]
+        tensors += [Weight(HEAD, (spec.vocab_size, hidden), "matrix", "head", TABLE_BITS, "out")]
     if spec.head and spec.head_bias:
-        found += [Weight("lm_head.bias", (spec.vocab_size,), "vector", "head")]
-    return found
+        tensors += [Weight("lm_head.bias", (spec.vocab_size,), "vector", "head")]
+    return tensors
 
 
 def _features(features: Features, hidden: int) -> Iterator[Weight]:
-    """The tensors of a head before its first block."""
+    """Yield the tensors of a head before its first block."""
     whole = features.num * features.size
     if features.row_norms:
         yield from (Weight(f"fc_norm.{i}.weight", (features.size,), "vector") for i in range(features.num))
@@ -677,56 +677,56 @@ def _features(features: Features, hidden: int) -> Iterator[Weight]:
 
 
 def missing_keys(spec: Spec, layers: Seq[int]) -> dict[int, int]:
-    """Return those of some layers that read the keys of another one which is not among them, each with that one."""
-    found = {i: a.shares_kv_of for i in layers if (a := spec.blocks[i].attention) is not None}
-    return {i: other for i, other in found.items() if other is not None and other not in layers}
+    """Map each layer in `layers` that reads the keys of a layer outside `layers` to that layer."""
+    sources = {i: a.shares_kv_of for i in layers if (a := spec.blocks[i].attention) is not None}
+    return {i: other for i, other in sources.items() if other is not None and other not in layers}
 
 
 def read_share(spec: Spec, name: str) -> float:
-    """Return the share of a weight or a product that a pass over one row reads on average: 1, or an expert's part.
+    """Return the share of a weight or a product that a pass over one row reads on average: 1, or an expert's share.
 
-    Of embeddings that are only looked up it is 0.
+    An embedding that is only looked up has share 0.
     """
     if name in (LAYER_EMBEDDING, LAYER_PRODUCTS[0]):
         return 0.0
-    found = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.", name)
-    experts = None if found is None else spec.blocks[int(found[1])].experts
+    match = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.", name)
+    experts = None if match is None else spec.blocks[int(match[1])].experts
     return 1.0 if experts is None else experts.chosen / experts.num
 
 
 def of_encoder(name: str) -> str:
-    """Return what a weight of an encoder's own spec is called beside the decoder."""
+    """Return the name, in an encoder-decoder, of a weight of the encoder's spec."""
     return f"encoder.{name.removeprefix('model.')}"
 
 
 def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
-    """The tensors of one block of rows `hidden` wide, whose names begin with `at`.
+    """Return the tensors of one block of hidden size `hidden`; their names begin with `at`.
 
-    Norms of rows come first, then matrices, then all that is small. Random weights are drawn in this order, so that
-    another one would make another model of a seed.
+    Norms of rows come first, then matrices, then everything small. Random weights are drawn in this order: another
+    order would make another model of the same seed.
     """
-    found: list[Weight] = []
-    found += _norm(at + "input_layernorm", block.pre_attention, hidden)
+    tensors: list[Weight] = []
+    tensors += _norm(at + "input_layernorm", block.pre_attention, hidden)
     if block.attention is not None:
-        found += _attention(block.attention, hidden, at)
+        tensors += _attention(block.attention, hidden, at)
     if block.recurrence is not None:
-        found += _recurrence(block.recurrence, hidden, at)
-    found += _norm(at + "post_attention_layernorm", block.post_attention, hidden)
-    found += _norm(at + pre_mlp_name(block), block.pre_mlp, hidden)
+        tensors += _recurrence(block.recurrence, hidden, at)
+    tensors += _norm(at + "post_attention_layernorm", block.post_attention, hidden)
+    tensors += _norm(at + pre_mlp_name(block), block.pre_mlp, hidden)
     if block.mlp is not None:
-        found += _mlp(block.mlp, hidden, at + "mlp.")
+        tensors += _mlp(block.mlp, hidden, at + "mlp.")
     if block.experts is not None:
-        found += _experts(block.experts, hidden, at + "mlp.")
-    found += _norm(at + "post_feedforward_layernorm", block.post_mlp, hidden)
+        tensors += _experts(block.experts, hidden, at + "mlp.")
+    tensors += _norm(at + "post_feedforward_layernorm", block.post_mlp, hidden)
     for name, norm in beside_norms(block).items():
-        found += _norm(at + name, norm, hidden)
-    if (own := block.per_layer_input) is not None:
-        found += _matrix(f"{at}per_layer_input_gate", own.size, hidden, f"{at}layer_gate", False, "out")
-        found += _matrix(f"{at}per_layer_projection", hidden, own.size, f"{at}layer_up", False, "in")
-        found += _norm(f"{at}post_per_layer_input_norm", own.norm, hidden)
+        tensors += _norm(at + name, norm, hidden)
+    if (inputs := block.per_layer_input) is not None:
+        tensors += _matrix(f"{at}per_layer_input_gate", inputs.size, hidden, f"{at}layer_gate", False, "out")
+        tensors += _matrix(f"{at}per_layer_projection", hidden, inputs.size, f"{at}layer_up", False, "in")
+        tensors += _norm(f"{at}post_per_layer_input_norm", inputs.norm, hidden)
     if block.out_scale:
-        found += [Weight(f"{at}layer_scalar.weight", (1,), "vector")]
-    return sorted(found, key=_rank)
+        tensors += [Weight(f"{at}layer_scalar.weight", (1,), "vector")]
+    return sorted(tensors, key=_rank)
 
 
 def _rank(weight: Weight) -> int:
@@ -738,12 +738,12 @@ def _rank(weight: Weight) -> int:
 
 
 def pre_mlp_name(block: Block) -> str:
-    """Published code calls the norm before the feed-forward part by what it follows, unless that has a norm as well."""
+    """Return the norm's name before the feed-forward part: it is named after attention, unless that has a post-norm."""
     return "post_attention_layernorm" if block.post_attention is None else "pre_feedforward_layernorm"
 
 
 def beside_norms(block: Block) -> dict[str, Norm | None]:
-    """Return by their names the norms of experts that stand beside a feed-forward part, and of that part."""
+    """Return, by name, the norms of experts beside a feed-forward part, and that part's post-norm."""
     return {
         "post_feedforward_layernorm_1": block.post_dense,
         "pre_feedforward_layernorm_2": block.pre_experts,
@@ -752,7 +752,7 @@ def beside_norms(block: Block) -> dict[str, Norm | None]:
 
 
 def attention_name(a: Attention) -> str:
-    """Return how the names of an attention's weights begin, inside of its block."""
+    """Return the prefix of an attention's weight names within its block."""
     return "encoder_attn." if a.sees == "encoder" else "self_attn."
 
 
@@ -770,51 +770,51 @@ def _matrix(name: str, outputs: int, inputs: int, product: str, bias: bool, spli
 
 
 def _attention(a: Attention, hidden: int, at: str) -> Iterator[Weight]:
-    own = at + attention_name(a)
+    prefix = at + attention_name(a)
     reads, q, kv = a.reads or hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
     of_q = hidden if a.sees == "encoder" else reads
     qkv = f"{at}kv" if a.sees == "encoder" else f"{at}qkv"  # keys and values of an encoder's rows have another input
-    yield from _matrix(f"{own}q_proj", q, of_q, f"{at}qkv", a.qkv_bias, "out")
+    yield from _matrix(f"{prefix}q_proj", q, of_q, f"{at}qkv", a.qkv_bias, "out")
     if a.gate:
-        yield from _matrix(f"{own}gate_proj", q, of_q, f"{at}qkv", a.qkv_bias, "out")
-    yield from _norm(f"{own}q_norm", a.q_norm, _span(a.q_norm, a.heads, a.head_dim))
+        yield from _matrix(f"{prefix}gate_proj", q, of_q, f"{at}qkv", a.qkv_bias, "out")
+    yield from _norm(f"{prefix}q_norm", a.q_norm, _span(a.q_norm, a.heads, a.head_dim))
     if a.shares_kv_of is None:
-        yield from _matrix(f"{own}k_proj", kv, reads, qkv, a.qkv_bias, "out")
+        yield from _matrix(f"{prefix}k_proj", kv, reads, qkv, a.qkv_bias, "out")
         if not a.k_is_v:
-            yield from _matrix(f"{own}v_proj", kv, reads, qkv, a.qkv_bias, "out")
-        yield from _norm(f"{own}k_norm", a.k_norm, _span(a.k_norm, a.kv_heads, a.head_dim))
-        yield from _norm(f"{own}v_norm", a.v_norm, _span(a.v_norm, a.kv_heads, a.head_dim))
+            yield from _matrix(f"{prefix}v_proj", kv, reads, qkv, a.qkv_bias, "out")
+        yield from _norm(f"{prefix}k_norm", a.k_norm, _span(a.k_norm, a.kv_heads, a.head_dim))
+        yield from _norm(f"{prefix}v_norm", a.v_norm, _span(a.v_norm, a.kv_heads, a.head_dim))
     if a.sinks:
-        yield Weight(f"{own}sinks.weight", (a.heads,), "vector", split="out")
+        yield Weight(f"{prefix}sinks.weight", (a.heads,), "vector", split="out")
     if isinstance(a.bias, Buckets):
-        yield Weight(f"{own}relative_attention_bias.weight", (a.bias.num, a.heads), "table")
-    yield from _matrix(f"{own}o_proj", hidden, q, f"{at}o", a.o_bias, "in")
+        yield Weight(f"{prefix}relative_attention_bias.weight", (a.bias.num, a.heads), "table")
+    yield from _matrix(f"{prefix}o_proj", hidden, q, f"{at}o", a.o_bias, "in")
 
 
 def recurrence_name(r: Recurrence) -> str:
-    """Return how the names of a recurrence's weights begin, inside of its block."""
+    """Return the prefix of a recurrence's weight names within its block."""
     return "conv." if r.kind == "short_conv" else "linear_attn."
 
 
 def _recurrence(r: Recurrence, hidden: int, at: str) -> Iterator[Weight]:
-    own, width = at + recurrence_name(r), r.width(hidden)
+    prefix, width = at + recurrence_name(r), r.width(hidden)
     if r.kind == "short_conv":
-        yield from _matrix(f"{own}in_proj", 3 * hidden, hidden, f"{at}state_in", r.biases, None)
-        yield Weight(f"{own}conv.weight", (hidden, r.conv), "vector")
+        yield from _matrix(f"{prefix}in_proj", 3 * hidden, hidden, f"{at}state_in", r.biases, None)
+        yield Weight(f"{prefix}conv.weight", (hidden, r.conv), "vector")
         if r.biases:
-            yield Weight(f"{own}conv.bias", (hidden,), "vector")
-        yield from _matrix(f"{own}out_proj", hidden, hidden, f"{at}o", r.biases, None)
+            yield Weight(f"{prefix}conv.bias", (hidden,), "vector")
+        yield from _matrix(f"{prefix}out_proj", hidden, hidden, f"{at}o", r.biases, None)
         return
     inner = r.value_heads * r.value_dim
-    yield from _matrix(f"{own}in_proj_qkv", width, hidden, f"{at}state_in", False, None)
-    yield from _matrix(f"{own}in_proj_z", inner, hidden, f"{at}state_in", False, None)
+    yield from _matrix(f"{prefix}in_proj_qkv", width, hidden, f"{at}state_in", False, None)
+    yield from _matrix(f"{prefix}in_proj_z", inner, hidden, f"{at}state_in", False, None)
     for gate in ("b", "a"):
-        yield from _matrix(f"{own}in_proj_{gate}", r.value_heads, hidden, f"{at}state_gates", False, None)
-    yield Weight(f"{own}conv1d.weight", (width, r.conv), "vector")
-    yield Weight(f"{own}dt_bias.weight", (r.value_heads,), "vector")
-    yield Weight(f"{own}A_log.weight", (r.value_heads,), "vector")
-    yield from _norm(f"{own}norm", r.norm, r.value_dim)
-    yield from _matrix(f"{own}out_proj", hidden, inner, f"{at}o", False, None)
+        yield from _matrix(f"{prefix}in_proj_{gate}", r.value_heads, hidden, f"{at}state_gates", False, None)
+    yield Weight(f"{prefix}conv1d.weight", (width, r.conv), "vector")
+    yield Weight(f"{prefix}dt_bias.weight", (r.value_heads,), "vector")
+    yield Weight(f"{prefix}A_log.weight", (r.value_heads,), "vector")
+    yield from _norm(f"{prefix}norm", r.norm, r.value_dim)
+    yield from _matrix(f"{prefix}out_proj", hidden, inner, f"{at}o", False, None)
 
 
 def _span(norm: Norm | None, heads: int, head_dim: int) -> int:
@@ -848,12 +848,12 @@ def _experts(e: Experts, hidden: int, at: str) -> Iterator[Weight]:
 
 
 def weight_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every stored tensor."""
+    """Map the name of every stored tensor to its shape."""
     return {weight.name: weight.shape for weight in weights(spec)}
 
 
 def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
-    """The matrices of `weights` by product, in order: those of one product have one input and may be joined."""
+    """Group the matrices of `weights` by product, in order: matrices of a product have one input and may be joined."""
     groups: dict[str, list[Weight]] = {}
     for weight in found:
         if weight.role in ("matrix", "experts", "table") and weight.product:
@@ -866,10 +866,10 @@ def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
 
 @dataclass(frozen=True)
 class Plain:
-    """A decoder as Llama's, whose blocks are alike but for their windows, in the numbers that config.json has of it.
+    """A decoder like Llama, whose blocks differ only in their windows, in the numbers of its config.json.
 
-    It is a short way to say such a spec, and to read one. windows: of each block; () = none has one. qk_norm: of each
-    head.
+    It is a short way to write such a spec, and to read one. windows: of each block; () = none has one. qk_norm: norms
+    of queries and keys, over each head.
     """
 
     model_type: str
@@ -950,20 +950,20 @@ class Plain:
 
 
 def resized(spec: Spec, **sizes: Any) -> Spec:
-    """Return a spec like Llama's with other numbers, by the names of Plain. Raises UnsupportedModel for other specs."""
+    """Return a Llama-like spec with other sizes, named as in Plain. Raises UnsupportedModel for any other spec."""
     return replace(Plain.of(spec), **sizes).spec
 
 
 def difference(a: Any, b: Any, at: str = "") -> str | None:
-    """Return the first field in which two specs, or parts of them, differ, with the value that b has; None if none."""
+    """Return the first field in which two specs, or parts of them, differ, with b's value; None if equal."""
     if a == b:
         return None
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return next(
-            found for i, (x, y) in enumerate(zip(a, b, strict=True)) if (found := difference(x, y, f"{at}[{i}]"))
+            mismatch for i, (x, y) in enumerate(zip(a, b, strict=True)) if (mismatch := difference(x, y, f"{at}[{i}]"))
         )
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         names = [field.name for field in dataclasses.fields(a)]
         parts = ((getattr(a, name), getattr(b, name), f"{at}.{name}".lstrip(".")) for name in names)
-        return next(found for part in parts if (found := difference(*part)))
+        return next(mismatch for part in parts if (mismatch := difference(*part)))
     return f"{at}={b!r:.80}"
