@@ -133,7 +133,7 @@ class DFlashDrafter(Drafter):
             if text.first < 0:
                 text.first = view.start
             if view.start != text.num_known:
-                raise InternalError(f"features of token {view.start} came where those of {text.num_known} were to come")
+                raise InternalError(f"features of token {view.start} came, and token {text.num_known} was expected")
             if len(view.kept):
                 text.waiting.append([view.layer(k) for k in self.hidden_layers])
         self._remember([seq for seq in seqs if self._texts[seq.id].num_waiting > MOST_WAITING])

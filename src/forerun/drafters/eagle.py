@@ -122,7 +122,7 @@ class EagleDrafter(SearchingDrafter):
             if text.first < 0:
                 text.first = view.start
             if view.start != text.num_known:
-                raise InternalError(f"features of token {view.start} came where those of {text.num_known} were to come")
+                raise InternalError(f"features of token {view.start} came, and token {text.num_known} was expected")
             if len(view.kept):
                 text.seen.append([view.layer(k) for k in self.hidden_layers] or [view.hidden])
                 text.num_seen += len(view.kept)

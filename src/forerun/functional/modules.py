@@ -418,4 +418,4 @@ class ModuleCache:
         """Raise InternalError where a module's cache has another length than its text."""
         for slot, text in self.texts.items():
             if text.past is not None and cached_tokens(text.past) != len(text.past_ids):
-                raise InternalError(f"the cache of slot {slot} is not that of its text")
+                raise InternalError(f"the cache of slot {slot} does not hold its text")

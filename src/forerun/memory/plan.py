@@ -1,9 +1,9 @@
 """The memory that a configuration needs, computed from sizes alone before any weight or file is read.
 
 Weights and KV pools are exact to the byte. What a step allocates (activations, probability rows) is an upper bound that
-follows the allocating code: drafters/model.py and engine/step.py here, each backend in its own file (ops/cpu/memory.py,
-ops/torch_memory.py). Not counted: the interpreter, torch where something needs it, tokenizers, and on an accelerator
-its context.
+follows the allocating code: drafters/shared/feeding.py and engine/step.py here, each backend in its own file
+(ops/cpu/memory.py, ops/torch_memory.py). Not counted: the interpreter, torch where something needs it, tokenizers, and
+on an accelerator its context.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Weights are usually quoted in GB and KV pools in GiB, often both under the
 name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
