@@ -609,6 +609,8 @@ def test_every_method_has_a_learning_rate_of_its_own() -> None:
     rates = {name: heads.rate_of(name) for name in registry.names("forerun.train.heads")}
     assert rates.keys() == {method.partition(":")[0] for method in METHODS}
     assert set(rates.values()) == {8e-4, 1e-3, 3e-4, 1e-2}
+    assert (heads.rate_of("eagle", 1152), heads.rate_of("eagle", 64)) == (4e-4, 8e-4)
+    assert heads.rate_of("pass", 1152) == 1e-2
     with pytest.raises(BadOption, match="there is no method that can be trained 'eagel'"):
         heads.rate_of("eagel")
 

@@ -71,9 +71,10 @@ def head(
     from forerun.engine.opened import Opened
     from forerun.train import head as training, heads as methods, loop
 
-    config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
     # A head learns on the CPU: it is small, and what it reads of the target may be stored once, by --features.
-    checkpoint = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu")).load()
+    opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
+    config = HeadConfig(**{"lr": methods.rate_of(run["method"], opened.files.spec.hidden_size), **run})
+    checkpoint = opened.load()
     numbers = training.train(config, checkpoint, resume=resume, quiet=quiet, warn=lambda text: say(text, err=True))
     if config.init_from is not None:
         first = loop.read_log(config.out)[0]
@@ -110,7 +111,10 @@ def list_heads(name: MethodName = None) -> None:
     from forerun.train.heads import WHAT, rate_of
 
     how = "Train one with forerun train head --method NAME or --method NAME:option=value,option=value."
-    rate = "" if name is None else f" Without --lr its learning rate is {rate_of(name):g}."
+    rate = ""
+    if name is not None:
+        less = ", and less for a wide target" if rate_of(name, 1 << 20) < rate_of(name) else ""
+        rate = f" Without --lr its learning rate is {rate_of(name):g}{less}."
     list_methods("forerun.train.heads", WHAT, name, how + rate)
 
 

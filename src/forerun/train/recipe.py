@@ -26,7 +26,7 @@ from forerun.train.sampling import Progress, write
 
 SAMPLE_SHARE = 0.6  # of the time
 LEAST_SHARE = 0.1  # of the time, for steps, however long all else took
-MOST_PASSES = 5  # over the samples
+MOST_PASSES = 10  # over the samples; behind five a head still learned
 LEAST_TOKENS = 2048  # of samples: fewer teach nothing
 NO_END = 1 << 40  # tokens
 TIMED_STEPS = 3
@@ -112,14 +112,14 @@ def make(
         )
     checkpoint = opened.load()
 
-    run = _run_of(config, state.steps or TIMED_STEPS)
+    run = _run_of(config, state.steps or TIMED_STEPS, opened.files.spec.hidden_size)
     task = training.shown_prepare(run, checkpoint, quiet, warn)
     if state.steps is None:
         steps = steps_for(config, state, task, clock)
         state = replace(state, steps=steps)
         state.save(config.out)
         say(f"{steps} steps of {TOKENS_PER_STEP} tokens, on {task.facts['num_tokens']:,} that the target wrote")
-        run = task.config = _run_of(config, steps)
+        run = task.config = _run_of(config, steps, opened.files.spec.hidden_size)
     numbers = loop.train(run, lambda: task, resume=True, quiet=quiet)
     return TrainedHead(config.out / "head", checkpoint.opened, numbers)
 
@@ -204,7 +204,7 @@ def _sampling_of(config: DrafterConfig, max_positions: int) -> SampleConfig:
     )
 
 
-def _run_of(config: DrafterConfig, steps: int) -> HeadConfig:
+def _run_of(config: DrafterConfig, steps: int, hidden_size: int) -> HeadConfig:
     options: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     return HeadConfig(
         out=config.out,
@@ -217,5 +217,5 @@ def _run_of(config: DrafterConfig, steps: int) -> HeadConfig:
         validate_every_steps=max(1, steps // 10),
         validation_rows=24,
         seed=config.seed,
-        **{"lr": heads.rate_of(config.method), **options},
+        **{"lr": heads.rate_of(config.method, hidden_size), **options},
     )

@@ -25,6 +25,7 @@ from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visi
 from forerun.train.ops import RememberingOps, run_rows
 
 LR = 1e-2  # high, for so few numbers
+TRAINS_VECTORS = True  # and no matrices, so that their width says nothing
 
 
 @dataclass(frozen=True)
