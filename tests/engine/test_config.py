@@ -282,7 +282,7 @@ def test_a_folder_with_a_colon_in_its_name_is_a_draft_model(tmp_path):
         ("repetition_penalty", 0.0),
         ("presence_penalty", 3.0),
         ("frequency_penalty", -3.0),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("min_tokens", -1),
         ("min_tokens", 1000),
         ("seed", -1),
