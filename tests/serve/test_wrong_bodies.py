@@ -13,7 +13,7 @@ import pytest
 
 import forerun
 from forerun.errors import UserError
-from forerun.serve.apis import messages, ollama, openai, responses, routes
+from forerun.serve.apis import messages, ollama, openai, responses, routes, written
 from forerun.serve.apis.vllm import TOKENIZE
 from forerun.serve.bodies import Refused
 from forerun.serve.texts import TextOptions, Texts
@@ -140,7 +140,7 @@ def test_any_value_in_any_place(url: str, texts: Texts) -> None:
         base = {key: value for key, value in BODIES[url].items() if key not in left_out}
         for path, value in itertools.product(places(base), VALUES):
             try:
-                texts.read(url, changed(base, path, value) if path else value)
+                texts.read(written()[url], changed(base, path, value) if path else value)
             except UserError:
                 num_refused += 1
             else:
@@ -193,7 +193,7 @@ def test_a_model_without_a_chat_template(
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     for url, body in CONVERSATIONS.items():
         with pytest.raises(Refused, match=re.escape(sentence)) as refused:
-            Texts(TextOptions(tmp_path, ("m",), 2048, 64)).work(url, body)
+            Texts(TextOptions(tmp_path, ("m",), 2048, 64)).work(routes()[url], body)
         assert refused.value.param == "messages"
         for word in (str(tmp_path), "--chat-template", "chat_template="):
             assert word not in str(refused.value)
