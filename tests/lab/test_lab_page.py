@@ -269,19 +269,26 @@ def test_the_roofline_of_a_mixture_moves_with_the_overlap_of_its_experts(pages: 
     assert costs[0] > 1.5 * costs[-1]
 
 
+def passes_of(server: Running) -> Any:
+    """The curve of passes that the server knows now."""
+    return server.http.get("/lab/api/machine", headers=BEARER).json()["passes"]
+
+
 def test_a_point_is_measured_here(pages: Pages, server: Running) -> None:
     """The engine generates, and the formula takes its measured curve."""
+    curves = [passes_of(server)]  # on a busy machine they are measured anew, and the page has those of its beginning
     page = pages.open("#landscape.k=3")
+    curves.append(passes_of(server))
     button(page, "landscape", "Measure it here").click()
     until(page, "document.querySelector('#landscape').innerText.includes('Measured with the drafter')")
     settle(page)
     said = page.locator("#landscape .note", has_text="Measured with").inner_text()
     alpha, c = (float(page.get_by_label(name).input_value()) for name in ("acceptance α", "cost of a draft token c"))
     assert float(re.search(r"α̂ = (\d\.\d+)", said)[1]) == pytest.approx(alpha, abs=0.011)  # type: ignore[index]
-    passes = server.http.get("/lab/api/machine", headers=BEARER).json()["passes"]
-    v = float(np.interp(4, passes["rows"], passes["ratios"]))
+    curves.append(passes_of(server))
     promised = float(re.search(r"says (\d+\.\d+)×", said)[1])  # type: ignore[index]
-    assert promised == pytest.approx(formulas.speedup(alpha, 3, c, v), rel=0.05)  # the slider rounds alpha and c
+    gains = [formulas.speedup(alpha, 3, c, float(np.interp(4, own["rows"], own["ratios"]))) for own in curves]
+    assert any(promised == pytest.approx(gain, rel=0.05) for gain in gains)  # the slider rounds alpha and c
     assert "Both texts are the same" in said
 
 
