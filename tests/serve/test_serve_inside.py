@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import signal
 import socket
 import sys
@@ -631,14 +630,6 @@ def test_a_server_that_has_ended_leaves_logging_as_it_was() -> None:
     with server._logging(ServerOptions(log_level="error")):
         assert logging.getLogger("asyncio").level == logging.ERROR
     assert [logging.getLogger(name).level for name in names] == before
-
-
-def test_the_log_says_of_each_request_how_much_was_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    """By a line of the engine, which the server shows as its own."""
-    llm = LLM("shipped", **llm_options())
-    with server._logging(ServerOptions(log_level="info")):
-        llm.generate("def f(", SamplingParams(max_tokens=8, temperature=0))
-    assert re.search(r"request \d+ \(\w+\): 8 tokens in \d+ steps", capsys.readouterr().err)
 
 
 def test_a_request_is_a_span_below_the_clients_own() -> None:

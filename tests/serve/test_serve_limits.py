@@ -173,6 +173,9 @@ def test_the_log_has_requests_and_none_of_their_texts(strict: Running) -> None:
     assert (record["event"], record["path"], record["status"]) == ("request", "/v1/completions", 200)
     assert (record["completion_tokens"], record["finish_reason"]) == (3, "length")
     assert record["prompt_tokens"] > 3
+    assert 1 <= record["steps"] <= 3
+    assert 0 <= record["accepted"] <= record["drafted"]
+    assert record["accepted"] + record["steps"] >= 3
     assert SECRET not in strict.log
     assert "not printable" not in strict.log
     assert '"logger": "forerun.engine' not in strict.log  # a request has one line

@@ -111,7 +111,13 @@ class Exchange:
         try:
             await (self._stream if job.stream else self._whole)(job, prompts, generation)
         finally:
-            self._record["completion_tokens"] = sum(r.seq.num_output_tokens for r in requests)
+            reports = {id(request.report): request.report for request in requests}.values()  # a beam search has one
+            self._record |= {
+                "completion_tokens": sum(request.seq.num_output_tokens for request in requests),
+                "steps": sum(report.num_steps for report in reports),
+                "drafted": sum(report.num_drafted for report in reports),
+                "accepted": sum(report.num_accepted for report in reports),
+            }
             service.end(generation)
 
     def close(self) -> None:
