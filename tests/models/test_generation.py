@@ -163,7 +163,7 @@ REFUSED = [
     ({"temperature": "1"}, "it must be a number"),
     ({"temperature": "1", "do_sample": False}, "it must be a number"),
     ({"top_k": 5.5}, "it must be an integer"),
-    ({"max_new_tokens": 0}, "max_new_tokens=0 is not possible: it must be at least 1, or None"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0, which is not possible: it must be at least 1, or None"),
     ({"min_new_tokens": True}, "it must be an integer"),
     ({"do_sample": "false"}, "it must be true or false"),
     ({"do_sample": 0}, "it must be true or false"),
