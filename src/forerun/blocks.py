@@ -1,8 +1,8 @@
 """A model as data: a list of blocks, described before a byte of the weights is read.
 
-A family's file (`models/<model_type>.py`) turns a config.json into a `Spec`. Whatever computes, packs, plans, rounds,
-saves, widens or shards a model reads the spec and `weights(spec)`; nothing else lists the matrices of a layer. A spec
-may describe a block that no backend computes yet: each backend's `supports(spec)` answers with a reason.
+A family's file (`models/families/<model_type>.py`) turns a config.json into a `Spec`. Whatever computes, packs, plans,
+rounds, saves, widens or shards a model reads the spec and `weights(spec)`; nothing else lists the matrices of a layer.
+A spec may describe a block that no backend computes yet: each backend's `supports(spec)` answers with a reason.
 
 Sizes are in elements, windows and positions in tokens.
 """

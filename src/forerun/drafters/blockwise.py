@@ -61,7 +61,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the layer. Raises what head_files.py raises."""
+    """Read the layer. Raises what shared/head_files.py raises."""
     path = head_files.located(options.path, "blockwise")
     config = head_files.read_config(path, "blockwise", artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, inner = size(config, "num_heads"), size(config, "intermediate_size")

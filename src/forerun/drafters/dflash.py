@@ -218,7 +218,7 @@ class Law(NamedTuple):
 
     @staticmethod
     def of(probs: Probs, kind: str, most: int, depth: int, coins: Coins) -> Law:
-        """Return the law of at most `most` siblings of a kind (siblings.py)."""
+        """Return the law of at most `most` siblings of a kind (shared/siblings.py)."""
         if kind == "distinct" and probs.point is None:
             return Law(probs, [probs.at(token) for token in likeliest(probs, most)], ())
         points = list(children_of(probs, kind, most, depth, coins, 0))
@@ -332,7 +332,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the layers. Raises what head_files.py raises, and BadOption for a target of another shape."""
+    """Read the layers. Raises what shared/head_files.py raises, and BadOption for a target of another shape."""
     path = head_files.located(options.path, "dflash")
     config = _config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     model = target.model

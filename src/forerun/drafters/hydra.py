@@ -110,7 +110,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the heads. Raises what head_files.py raises, and UnsupportedModel for other kinds of heads."""
+    """Read the heads. Raises what shared/head_files.py raises, and UnsupportedModel for other kinds of heads."""
     path = head_files.located(options.path, "hydra")
     config = _read_config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     num_heads, num_blocks = size(config, "hydra_num_heads"), size({"hydra_num_layers": 1, **config}, "hydra_num_layers")

@@ -204,7 +204,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the heads. Raises what head_files.py and head_layouts.py raise."""
+    """Read the heads. Raises what shared/head_files.py and shared/head_layouts.py raise."""
     path = head_files.located(options.path, "medusa")
     if (published := head_layouts.find(path, "medusa")) is not None:
         stored = head_layouts.read_medusa(published, target)

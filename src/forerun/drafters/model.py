@@ -3,7 +3,7 @@
 Its probabilities go through the same pipeline as the target's, with two options: draft_temperature and draft_top_k
 replace the request's values for the draws only. The output's distribution does not depend on them, because the verifier
 knows the distribution that each token was drawn from. With draft_vocab only the first ids of the tokenizer are drafted
-(short_vocab.py); all others have probability 0 in the draft.
+(shared/short_vocab.py); all others have probability 0 in the draft.
 
 shared/model_drafter.py says how it runs, shared/feeding.py what its cache holds.
 """

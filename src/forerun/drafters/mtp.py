@@ -3,7 +3,7 @@
 It pairs the target's row of a token behind the final norm with the embedding of the next token, and guesses the token
 behind that. For more than one guess it is fed its own rows, as EAGLE's head is; all but its weights is EAGLE's
 (eagle.py). Embedding and LM head are the target's. The LM head is most of what such a block reads, so only the first
-ids of a large vocabulary are drafted, as many as the texts at hand use (short_vocab.py).
+ids of a large vocabulary are drafted, as many as the texts at hand use (shared/short_vocab.py).
 """
 
 from __future__ import annotations

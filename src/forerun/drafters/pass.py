@@ -141,7 +141,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the vectors. Raises what head_files.py raises."""
+    """Read the vectors. Raises what shared/head_files.py raises."""
     path = head_files.located(options.path, "pass")
     config = head_files.read_config(path, "pass", artifacts.fingerprint(target.tokenizer, target.num_ids))
     shapes = {head_files.LOOK_AHEAD: (size(config, "num_look_ahead"), target.model.config.hidden_size)}

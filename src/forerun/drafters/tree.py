@@ -10,7 +10,7 @@ next level has read them; the rows of the accepted path are kept, so no node is 
     best_first   the nodes of the largest confidence of the draft model (EAGLE-2, Li et al. 2024, arXiv 2406.16858);
                  that looks at tokens, which is admissible for point masses alone (docs/exactness.md)
 
-siblings.py has the ways in which the children of a node are drawn.
+shared/siblings.py has the ways in which the children of a node are drawn.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Counting:
         return all(walk.may_draft for walk in self._walks)
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
-        """Return the ids that may follow these tokens. Raises as `Walk.allowed`."""
+        """Return the ids that may follow these tokens. Raises as `GrammarState.allowed`."""
         place = self._place(committed, drafted)
         if place.left is not None:
             return self._any if place.left > 0 else self._only(self._limit.closing)

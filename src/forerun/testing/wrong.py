@@ -2,7 +2,7 @@
 
 A proof is worth something only if it can fail. `WRONG[name].switched_in()` changes the code that runs, in this process,
 until the block ends; `WRONG[name].error()` is the error of the case, and must be above CAUGHT with the mutant and below
-EXACT without. The numbers are fixed names (docs/exactness.md).
+EXACT without. The numbers are fixed names; docs/exactness.md says in words what the versions are.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class DrafterConfig:
 
     out: Path = option(REQUIRED, "folder for samples, hidden states and the head; the same command goes on in it")
     hours: float = option(
-        4.0, "that it may take in all, of which the target writes for somewhat less than half", above=0
+        4.0, "that it may take in all; the target writes for 60 % of them", above=0
     )
     questions: tuple[Path, ...] = option(
         (), "file of questions like those that users ask, JSON or JSON lines", usual="the target's own, and passages"

@@ -63,7 +63,7 @@ def salt_of(source_ids: Seq[int], salt: str | None) -> str:
 
 
 class Constraint(Protocol):
-    """A grammar's state along a sequence (forerun.sampling.grammar.Walk)."""
+    """A grammar's state along a sequence (forerun.sampling.grammar.GrammarState)."""
 
     @property
     def failure(self) -> Exception | None:
