@@ -14,7 +14,7 @@ import forerun
 from forerun import LLM, SamplingParams
 from forerun.serve import apis
 from forerun.serve.app import make_app
-from forerun.serve.routes import Look
+from forerun.serve.routes import Look, plain_error
 from forerun.serve.service import Service, Services
 from speculation import llm_options
 
@@ -64,7 +64,7 @@ FIELDS = {"words": required(TEXT), **honoured(most=OF_PARAMS["max_tokens"], live
           "colour": neutral(("grey",), "answers have none"), **noted("mood"), **inert("it is a joke", "joke")}
 API = Api(
     (Generate(Form("/toy/say", FIELDS), read, answer, Stream), Look("/toy/{what}", lambda models, key, what: [what])),
-    wrong, below=("/toy/",), absent={"/toy/sing": "nothing is sung here: ask a choir"},
+    wrong, below=("/toy",), absent={"/toy/songs/sing": "nothing is sung here: ask a choir"},
 )
 '''
 
@@ -91,17 +91,23 @@ def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             for wrong, sentence in (
                 ({"wrods": "x"}, "did you mean 'words'"),
                 ({"colour": "red"}, "answers have none"),
+                ({"words": None}, "there is no words: this API wants it"),
                 ({"live": 1}, "live=1 is not possible: it must be true or false"),
                 ({"temperature": -1}, "temperature=-1"),
             ):
                 answer = await client.post("/toy/say", json={**body, **wrong})
                 assert (answer.status_code, sentence in answer.json()["wrong"]) == (400, True), answer.text
             assert (await client.get("/toy/anything")).json() == ["anything"]
-            for path, sentence in (("/toy/sing", "ask a choir"), ("/toy/a/b", "there is no /toy/a/b")):
+            for path, status, sentence in (
+                ("/toy/songs/sing", 404, "ask a choir"),
+                ("/toy/a/b", 404, "there is no /toy/a/b"),
+                ("/toy/anything", 405, "another method"),
+            ):
                 answer = await client.post(path, json={})
-                assert answer.status_code in (404, 405)
-                assert sentence in answer.json()["wrong"] or "another method" in answer.json()["wrong"]
-            told = (await client.get("/openapi.json")).json()["paths"]["/toy/say"]["post"]["requestBody"]
+                assert (answer.status_code, sentence in answer.json()["wrong"]) == (status, True), answer.text
+            described = (await client.get("/openapi.json")).json()["paths"]
+            assert [one["name"] for one in described["/toy/{what}"]["get"]["parameters"]] == ["what"]
+            told = described["/toy/say"]["post"]["requestBody"]
             schema = told["content"]["application/json"]["schema"]
             assert schema["required"] == ["words"]
             assert {"joke", "mood", "colour", "temperature", "draft"} <= schema["properties"].keys()
@@ -110,12 +116,18 @@ def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(test())
 
 
+@pytest.mark.once("paths alone")
+def test_a_target_without_a_path_has_errors_too() -> None:
+    assert (apis.errors_of("*"), apis.refusal("*")) == (plain_error, None)
+
+
 @pytest.mark.once("files alone")
 def test_nothing_else_knows_an_api() -> None:
     """Neither by the name of its file nor by its paths, which a sentence to a client may name among other words."""
     known = apis.apis()
     routes = [route for api in known.values() for route in api.routes]
     paths = {route.url if isinstance(route, Look) else route.form.url for route in routes}
+    paths |= {path for route in routes for path in route.also}
     for file in sorted(SOURCE.rglob("*.py")):
         is_api, mentions = file.parent.name == "apis", list[str]()
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

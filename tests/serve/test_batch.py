@@ -337,6 +337,7 @@ MALFORMED = {
     "the same custom_id": (GOOD, "line 2 has the custom_id 'a' of line 1"),
     "a number": (json.dumps({**LINE, "custom_id": 7}), "line 2 has the custom_id 7 (it must be a text"),
     "another url": (json.dumps({**LINE, "custom_id": "b", "url": "/v1/embeddings"}), "line 2 has the url '/v1/emb"),
+    "a list as url": (json.dumps({**LINE, "custom_id": "b", "url": [COMPLETIONS]}), "line 2 has the url ['/v1/comp"),
     "another method": (json.dumps({**LINE, "custom_id": "b", "method": "GET"}), "line 2 has the method 'GET'"),
     "no body": (json.dumps({**LINE, "custom_id": "b", "body": None}), "line 2 has no body"),
     "another key": (

@@ -14,7 +14,7 @@ import pytest
 import forerun
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Chunk, RequestOutput, RequestReport
-from forerun.serve.apis import messages, ollama, openai, responses, written
+from forerun.serve.apis import generating, messages, ollama, openai, responses
 from forerun.serve.bodies import Job
 from forerun.text.answer_form import AnswerForm
 from forerun.text.calls import dialect, dialects
@@ -139,7 +139,7 @@ def answered(how: AnswerForm, text: str, reason: FinishReason) -> tuple[RequestO
 
 def told(url: str, output: RequestOutput, chunks: list[Chunk]) -> Told:
     """What an API tells of an answer: the same, whole and in pieces."""
-    job, route = Job(url, "small", SamplingParams()), written()[url]
+    job, route = Job(url, "small", SamplingParams()), generating()[url]
     body = route.answer(job, [output], TOKENIZER, "0a", 0)
     stream = route.stream(job, [output.prompt_ids], TOKENIZER, "0a", 0)
     pieces = [stream.begin(), *(stream.piece(0, chunk) for chunk in chunks), stream.end([output])]

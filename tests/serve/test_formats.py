@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from forerun import SamplingParams
-from forerun.serve.apis import written
+from forerun.serve.apis import generating
 from forerun.serve.apis.openai import CHAT, COMPLETIONS
 from serve.running import Running
 
@@ -26,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 def params(url: str = CHAT, **fields: Any) -> SamplingParams:
     asked = {"messages": MESSAGES} if url == CHAT else {"prompt": "x = "}
-    return written()[url].job({**asked, **fields}, "small").params
+    return generating()[url].job({**asked, **fields}, "small").params
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.serve.apis import llama_server, written
+from forerun.serve.apis import generating, llama_server
 from forerun.serve.bodies import Refused
 from serve.running import CODE, Running
 
@@ -31,7 +31,7 @@ def test_a_completion_is_what_the_engine_says(server: Running) -> None:
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert "".join(event["content"] for event in events) == expected.text
     chosen = server.http.post("/completion", json={**body, "response_fields": ["content", "timings/predicted_n"]})
-    assert chosen.json() == {"content": expected.text, "predicted_n": 12}
+    assert chosen.json() == {"content": expected.text, "timings/predicted_n": 12}
     told = server.http.post("/completion", json={**body, "timings_per_token": True, "return_progress": False})
     assert told.headers["x-forerun-ignored"] == "timings_per_token"
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
@@ -62,12 +62,18 @@ def test_paths_that_it_has_without_a_version(server: Running, plain: LLM) -> Non
     assert answers[0] == answers[1]
     text = server.http.post("/apply-template", json={"messages": chat["messages"]}).json()["prompt"]
     assert plain.tokenizer.encode(text, False) == plain.apply_chat_template(chat["messages"])
+    begun = [*chat["messages"], {"role": "assistant", "content": "It is"}]
+    goes_on = server.http.post("/apply-template", json={"messages": begun, "continue_final_message": True}).json()
+    assert goes_on["prompt"] == text + "It is"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    answer = server.http.post("/apply-template", json={"messages": chat["messages"], "tools": tools})
+    assert (answer.status_code, "tools" in answer.text) == (400, True)  # its template knows none
     sides = {"input_prefix": CODE, "input_suffix": "return x"}
     answer = server.http.post("/infill", json=sides)  # the shipped model has no tokens for it
     assert (answer.status_code, "no tokens for filling in" in answer.text) == (400, True)
     for wrong, sentence in (
-        ({"input_suffix": None}, "there is no input_suffix"),
-        ({"input_extra": [{"text": "x"}]}, "input_extra"),
+        ({"input_suffix": None}, "there is no input_suffix: send the text on both sides"),
+        ({"input_prefix": None}, "there is no input_prefix: send the text on both sides"),
     ):
         answer = server.http.post("/infill", json={**sides, **wrong})
         assert (answer.status_code, sentence in answer.text) == (400, True), answer.text
@@ -104,4 +110,4 @@ def test_texts_to_ids_and_back_in_its_form(server: Running) -> None:
 )
 def test_what_is_not_built_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
-        written()[llama_server.COMPLETION].job({"prompt": CODE, **fields}, "small")
+        generating()[llama_server.COMPLETION].job({"prompt": CODE, **fields}, "small")

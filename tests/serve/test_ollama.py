@@ -11,7 +11,7 @@ import ollama as client_of_ollama
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.serve.apis import ollama, written
+from forerun.serve.apis import generating, ollama
 from forerun.serve.bodies import Job, Refused
 from serve.running import CODE, Running, serving
 
@@ -52,7 +52,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def read(url: str = ollama.CHAT, *, ignore: bool = False, **body: Any) -> Job:
     given = {"messages": HELLO} if url == ollama.CHAT else {"prompt": CODE}
-    return written()[url].job({**given, **body}, "small", served_names=("small",), ignore_unsupported=ignore)
+    return generating()[url].job({**given, **body}, "small", served_names=("small",), ignore_unsupported=ignore)
 
 
 # ------------------------------------------------------------------------------------------------------ the client

@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
-from forerun.serve.apis import written
+from forerun.serve.apis import generating
 from forerun.serve.apis.openai import CHAT, COMPLETIONS, answer
 from forerun.serve.bodies import Refused, model_names
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
@@ -28,7 +28,7 @@ NAMES = ("small", "models/small")
 
 def read(url: str, **body: Any) -> Any:
     asked = {"messages": HELLO} if url == CHAT else {"prompt": "hello"}
-    return written()[url].job({**asked, **body}, "small", served_names=NAMES)
+    return generating()[url].job({**asked, **body}, "small", served_names=NAMES)
 
 
 # ------------------------------------------------------------------------------------------------------- honoured
@@ -39,7 +39,9 @@ def test_defaults_are_those_of_the_api() -> None:
     assert read(CHAT).params == SamplingParams(max_tokens=None)
     given = {"max_tokens": 7, "seed": 3, "top_k": 5}
     for url in (CHAT, COMPLETIONS):
-        job = written()[url].job({"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, "small", given)
+        job = generating()[url].job(
+            {"messages": HELLO} if url == CHAT else {"prompt": "x", "top_k": None}, "small", given
+        )
         assert job.params == SamplingParams(**given)
         assert (job.model, job.stream, job.include_usage) == ("small", False, False)
 
@@ -180,9 +182,9 @@ def test_names_of_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert model_names("org/name@v2") == ("org/name", "org/name@v2")
     for name in (*NAMES, None):
         assert read(CHAT, model=name).model == "small", "the answer says what answered"
-    assert written()[CHAT].job({"messages": HELLO, "model": "gpt-4o"}, "small").model == "small"
+    assert generating()[CHAT].job({"messages": HELLO, "model": "gpt-4o"}, "small").model == "small"
     with pytest.raises(Refused, match="model=3 is not possible: it must be a text"):
-        written()[CHAT].job({"messages": HELLO, "model": 3}, "small")
+        generating()[CHAT].job({"messages": HELLO, "model": 3}, "small")
 
 
 # -------------------------------------------------------------------------------------------------------- refused

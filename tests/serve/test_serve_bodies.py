@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.serve.apis import messages, openai, responses, written
+from forerun.serve.apis import generating, messages, openai, responses
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.fields import MOST_ENTRIES
 from forerun.serve.openapi import body_of
@@ -19,11 +19,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def respond(**body: Any) -> Job:
-    return written()[responses.RESPONSES].job({"input": "hello", **body}, "small", served_names=("small",))
+    return generating()[responses.RESPONSES].job({"input": "hello", **body}, "small", served_names=("small",))
 
 
 def message(**body: Any) -> Job:
-    return written()[messages.MESSAGES].job(
+    return generating()[messages.MESSAGES].job(
         {"messages": HELLO, "max_tokens": 5, **body}, "small", served_names=("small",)
     )
 
@@ -31,7 +31,7 @@ def message(**body: Any) -> Job:
 def test_a_developer_is_the_system_of_templates() -> None:
     conversation = [{"role": "developer", "content": "Be brief."}, *HELLO]
     body = {"model": "small", "messages": conversation}
-    job = written()[openai.CHAT].job(body, "small", served_names=("small",))
+    job = generating()[openai.CHAT].job(body, "small", served_names=("small",))
     assert job.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
 
 
@@ -192,21 +192,21 @@ def test_what_cannot_be_honoured_is_refused_by_name(read: Any, body: dict[str, A
 
 
 def test_agents_are_served_without_what_is_not_built() -> None:
-    job = written()[responses.RESPONSES].job(CODEX, "shipped")
+    job = generating()[responses.RESPONSES].job(CODEX, "shipped")
     assert (job.ignored, job.effort) == (("tools[1]", "reasoning.summary"), "medium")
     assert [tool["function"]["name"] for tool in job.tools.given] == ["shell"] if job.tools else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user", "user"]
     assert job.stream
-    job = written()[messages.MESSAGES].job(CLAUDE_CODE, "shipped")
+    job = generating()[messages.MESSAGES].job(CLAUDE_CODE, "shipped")
     assert (job.ignored, job.effort, job.thinks) == (("context_management",), "medium", None)
     assert [tool["function"]["name"] for tool in job.tools.given] == ["Bash"] if job.tools else False
     assert [m["role"] for m in job.messages or ()] == ["system", "user"]
     chat = {"messages": HELLO, "tools": [{"type": "web_search"}], "best_of": 2, "verbosity": "low"}
-    job = written()[openai.CHAT].job(chat, "small", ignore_unsupported=True)
+    job = generating()[openai.CHAT].job(chat, "small", ignore_unsupported=True)
     assert job.ignored == ("best_of", "verbosity", "tools[0]")
     for wrong in ({"messages": 3}, {"temperature": "hot"}):
         with pytest.raises(Refused):
-            written()[openai.CHAT].job({**chat, **wrong}, "small", ignore_unsupported=True)
+            generating()[openai.CHAT].job({**chat, **wrong}, "small", ignore_unsupported=True)
 
 
 def test_documents_that_are_texts_are_read() -> None:
@@ -276,7 +276,7 @@ def test_the_form_of_an_answer() -> None:
 
 
 def test_the_document_has_the_limits_of_fields() -> None:
-    for url, route in written().items():
+    for url, route in generating().items():
         fields = body_of(route)["properties"]
         for name, most in MOST_ENTRIES.items():
             for own in {name, "stop_sequences" if name == "stop" else name} & fields.keys():

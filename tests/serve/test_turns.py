@@ -17,7 +17,7 @@ import pytest
 from benchmarks import attack_clients, attacks
 from forerun import LLM
 from forerun.serve import kept, server
-from forerun.serve.apis import ollama, responses, written
+from forerun.serve.apis import generating, ollama, responses
 from forerun.serve.aside import LONG_BYTES
 from forerun.serve.bodies import Refused
 from forerun.serve.kept import Kept
@@ -184,9 +184,9 @@ def test_what_an_answer_repeats_is_bounded(name: str) -> None:
         many = {"summary": [0] * num}
         return {"input": "x", name: [{"type": "web_search", **many}] if name == "tools" else many}
 
-    assert name in written()[responses.RESPONSES].job(body(responses.MOST_REPEATED - 10), "small").given
+    assert name in generating()[responses.RESPONSES].job(body(responses.MOST_REPEATED - 10), "small").given
     with pytest.raises(Refused, match=f"{name} has more than 20,000 values, which the answer would repeat"):
-        written()[responses.RESPONSES].job(body(responses.MOST_REPEATED + 1), "small")
+        generating()[responses.RESPONSES].job(body(responses.MOST_REPEATED + 1), "small")
 
 
 def test_a_stream_that_says_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

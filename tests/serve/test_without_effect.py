@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 import forerun
-from forerun.serve.apis import llama_server, messages, ollama, openai, responses, routes, vllm, written
+from forerun.serve.apis import generating, llama_server, messages, ollama, openai, responses, vllm, with_bodies
 from forerun.serve.bodies import Job, Refused
+from forerun.serve.routes import Count
 from forerun.serve.texts import OnlyAside, TextOptions, Texts
 from forerun.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")
 SHIPPED = Path(forerun.__file__).parent / "data" / "target"
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
-ROUTES = {route.form.url: route for route in written().values()}
+ROUTES = {route.form.url: route for route in generating().values()}
 ASKED: Any = [{"role": "user", "content": "hi"}]
 FUNCTION: Any = {"name": "f", "parameters": {"type": "object"}}
 TOOL: Any = {"type": "function", "function": FUNCTION}
@@ -144,6 +145,7 @@ OWN: dict[str, dict[str, Example]] = {
         "input_suffix": "x",
         "n_predict": 3,
         "penalize_nl": None,
+        "prompt": "x",
         "repeat_penalty": 1.25,
         "response_fields": ["content"],
     },
@@ -238,6 +240,13 @@ def test_what_is_asked_of_a_response_and_not_made_is_told() -> None:
     assert read(responses.RESPONSES, body).ignored == ("text.verbosity", "reasoning.summary")
 
 
+def test_a_text_is_filled_in_behind_its_own_beginning() -> None:
+    job = read(llama_server.INFILL, {"input_prefix": "a", "prompt": "b", "input_suffix": "c"})
+    assert (job.prompts, job.suffix) == (("ab",), "c")
+    assert read(llama_server.INFILL, {"input_prefix": "", "input_suffix": ""}).suffix == ""  # it is filled in, too
+    assert read(llama_server.COMPLETION, {"prompt": "a"}).suffix is None
+
+
 # ----------------------------------------------------------------------------------------------------------- /tokenize
 
 
@@ -247,12 +256,29 @@ def texts() -> Texts:
 
 
 def tokenize(texts: Texts, body: dict[str, Any]) -> Any:
-    return texts.work(routes()[vllm.TOKENIZE], body)
+    return texts.work(with_bodies()[vllm.TOKENIZE], body)
 
 
 def test_what_is_not_needed_to_show_a_model_is_told(texts: Texts) -> None:
     asked = {"name": "small", "verbose": True, "system": ""}
-    assert texts.work(routes()[ollama.SHOW], asked) == (b'{"model":"small"}', ("verbose",))
+    assert texts.work(with_bodies()[ollama.SHOW], asked) == (b'{"model":"small"}', ("verbose",))
+
+
+COUNTED: dict[str, dict[str, Any]] = {
+    vllm.TOKENIZE: {"prompt": "hi"},
+    vllm.DETOKENIZE: {"tokens": [1]},
+    llama_server.APPLY_TEMPLATE: {"messages": ASKED},
+    messages.COUNT_TOKENS: {"messages": ASKED},
+    ollama.SHOW: {"name": "small"},
+}
+
+
+def test_every_route_that_counts_tells_what_it_ignored() -> None:
+    texts = Texts(TextOptions(SHIPPED, ("small",), 2048, 4, ignore_unsupported=True))
+    counting = {url: route for url, route in with_bodies().items() if isinstance(route, Count)}
+    assert counting.keys() == COUNTED.keys()
+    for url, route in counting.items():
+        assert texts.work(route, {**COUNTED[url], "no_such_field": 1})[1] == ("no_such_field",), url
 
 
 def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
@@ -270,7 +296,7 @@ def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
         assert not base or with_it != tokenize(texts, base), name
     # These need another tokenizer or template than the small model's: tests/serve/test_echo.py, test_serve_tools.py.
     elsewhere = {"add_special", "add_special_tokens", "tools", "chat_template_kwargs", "add_generation_prompt", "model"}
-    assert routes()[vllm.TOKENIZE].form.fields.keys() == examples.keys() | elsewhere
+    assert with_bodies()[vllm.TOKENIZE].form.fields.keys() == examples.keys() | elsewhere
     for wrong in ({"prompt": "hi", "parse_special": False}, {"messages": ASKED, "with_pieces": True}):
         with pytest.raises(Refused, match="belongs to content"):
             tokenize(texts, wrong)
@@ -303,7 +329,7 @@ def test_fields_of_an_answer_are_chosen() -> None:
     made = {"content": "x", "stop": True, "timings": {"cache_n": 3}}
     for fields, expected in (
         (["content", "nothing"], {"content": "x"}),
-        (["timings/cache_n", "stop/x"], {"cache_n": 3}),
+        (["timings/cache_n", "stop/x"], {"timings/cache_n": 3}),
         ([], made),
     ):
         job = read(llama_server.COMPLETION, {"prompt": "a", "response_fields": fields})

@@ -13,7 +13,7 @@ import pytest
 
 import forerun
 from forerun.errors import UserError
-from forerun.serve.apis import messages, ollama, openai, responses, routes, written
+from forerun.serve.apis import generating, messages, ollama, openai, responses, with_bodies
 from forerun.serve.apis.vllm import TOKENIZE
 from forerun.serve.bodies import Refused
 from forerun.serve.texts import TextOptions, Texts
@@ -140,7 +140,7 @@ def test_any_value_in_any_place(url: str, texts: Texts) -> None:
         base = {key: value for key, value in BODIES[url].items() if key not in left_out}
         for path, value in itertools.product(places(base), VALUES):
             try:
-                texts.read(written()[url], changed(base, path, value) if path else value)
+                texts.read(generating()[url], changed(base, path, value) if path else value)
             except UserError:
                 num_refused += 1
             else:
@@ -157,11 +157,11 @@ def test_tools_of_a_template_that_knows_none() -> None:
         own = Texts(TextOptions(folder, ("shipped",), 2048, 64, {}, ignore))
         for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
             if ignore and choice == "auto":
-                job, _ = own.read(routes()[openai.CHAT], {**body, "tool_choice": choice})
+                job, _ = own.read(with_bodies()[openai.CHAT], {**body, "tool_choice": choice})
                 assert job.ignored == ("tools", "reasoning_effort")
                 continue
             with pytest.raises(UserError, match="does not know tools"):
-                own.read(routes()[openai.CHAT], {**body, "tool_choice": choice})
+                own.read(with_bodies()[openai.CHAT], {**body, "tool_choice": choice})
 
 
 CONVERSATIONS: dict[str, dict[str, Any]] = {
@@ -193,7 +193,7 @@ def test_a_model_without_a_chat_template(
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     for url, body in CONVERSATIONS.items():
         with pytest.raises(Refused, match=re.escape(sentence)) as refused:
-            Texts(TextOptions(tmp_path, ("m",), 2048, 64)).work(routes()[url], body)
+            Texts(TextOptions(tmp_path, ("m",), 2048, 64)).work(with_bodies()[url], body)
         assert refused.value.param == "messages"
         for word in (str(tmp_path), "--chat-template", "chat_template="):
             assert word not in str(refused.value)

@@ -304,7 +304,10 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read a head. Raises what shared/head_files.py and shared/head_layouts.py raise, and BadOption for a target of another shape."""
+    """Read a head.
+
+    Raises what shared/head_files.py and shared/head_layouts.py raise, and BadOption for a target of another shape.
+    """
     path = head_files.located(options.path, "eagle")
     published = head_layouts.find(path, "eagle", target.opened.config.ignored_config_keys)
     if published is not None:

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.errors import ForerunError, InternalError
 from forerun.serve import openapi
-from forerun.serve.answering import RECORD, Answer, ClientGone, ignored_header, key_of, read_body
-from forerun.serve.apis import apis, of_path, refusal
+from forerun.serve.answering import IGNORED, RECORD, Answer, ClientGone, ignored_header, key_of, read_body
+from forerun.serve.apis import api_of, apis, errors_of, refusal
 from forerun.serve.bodies import Refused
 from forerun.serve.events import as_json
 from forerun.serve.metrics import CONTENT_TYPE, Metrics
@@ -76,64 +77,71 @@ def make_app(
 
 
 def _add(
-    app: FastAPI, services: Services, route: Generate | Count | Look, error: Errors, schemas: dict[str, Any]
+    app: FastAPI, services: Services, route: Generate | Count | Look, errors: Errors, schemas: dict[str, Any]
 ) -> None:
     if isinstance(route, Look):
-        name = f"{route.method.lower()}_{_name(route.url)}"
-        app.api_route(route.url, methods=[route.method], name=name, responses=openapi.ERRORS)(
-            _looking(services, route, error)
-        )
+        look = _looking(services, route, errors)
+        for url in (route.url, *route.also):
+            extra = {"parameters": openapi.parameters_of(url)}
+            name = f"{route.method.lower()}_{_name(url)}"
+            app.api_route(url, methods=[route.method], name=name, openapi_extra=extra, responses=openapi.ERRORS)(look)
         return
-    endpoint = _answering(services, route, error) if isinstance(route, Generate) else _counting(services, route, error)
+    make = _answering(services, route, errors) if isinstance(route, Generate) else _counting(services, route, errors)
     extra = openapi.as_body(schemas[route.form.url])
     for url in (route.form.url, *route.also):
-        app.post(url, openapi_extra=extra, name=_name(url), responses=openapi.answers_of(route))(endpoint)
+        app.post(url, openapi_extra=extra, name=_name(url), responses=openapi.answers_of(route))(make)
 
 
 def _name(url: str) -> str:
     return re.sub(r"\W+", "_", url).strip("_")
 
 
-def _answering(services: Services, route: Generate, error: Errors) -> Callable[[], Any]:
+def _answering(services: Services, route: Generate, errors: Errors) -> Callable[[], Any]:
     async def answer() -> Response:
-        return Answer(services, route, error)
+        return Answer(services, route, errors)
 
     return answer
 
 
-def _looking(services: Services, route: Look, error: Errors) -> Callable[[Request], Any]:
+def _looking(services: Services, route: Look, errors: Errors) -> Callable[[Request], Any]:
     async def look(request: Request) -> Response:
+        answer = partial(route.answer, services, key_of(request.headers), **request.path_params)
         try:
-            answer = partial(route.answer, services, key_of(request.headers), **request.path_params)
-            return Response(as_json(await services.in_thread(answer)), media_type="application/json")
+            found = await services.in_thread(answer) if route.is_slow else answer()
+            return Response(as_json(found), media_type="application/json")
         except ForerunError as failure:
-            status, body = error(failure, request.scope[RECORD]["request_id"])
-            return JSONResponse(body, status)
+            return _refusing(errors, failure, request.scope[RECORD]["request_id"])
 
     return look
 
 
-def _counting(services: Services, route: Count, error: Errors) -> Callable[[Request], Any]:
+def _counting(services: Services, route: Count, errors: Errors) -> Callable[[Request], Any]:
     async def count(request: Request) -> Response:
-        headers: dict[str, str] = {}
         try:
             body = await read_body(request.headers, request.receive, services)
             with services.gate.enter():
-                written, ignored = await services.read(route.form.url, body)
+                answer, ignored = await services.read(route.form.url, body)
             if route.finish is not None:
-                written = as_json(route.finish(services, json.loads(written)))
-            if ignored:
-                headers["x-forerun-ignored"] = ignored_header(ignored)
-            return Response(written, 200, headers, "application/json")
+                answer = as_json(await services.in_thread(route.finish, services, json.loads(answer)))
+            headers = {IGNORED: ignored_header(ignored)} if ignored else {}
+            return Response(answer, 200, headers, "application/json")
         except ClientGone:
             return Response(status_code=400)
         except ForerunError as failure:
-            status, answer = error(failure, request.scope[RECORD]["request_id"])
-            if getattr(failure, "retry_after_s", None) is not None:
-                headers["retry-after"] = str(failure.retry_after_s)  # type: ignore[attr-defined]
-            return Response(as_json(answer), status, headers, "application/json")
+            return _refusing(errors, failure, request.scope[RECORD]["request_id"])
 
     return count
+
+
+def _refusing(
+    errors: Errors, failure: ForerunError, request_id: str, headers: Mapping[str, str] = MappingProxyType({})
+) -> Response:
+    """Make the answer that is an error, with what HTTP wants to know of it."""
+    status, body = errors(failure, request_id)
+    more = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if (wait_s := getattr(failure, "retry_after_s", None)) is not None:
+        more["retry-after"] = str(wait_s)
+    return Response(as_json(body), status, {**headers, **more}, "application/json")
 
 
 def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
@@ -168,9 +176,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
     hint = {404: _no_route(path, request.app), 405: f"{path} wants another method: /openapi.json lists the routes"}
     refused = Refused(hint.get(error.status_code, str(error.detail)), status=error.status_code)
-    path = request.url.path
-    status, body = of_path(path).error(refused, request.scope[RECORD]["request_id"])
-    return JSONResponse(body, status, dict(error.headers or {}))
+    return _refusing(errors_of(path), refused, request.scope[RECORD]["request_id"], error.headers or {})
 
 
 def _no_route(path: str, app: FastAPI) -> str:
@@ -237,18 +243,13 @@ class Door:
             except ClientGone:
                 record["reason"] = "disconnect"
             except Refused as error:
-                code, answer = of_path(scope["path"]).error(error, request_id)
-                more = {"www-authenticate": "Bearer"} if code == 401 else {}
-                if error.retry_after_s is not None:
-                    more["retry-after"] = str(error.retry_after_s)
-                await JSONResponse(answer, code, more)(scope, receive, sending)
+                await _refusing(errors_of(scope["path"]), error, request_id)(scope, receive, sending)
             except Exception as error:
                 LOG.exception("request %s failed", request_id)
                 record["error"] = repr(error)[:200]
                 if not has_begun:
                     failed = InternalError(f"the request {request_id} failed; the log says why")
-                    code, answer = of_path(scope["path"]).error(failed, request_id)
-                    await JSONResponse(answer, code)(scope, receive, sending)
+                    await _refusing(errors_of(scope["path"]), failed, request_id)(scope, receive, sending)
             finally:
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics_of(record).answered(route, status)
@@ -287,7 +288,8 @@ class Door:
         if allowed is None and not self._is_known(scope["path"], headers):
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise Refused(message, code="invalid_api_key", status=401)
-        self._origins.check(scope["method"], scope["path"], headers)
+        api = api_of(scope["path"])
+        self._origins.check(scope["method"], scope["path"], headers, is_lax=api is not None and api.is_lax)
         if self._asks_page(scope["path"]):
             self._check_page(scope, headers)
         return None if allowed is None else {name.decode(): value.decode("latin-1") for name, value in allowed}

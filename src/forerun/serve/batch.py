@@ -173,7 +173,7 @@ class Requests:
         if job.stream:
             raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
         prompts: list[Prompt] = list(job.prompts)
-        if job.suffix:
+        if job.suffix is not None:
             prompts = [filling_ids(self.llm.tokenizer, str(job.prompts[0]), job.suffix)]
         if job.messages is not None:
             job = templated(job, lambda: self.llm.chat_template)

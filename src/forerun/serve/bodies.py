@@ -85,7 +85,7 @@ class Job:
     model: str  # as the answer names it
     params: SamplingParams
     prompts: tuple[Prompt, ...] = ()
-    suffix: str = ""  # what stands behind the text that is to be filled in
+    suffix: str | None = None  # what stands behind the text that is to be filled in; None = nothing is filled in
     messages: list[Message] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     continue_final_message: bool = False  # the last message is the beginning of the answer
@@ -163,6 +163,9 @@ def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsup
             given.ignored.append(name)
         elif known.schema is not None:
             given.fields[name] = value
+    for name, known in fields.items():
+        if known.is_required and name not in given.fields:
+            raise Refused(f"there is no {name}: {known.why}", name)
     _check_model(given.fields, served_names)
     return given
 
@@ -177,9 +180,9 @@ def _unknown(form: Form, name: str, known: Collection[str]) -> Refused:
 
 def _check_value(name: str, value: Any, field: Field) -> None:
     """Refuse a value that a neutral field cannot have, and a flag or text of another type."""
-    if field.schema is FLAG and not isinstance(value, bool):
+    if field.schema == FLAG and not isinstance(value, bool):
         raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
-    if field.schema is TEXT and not isinstance(value, str):
+    if field.schema == TEXT and not isinstance(value, str):
         raise Refused(f"{name}={shown(value)} is not possible: it must be a text", name)
     allowed = field.neutral
     if allowed is None:
@@ -334,6 +337,11 @@ def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> 
         if name == ours and other in given:
             return Refused(other + message.removeprefix(name), other)
     return Refused(message, name)
+
+
+def are_ids(prompt: object) -> bool:
+    """Return whether a prompt is a list of token ids, and not empty."""
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
 def flag(given: Body, name: str, default: bool = False) -> bool:

@@ -27,6 +27,7 @@ from forerun.serve.tools import listed, tool_request
 from forerun.text.chat import ROLES
 from forerun.text.tools import A_TOOL, AUTO, ToolRequest
 
+A_CONVERSATION = '[{"role": "user", "content": "hello"}]'
 _CALL = structure(
     ("id", "type", "function"),
     id=TEXT,
@@ -47,7 +48,7 @@ _CHOICE = either(
 )
 # The fields for the chat template; the other fields of a chat are about the answer.
 FIELDS: Fields = {
-    "messages": required(array(_MESSAGE, 1)),
+    "messages": required(array(_MESSAGE, 1), f"it must be a list such as {A_CONVERSATION}"),
     **honoured(tools=TOOLS, chat_template_kwargs=OBJECT, continue_final_message=FLAG, add_generation_prompt=FLAG),
 }
 CHOICE: Fields = honoured(tool_choice=_CHOICE, parallel_tool_calls=FLAG)
@@ -103,8 +104,8 @@ def _messages(messages: Any) -> list[Message]:
     """Return a conversation whose contents are texts, alone or in parts. Raises Refused."""
     ok = isinstance(messages, list) and messages
     if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        example = '[{"role": "user", "content": "hello"}]'
-        raise Refused(f"messages={shown(messages)} is not possible: it must be a list such as {example}", "messages")
+        message = f"messages={shown(messages)} is not possible: it must be a list such as {A_CONVERSATION}"
+        raise Refused(message, "messages")
     for i, message in enumerate(messages):
         parts = message.get("content")
         for part in parts if isinstance(parts, list) else []:

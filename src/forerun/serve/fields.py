@@ -1,7 +1,7 @@
 """What a field of a body may hold, as JSON Schema, and what becomes of it: every API builds its fields from these.
 
 The checks of a body, the server's OpenAPI document and its list of harmless fields follow from a Field. Its schema says
-what is honoured; FLAG and TEXT are checked here, other schemas where the body is read.
+what is honoured; bodies.py checks a FLAG and a TEXT by it, and whoever reads the body what else it says.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Field:
 Fields: TypeAlias = Mapping[str, Field]
 
 
-def required(schema: Schema) -> Field:
-    """Return a field that a body must have."""
-    return Field(schema, is_required=True)
+def required(schema: Schema, why: str = "this API wants it") -> Field:
+    """Return a field that a body must have. why: what a body without it is told."""
+    return Field(schema, is_required=True, why=why)
 
 
 def neutral(values: Seq[Any] | Callable[[Any], bool], why: str) -> Field:

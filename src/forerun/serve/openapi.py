@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from forerun.registry import names as registered
-from forerun.serve.apis import routes
+from forerun.serve.apis import with_bodies
 from forerun.serve.fields import ID, Schema, integer, or_null
 from forerun.serve.routes import Count, Generate
 from forerun.serve.service import Services
@@ -48,7 +49,7 @@ def bodies(services: Services) -> dict[str, Schema]:
             fields |= {name: or_null(known) for name, known in here.items() if name in fields}
         return filled
 
-    return {url: told(body_of(route)) for url, route in routes().items()}
+    return {url: told(body_of(route)) for url, route in with_bodies().items()}
 
 
 # What may come instead of an answer; docs/serve.md says when.
@@ -78,3 +79,9 @@ def answers_of(route: Generate | Count) -> dict[int | str, dict[str, Any]]:
     if isinstance(route, Generate):
         kinds.append(route.media_type.partition(";")[0])
     return {200: {"description": "the answer", "content": {kind: {} for kind in kinds}}, **ERRORS}
+
+
+def parameters_of(url: str) -> list[dict[str, Any]]:
+    """Return the parts in braces of a path, which are texts."""
+    names = re.findall(r"\{(\w+)", url)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]

@@ -29,7 +29,6 @@ _HOST = re.compile(r"[\w.-]+|\*")
 _SHORT_ADDRESS = re.compile(r"(\d+|0x[\da-f]+)(\.(\d+|0x[\da-f]+)){0,3}")  # 127.1 is 127.0.0.1
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SAFE = ("GET", "HEAD", "OPTIONS")  # they change nothing, and another page cannot read their answers
-_LAX = "/api/"  # Ollama's routes
 _OF_BROWSERS = frozenset((b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"))  # no page leaves all out
 _PORTS = {"http": 80, "https": 443}  # what a browser leaves out
 # Headers that pages may send, where a browser does not say which; and headers of answers that they may read.
@@ -68,8 +67,11 @@ class Origins:
                 )
         return cls(frozenset(allowed), frozenset(map(_canonical, names)), only_local)
 
-    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise Refused for a foreign host name or page, a compressed body, or one that is not said to be JSON."""
+    def check(self, method: str, path: str, headers: Mapping[bytes, bytes], *, is_lax: bool = False) -> None:
+        """Raise Refused for a foreign host name or page, a compressed body, or one that is not said to be JSON.
+
+        is_lax: programs, though no page, may leave out what a body is.
+        """
         is_safe = method in _SAFE
         if not (self.knows(headers) or (is_safe and path in PROBES)):
             raise Refused(
@@ -91,8 +93,8 @@ class Origins:
                 status=415,
             )
         has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-        is_lax = path.startswith(_LAX) and not headers.keys() & _OF_BROWSERS
-        if has_body and not is_lax and not _JSON.fullmatch(headers.get(b"content-type", b"")):
+        may_leave_out = is_lax and not headers.keys() & _OF_BROWSERS
+        if has_body and not may_leave_out and not _JSON.fullmatch(headers.get(b"content-type", b"")):
             raise Refused(
                 "the body must be JSON and say so: send the header content-type: application/json",
                 code="unsupported_media_type",

@@ -76,7 +76,7 @@ class RequestFile:
                 if first != number:
                     raise BadOption(f"has the custom_id {shown(request.custom_id)} of line {first}")
                 self.digest_of[request.custom_id] = request.digest
-                self.has_chats |= "messages" in batched()[request.url].form.own
+                self.has_chats |= batched()[request.url].reads_chats
                 model = request.body.get("model")
                 self.models |= {model} if isinstance(model, str) else set()
             except BadOption as error:
@@ -109,7 +109,7 @@ def _read(line: bytes) -> BatchRequest:
         _missing("custom_id", custom_id, "a text of its own")
     if fields.get("method") != "POST":
         _missing("method", fields.get("method"), "POST")
-    if url not in batched():
+    if not isinstance(url, str) or url not in batched():
         _missing("url", url, " or ".join(batched()))
     if not isinstance(body, dict):
         _missing("body", body, "an object")

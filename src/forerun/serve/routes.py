@@ -85,7 +85,7 @@ class Generate:
     makes the whole answer of (job, outputs, tokenizer, its id in hex digits, the second of its creation). stream: makes
     the Events of (job, prompts, tokenizer, id, second). media_type: of a stream. sign_of_life: sent in a stream that
     has nothing to say. is_kept: answers are kept, and others may go on from them. in_batches: `forerun batch` asks it.
-    also: its other paths.
+    reads_chats: every body has a conversation, which wants a chat template. also: its other paths.
     """
 
     form: Form
@@ -96,6 +96,7 @@ class Generate:
     sign_of_life: bytes = KEEP_ALIVE
     is_kept: bool = False
     in_batches: bool = False
+    reads_chats: bool = False
     also: tuple[str, ...] = ()
 
     def job(
@@ -136,25 +137,30 @@ class Count:
 class Look:
     """A route whose answers say what the server knows; its path may have parts in braces.
 
-    answer: makes it of (the models, the owner of the request, the parts of the path by name). Raises Refused.
+    answer: makes it of (the models, the owner of the request, the parts of the path by name). Raises Refused. is_slow:
+    it reads files, or long answers that were kept, and so runs in a thread. also: its other paths.
     """
 
     url: str
     answer: Callable[..., Any]
     method: str = "GET"
+    is_slow: bool = False
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Api:
     """One API. error: how its errors look.
 
-    below: path prefixes where this API shapes the errors that no route raised; "/" matches all paths. absent: paths, or
-    prefixes with a slash at the end, that other servers of this API have and this one lacks -> the reason.
+    below: path prefixes where this API shapes the errors that no route raised. is_lax: its clients need not say that a
+    body is JSON. absent: {path: reason} for what other servers of this API have and this one lacks; a path that ends in
+    a slash stands for all below it.
     """
 
     routes: tuple[Generate | Count | Look, ...]
     error: Errors
     below: tuple[str, ...] = ()
+    is_lax: bool = False
     absent: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -30,7 +30,7 @@ from forerun.config import EngineConfig
 from forerun.engine.fitting import refuse_together
 from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.named import default
 from forerun.sampling.grammar import vocabulary
@@ -140,6 +140,8 @@ def loaded(opened: Opened) -> LLM:
     llm = LLM.from_opened(opened)
     with suppress(BadOption):  # a tokenizer that grammars cannot use
         vocabulary(tokenizer)  # takes a second, for which no stream has to wait later
+    with suppress(UserError):  # who chats is told
+        _ = llm.chat_template
     spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
     llm.measure_passes()
@@ -325,20 +327,23 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     root, sending = logging.getLogger(), _Queue(records)
     level = logging.getLevelNamesMapping()[options.log_level.upper()]
     root.addHandler(sending)
-    loggers = [root, *map(logging.getLogger, ("uvicorn.error", "asyncio", "forerun.engine", "forerun.pacing"))]
-    before = [logger.level for logger in loggers]
-    root.setLevel(level)
-    for noisy in loggers[1:3]:
-        noisy.setLevel(max(level, logging.WARNING))
-    for inner in loggers[3:]:  # a request has one line, written by the server
-        inner.setLevel(logging.WARNING if level == logging.INFO else level)
+    quiet = logging.WARNING if level == logging.INFO else level
+    levels = {
+        root: level,
+        **dict.fromkeys(map(logging.getLogger, ("uvicorn.error", "asyncio")), max(level, logging.WARNING)),
+        # A request has one line, the server's; and what passes take asks nothing of anybody.
+        **dict.fromkeys(map(logging.getLogger, ("forerun.engine.engine", "forerun.pacing")), quiet),
+    }
+    before = {logger: logger.level for logger in levels}
+    for logger, own_level in levels.items():
+        logger.setLevel(own_level)
     listener.start()
     try:
         yield
     finally:
         listener.stop()
         root.removeHandler(sending)
-        for logger, usual in zip(loggers, before, strict=True):
+        for logger, usual in before.items():
             logger.setLevel(usual)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
 from forerun.sampling.grammar import Grammar, vocabulary
-from forerun.serve.apis import routes
+from forerun.serve.apis import with_bodies
 from forerun.serve.bodies import Job, Prompt, Refused, check, meant
 from forerun.serve.events import in_slices
 from forerun.serve.routes import Count, Generate
@@ -37,7 +37,7 @@ from forerun.types import SamplingParams
 LOG = logging.getLogger(__name__)
 MOST_TRIED_S, MOST_TRIED_BYTES = 2.0, 512 << 20  # processor time and memory that a grammar may take to be compiled
 _MARGIN = 2  # for tokenizers that drop some of a text before they read it
-Written = tuple[bytes, tuple[str, ...]]  # an answer as JSON, and the fields that were ignored
+AsJson = tuple[bytes, tuple[str, ...]]  # an answer as JSON, and the fields that were ignored
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,12 @@ class Library:
 
     def __init__(self, texts: Seq[Texts]) -> None:
         self._first, self._by_name = texts[0], {name: reader for reader in texts for name in reader.options.names}
+        self._routes = with_bodies()
 
-    def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | Written:
+    def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | AsJson:
         """Return what the route of a body makes of it. Raises UserError."""
         try:
-            given, route = parse(body), routes()[url]
+            given, route = parse(body), self._routes[url]
             return self._of(route, given).work(route, given)
         except RecursionError:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
@@ -144,13 +145,13 @@ class Texts:
         """Return the tokens of the context."""
         return self.options.max_seq_len
 
-    def work(self, route: Generate | Count, body: Any) -> tuple[Job, list[list[int]]] | Written:
+    def work(self, route: Generate | Count, body: Any) -> tuple[Job, list[list[int]]] | AsJson:
         """Return what a route makes of a body: `read`, or an answer that follows from texts, as JSON."""
         if isinstance(route, Generate):
             return self.read(route, body)
         given = check(route.form, body, self._served, ignore_unsupported=self.options.ignore_unsupported)
         answer, ignored = route.work(self, given)
-        return in_slices(answer), ignored
+        return in_slices(answer), tuple(dict.fromkeys((*given.ignored, *ignored)))
 
     def read(self, route: Generate, body: Any) -> tuple[Job, list[list[int]]]:
         """Return the job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
@@ -203,14 +204,12 @@ class Texts:
 
     def encode(self, job: Job) -> list[list[int]]:
         """Return the prompts of a job as ids. Raises UserError."""
+        if job.messages is not None:
+            return [self.tokenizer.encode(self.rendered(job), add_special_tokens=False)] if job.messages else []
         self._check_size(job)
-        if job.messages is not None and not job.messages:
-            return []
-        if job.suffix:
+        if job.suffix is not None:
             return [filling_ids(self.tokenizer, str(job.prompts[0]), job.suffix)]
-        if job.messages is None:
-            return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
-        return [self.tokenizer.encode(self.rendered(job), add_special_tokens=False)]
+        return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in job.prompts]
 
     def rendered(self, job: Job) -> str:
         """Return the text that the template makes of a job's messages. Raises UserError."""
@@ -287,7 +286,7 @@ class Texts:
                 f"the conversation has {num_parts:,} messages and parts of messages, and max_seq_len is {most} tokens: "
                 "shorten it"
             )
-        texts = (*job.prompts, job.suffix) if job.messages is None else contents
+        texts = (*job.prompts, job.suffix or "") if job.messages is None else contents
         num_chars = max(map(_num_chars, texts), default=0)
         if job.messages is not None:
             num_chars = sum(map(_num_chars, texts))

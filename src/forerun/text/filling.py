@@ -22,7 +22,9 @@ def filling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
     ids = {token: token_id for token_id, token in tokenizer.id_to_token.items()}
     form = next((form for form in FORMS if all(mark in ids for mark in form if mark not in _TEXTS)), None)
     if form is None:
-        raise BadOption("this model has no tokens for filling in a text, so suffix is not possible: leave it out")
+        raise BadOption(
+            "this model has no tokens for filling in a text between two others: leave out what stands behind it"
+        )
     texts = {"prefix": prefix, "suffix": suffix}
     prompt = tokenizer.encode("")  # what every text of the model begins with
     for mark in form:

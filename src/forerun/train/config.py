@@ -175,9 +175,7 @@ class DrafterConfig:
     """One run of `forerun train drafter`."""
 
     out: Path = option(REQUIRED, "folder for samples, hidden states and the head; the same command goes on in it")
-    hours: float = option(
-        4.0, "that it may take in all; the target writes for 60 % of them", above=0
-    )
+    hours: float = option(4.0, "that it may take in all; the target writes for 60 % of them", above=0)
     questions: tuple[Path, ...] = option(
         (), "file of questions like those that users ask, JSON or JSON lines", usual="the target's own, and passages"
     )

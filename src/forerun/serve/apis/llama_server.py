@@ -11,12 +11,25 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import ForerunError, shown
 from forerun.serve import chats
 from forerun.serve.absent import ADAPTERS, RANKS, VECTORS
-from forerun.serve.bodies import ONE_ANSWER, Form, Given, Job, Refused, params_of, report_of, status_of, wants_report
+from forerun.serve.bodies import (
+    ONE_ANSWER,
+    Form,
+    Given,
+    Job,
+    Refused,
+    are_ids,
+    params_of,
+    report_of,
+    status_of,
+    wants_report,
+)
 from forerun.serve.events import event
 from forerun.serve.fields import (
+    EFFORT,
     FLAG,
     IDS,
     OF_PARAMS,
+    PARAMS,
     STOPS,
     TEXT,
     Fields,
@@ -32,6 +45,7 @@ from forerun.serve.fields import (
 )
 from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
 from forerun.serve.served import template_of
+from forerun.serve.tools import effort_of
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,6 +82,7 @@ _FIELDS: Fields = {
     "n_indent": neutral((0,), "lines are as the model writes them"),
     "return_tokens": neutral((False,), "each piece of a stream has its tokens"),
     **inert("an answer is the same wherever its prompt is found", "cache_prompt", "id_slot"),
+    **inert("a prompt is read to its end", "t_max_prompt_ms"),
     **inert("a context that is full ends the answer, and is not moved on", "n_keep", "n_discard"),
     **inert("tokens are the same wherever they are drawn", "backend_sampling"),
     **inert("n_probs is off", "post_sampling_probs"),
@@ -78,34 +93,46 @@ _FIELDS: Fields = {
     **noted("timings_per_token", "return_progress"),  # the numbers are in the last event
 }
 _OF_INFILL: Fields = {
-    **{name: field for name, field in _FIELDS.items() if name != "prompt"},
-    "input_prefix": required(TEXT),
-    "input_suffix": required(TEXT),
-    "prompt": neutral(("",), "the text to be filled in begins with input_prefix"),
-    "input_extra": neutral(([],), "other files are no part of what is filled in here: put them into input_prefix"),
+    **{name: field for name, field in _FIELDS.items() if name not in ("samplers", "n_indent", "t_max_predict_ms")},
+    "input_prefix": required(TEXT, "send the text on both sides of what is to be filled in"),
+    "input_suffix": required(TEXT, "send the text on both sides of what is to be filled in"),
+    **honoured(prompt=TEXT),  # how the text between them begins
+    **noted("input_extra", "samplers", "n_indent", "t_max_predict_ms"),  # as editors send them
+}
+_OF_TEMPLATES: Fields = {
+    **chats.FIELDS,
+    **chats.CHOICE,
+    **honoured(model=TEXT, reasoning_effort=EFFORT),
+    **inert(
+        "nothing is generated",
+        *PARAMS,
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "n",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+    ),
 }
 _NAMES = {"n_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty"}
+_OTHER_NAMES = {"max_tokens": "n_predict"}
 
 
 def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
-    given = read.fields
-    prompt: Any = given.get("prompt")
-    is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
-    if not is_ids and not isinstance(prompt, str):
+    prompt: Any = read.fields["prompt"]
+    if not isinstance(prompt, str) and not are_ids(prompt):
         raise Refused(f"prompt={shown(prompt)} is not possible: it must be a text, or a list of token ids", "prompt")
     return _job(COMPLETION, read, model, defaults, prompt)
 
 
 def _read_infill(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
-    for name in ("input_prefix", "input_suffix"):
-        if name not in read.fields:
-            raise Refused(f"there is no {name}: send the text on both sides of what is to be filled in", name)
-    prefix, suffix = read.fields["input_prefix"], read.fields["input_suffix"]
-    return _job(INFILL, read, model, defaults, prefix, suffix)
+    prefix, begun, suffix = (read.fields.get(name, "") for name in ("input_prefix", "prompt", "input_suffix"))
+    return _job(INFILL, read, model, defaults, prefix + begun, suffix)
 
 
 def _job(
-    url: str, read: Given, model: str, defaults: Mapping[str, Any], prompt: str | list[int], suffix: str = ""
+    url: str, read: Given, model: str, defaults: Mapping[str, Any], prompt: str | list[int], suffix: str | None = None
 ) -> Job:
     given = read.fields
     if not given.get("penalize_nl", True) and given.get("repeat_penalty") not in (None, 1):
@@ -126,7 +153,9 @@ def _job(
 
 def _apply_template(texts: Reader, read: Given) -> Counted:
     """Return the text that a conversation becomes for the model, without generating anything."""
-    talk = texts.templated(Job(APPLY_TEMPLATE, texts.name, SamplingParams(), **chats.conversation(read)))
+    effort = effort_of(read.fields.get("reasoning_effort"), "reasoning_effort")
+    talk = Job(APPLY_TEMPLATE, texts.name, SamplingParams(), effort=effort, **chats.conversation(read))
+    talk = texts.templated(talk)
     return {"prompt": texts.rendered(talk)}, talk.ignored
 
 
@@ -153,7 +182,7 @@ def _chosen(job: Job, made: dict[str, Any]) -> dict[str, Any]:
         for key in path:
             inside = inside.get(key) if isinstance(inside, dict) else None
         if isinstance(inside, dict) and name in inside:
-            chosen[name] = inside[name]
+            chosen["/".join((*path, name))] = inside[name]
     return chosen if job.given["response_fields"] else made
 
 
@@ -252,9 +281,9 @@ def slots(models: Models, key: str) -> list[dict[str, Any]]:
 
 API = Api(
     (
-        Generate(Form(COMPLETION, _FIELDS), _read, answer, Stream, also=("/completions",)),
-        Generate(Form(INFILL, _OF_INFILL), _read_infill, answer, Stream),
-        Count(Form(APPLY_TEMPLATE, {**chats.FIELDS, **chats.CHOICE, **honoured(model=TEXT)}), _apply_template),
+        Generate(Form(COMPLETION, _FIELDS, other_names=_OTHER_NAMES), _read, answer, Stream, also=("/completions",)),
+        Generate(Form(INFILL, _OF_INFILL, other_names=_OTHER_NAMES), _read_infill, answer, Stream),
+        Count(Form(APPLY_TEMPLATE, _OF_TEMPLATES, is_of_an_answer=False), _apply_template),
         Look(PROPS, props),
         Look(SLOTS, slots),
     ),

@@ -102,8 +102,6 @@ _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
-    if "max_tokens" not in read.fields:
-        raise Refused("there is no max_tokens: this API wants it", "max_tokens")
     return _job(read, model, defaults, {"max_tokens": "max_tokens", "stop_sequences": "stop"})
 
 

@@ -148,7 +148,10 @@ _OF_PROMPTS: Fields = {
     "template": neutral(("",), "the model's own chat template is used; with raw the prompt goes as it is"),
     "context": neutral(([],), "conversations are sent as messages to /api/chat"),
 }
-_OF_SHOW: Fields = {"model": required(TEXT), **noted("verbose", "system", "template", "options")}
+_OF_SHOW: Fields = {
+    "model": required(TEXT, "name one of those that /api/tags lists"),
+    **noted("verbose", "system", "template", "options"),
+}
 _NAMES = {"name": "model"}  # as older clients call it
 
 
@@ -167,7 +170,7 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
         model,
         params_of({**given, **options, **_format(given.get("format"))}, defaults, OPTIONS, None),
         prompts=prompts,
-        suffix=given.get("suffix", "") if prompts else "",
+        suffix=(given.get("suffix") or None) if prompts else None,
         messages=None if prompts else messages,
         without_template=messages[-1]["content"] if url == GENERATE and messages else None,
         variables=variables(given),
@@ -445,8 +448,6 @@ def version(models: Models, key: str) -> dict[str, Any]:
 
 def _named(texts: Reader, read: Given) -> Counted:
     """Return the model that a body of /api/show names. Raises Refused without one."""
-    if "model" not in read.fields:
-        raise Refused("there is no model: name one of those that /api/tags lists", "model")
     return {"model": texts.name}, tuple(read.ignored)
 
 
@@ -525,7 +526,8 @@ API = Api(
         Look("/api/version", version),
     ),
     error_answer,
-    below=("/api/",),
+    below=("/api",),
+    is_lax=True,
     absent={
         **dict.fromkeys(("/api/embed", "/api/embeddings"), VECTORS),
         **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/"), _FIXED),

@@ -23,6 +23,7 @@ from forerun.serve.bodies import (
     Prompt,
     Refused,
     Usage,
+    are_ids,
     meant,
     named,
     params_of,
@@ -95,7 +96,9 @@ _OF_CHATS: Fields = {
     **noted("verbosity"),  # no template reads it
 }
 _OF_COMPLETIONS: Fields = {
-    "prompt": required(either(TEXT, IDS, array(TEXT, 1), array(IDS, 1))),
+    "prompt": required(
+        either(TEXT, IDS, array(TEXT, 1), array(IDS, 1)), "it must be a text, a list of token ids, or a list of either"
+    ),
     **honoured(suffix=TEXT, best_of=OF_PARAMS["n"], echo=FLAG, logprobs=OF_PARAMS["logprobs"]),
 }
 
@@ -183,23 +186,19 @@ def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:
     """Return the prompts: a text, ids, or a list of either."""
-    several = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
-    if not several or not all(isinstance(one, str) or (one and _are_ids(one)) for one in several):
+    several = prompt if isinstance(prompt, list) and not are_ids(prompt) else [prompt]
+    if not several or not all(isinstance(one, str) or (one and are_ids(one)) for one in several):
         message = f"prompt={shown(prompt)} is not possible: it must be a text, a list of token ids, or a list of either"
         raise Refused(message, "prompt")
     return tuple(several)
 
 
-def _suffix(given: Body) -> str:
+def _suffix(given: Body) -> str | None:
     """Return the text behind the gap that is to be filled in; '' where nothing is."""
-    suffix, prompt = given.get("suffix", ""), given.get("prompt")
-    if not isinstance(suffix, str) or (suffix and not isinstance(prompt, str)):
+    suffix, prompt = given.get("suffix"), given.get("prompt")
+    if suffix and not isinstance(prompt, str):
         raise Refused(f"suffix={shown(suffix)} is not possible: it must be a text, with one text as prompt", "suffix")
-    return suffix
-
-
-def _are_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+    return suffix or None
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -450,6 +449,7 @@ API = Api(
             answer,
             Stream,
             in_batches=True,
+            reads_chats=True,
             also=("/chat/completions",),  # as llama-server has it
         ),
         Generate(
@@ -459,10 +459,10 @@ API = Api(
             Stream,
             in_batches=True,
         ),
-        Look("/v1/models", _models),
+        Look("/v1/models", _models, also=("/models",)),
         Look("/v1/models/{name:path}", _model),
     ),
     plain_error,
-    below=("/",),
+    below=("",),
     absent=_ABSENT,
 )

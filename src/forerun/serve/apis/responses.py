@@ -626,7 +626,7 @@ _ONE = f"{RESPONSES}/{{response_id}}"
 API = Api(
     (
         Generate(Form(RESPONSES, _FIELDS), _read, answer, Stream, is_kept=True),
-        Look(_ONE, _kept),
+        Look(_ONE, _kept, is_slow=True),
         Look(_ONE, _forgotten, method="DELETE"),
     ),
     plain_error,

@@ -33,7 +33,7 @@ _FIELDS: Fields = {
 
 def _tokenize(texts: Reader, read: Given) -> Counted:
     """Return the ids of a text or a conversation, as the server itself would make them."""
-    given = read.fields
+    given, ignored = read.fields, tuple[str, ...]()
     if "content" in given:
         return _tokenize_content(texts, given), ()
     if ("prompt" in given) == ("messages" in given):
@@ -43,8 +43,8 @@ def _tokenize(texts: Reader, read: Given) -> Counted:
     if "messages" in given:
         if given.get("add_special_tokens"):
             raise Refused("add_special_tokens=True is not possible: the chat template has them; leave it out")
-        talk = Job(TOKENIZE, texts.name, SamplingParams(), **chats.conversation(read))
-        ids = texts.encode(texts.templated(talk))[0]
+        talk = texts.templated(Job(TOKENIZE, texts.name, SamplingParams(), **chats.conversation(read)))
+        ids, ignored = texts.encode(talk)[0], talk.ignored
     else:
         if others := given.keys() & _OF_CHATS.keys():
             raise Refused(f"{min(others)} belongs to messages, and the body has a prompt: drop it", min(others))
@@ -53,7 +53,7 @@ def _tokenize(texts: Reader, read: Given) -> Counted:
     answer = {"tokens": ids, "count": len(ids), "max_model_len": texts.max_seq_len}
     if given.get("return_token_strs"):
         answer["token_strs"] = [texts.tokenizer.id_to_token.get(i, "") for i in ids]
-    return answer, ()
+    return answer, ignored
 
 
 def _tokenize_content(texts: Reader, given: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ API = Api(
             ),
             _detokenize,
         ),
-        Look("/tokenizer_info", _tokenizer_info),
+        Look("/tokenizer_info", _tokenizer_info, is_slow=True),
     ),
     plain_error,
     absent={
