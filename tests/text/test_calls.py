@@ -435,15 +435,45 @@ def test_tokens_that_make_the_text_are_told_from_all_others(name: str, tmp_path:
     """Of marks, calls and white space between parts none is among them; nor of what a stop text cuts."""
     tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
     for text, _ in CASES[name]:
-        for stop in ((), ("\n\n", "never")):
-            ids = [*tokenizer.encode(text + "é"), *tokenizer.encode("<|unread|>")]
+        for stop in ((), ("\n\n", "never"), ("é",), (".\n", "o", "!!")):
+            ids = [*tokenizer.encode(text + " é"), *tokenizer.encode("<|unread|>")]
             reader = PartsReader(answer_form(name), tokenizer, tokenizer.encode("user: "), stop, traces=True)
             for i in range(0, len(ids), 3):
                 reader.push(ids[i : i + 3])
             reader.finish()
-            said = tokenizer.decode([ids[place] for place in reader.answer_parts.said])
-            assert "".join(said.split()) == "".join(reader.answer_parts.text.split()), text
+            answer, said = reader.answer_parts.text, [ids[place] for place in reader.answer_parts.said]
+            # The stop text may cut the last of them.
+            assert tokenizer.decode(said).startswith(answer), (text, stop)
+            assert not said or not tokenizer.decode(said[:-1]).startswith(answer), (text, stop)
+            assert tokenizer.decode(said) == answer or any(one in tokenizer.decode(said[-1:]) for one in stop)
             assert reader.answer_parts.said == sorted(set(reader.answer_parts.said))
+
+
+@pytest.mark.parametrize("stop", [(".\n",), ("!!",), ("b c", "never")])
+def test_tokens_are_told_apart_where_stop_texts_hold_them_back(stop: tuple[str, ...], tmp_path: Path) -> None:
+    """A token whose text came late, or in part, makes what it says, and no other token does."""
+    tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"], ["a.", "\n", "b ", "c", "!", "x!", ".\n"])
+    for pieces, places, text in (
+        (["a.", "c", "!", "c", "x!", "c"], [0, 1, 2, 3, 4, 5], "a.c!cx!c"),
+        (["<think>", "a.", "</think>", "a.", "c", "!"], [3, 4, 5], "a.c!"),
+        (["c", "x!", "!", "b ", "c", ".\n"], [0, 1], None),
+        (["c", "!", "a.", "b ", "c", ".\n"], [0, 1, 2, 3, 4], None),
+    ):
+        ids = [token for piece in pieces for token in tokenizer.encode(piece)]
+        assert len(ids) == len(pieces)
+        reader = PartsReader(
+            AnswerForm(AnswerMarks(None, THOUGHTS), None), tokenizer, tokenizer.encode("x!"), stop, traces=True
+        )
+        for token in ids:
+            reader.push([token])
+        reader.finish()
+        whole = "".join(pieces)
+        ends = [whole.find(one) for one in stop if one in whole]
+        if text is None and ends:
+            text = whole[: min(ends)]
+            places = [i for i in range(len(pieces)) if len("".join(pieces[:i])) < min(ends)]
+        assert reader.answer_parts.text == (whole if text is None else text)
+        assert reader.answer_parts.said == (places if text is not None else list(range(len(pieces))))
 
 
 def test_a_token_that_is_held_back_in_part_makes_the_text_once(tmp_path: Path) -> None:

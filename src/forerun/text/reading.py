@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence as Seq
+from typing import NamedTuple
 
 from forerun.text.answer_form import AnswerForm, tail_of
 from forerun.text.detokenizer import Detokenizer
@@ -46,6 +47,8 @@ class PartsReader:
         names = {i: tokenizer.token_of(i) or "" for i in tokenizer.special_ids}
         skip = {i for i, name in names.items() if not (_begins(name, answer_form.marks) or (name and name in declared))}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
+        # Where a stop text may begin, text comes later than its tokens: what each of them adds is read beside it.
+        self._unstopped = Detokenizer(tokenizer, prompt_ids, (), skip) if stop else None
         self._parser = Parser(answer_form, tail_of(tokenizer, prompt_ids))
         answer_marks = answer_form.answer_marks
         self._traces = (
@@ -53,6 +56,7 @@ class PartsReader:
         )
         self._num_read, self._last_told, self._skip = 0, -1, skip
         self._untold: list[tuple[int, str]] = []  # places of tokens that are not told apart yet, and their texts
+        self._untold_at = 0  # characters before them
 
     def push(self, ids: Seq[int]) -> list[Part]:
         """Return the parts that the next tokens make certain."""
@@ -62,11 +66,11 @@ class PartsReader:
         for token in ids:
             text = self._detokenizer.push([token]).text
             if token not in self._skip:
-                self._untold.append((self._num_read, text))
+                added = text if self._unstopped is None else self._unstopped.push([token]).text
+                self._untold.append((self._num_read, added))
             self._num_read += 1
-            parts = self._parser.feed(text)
-            self._tell_apart(parts)
-            new_parts += parts
+            new_parts += self._parser.feed(text)
+            self._tell_apart()
         return joined(new_parts)
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
@@ -74,39 +78,36 @@ class PartsReader:
         text = self._detokenizer.finish()
         parts = [*self._parser.feed(text), *self._parser.finish(is_cut=is_cut)]
         if self._traces:
-            self._untold.append((self._num_read, text))
-            self._tell_apart(parts)
+            added = text if self._unstopped is None else self._unstopped.finish()
+            self._untold.append((self._num_read, added))  # what the last token leaves open
+            self._tell_apart()
         return parts
 
-    def _tell_apart(self, parts: Seq[Part]) -> None:
-        """Note which tokens have made these parts. Text that the parser holds back is told apart later."""
-        if not parts:
+    def _tell_apart(self) -> None:
+        """Note which tokens have made the text and the reasoning that the parser has just given.
+
+        Characters are counted from the beginning of the answer. Text that the parser holds back is told apart later.
+        """
+        spans = self._parser.take_spans()
+        if not spans:
             return
-        raw = "".join(text for _, text in self._untold)
-        sure = len(raw) - self._parser.num_held
-        spans, end = list[tuple[Part, range]](), sure
-        for part in reversed(parts):
-            if isinstance(part, ToolCall):
-                continue
-            for text in (part.text, part.text.strip()):  # there may have been a mark between white space and text
-                if text and (begin := raw.rfind(text, 0, end)) >= 0:
-                    spans.append((part, range(begin, begin + len(text))))
-                    end = begin
-                    break
-        at, left = 0, list[tuple[int, str]]()
+        sure, begin = self._parser.num_sure, self._untold_at
+        left = list[tuple[int, str]]()
         for place, text in self._untold:
-            span = range(at, at + max(1, len(text)))  # a token without a text of its own has begun the next character
-            at += len(text)
-            if at > sure or (at == sure and not text):
-                left.append((place, text))  # some of it is held back
-            maker = next((part for part, area in spans if area.start < span.stop and span.start < area.stop), None)
-            if maker is None or place <= self._last_told or place == self._num_read:
-                continue
-            self._last_told = place
-            if isinstance(maker, Text):
-                self.answer_parts.said.append(place)
+            end = begin + len(text)
+            last = max(end, begin + 1)  # a token without a text of its own has begun the next character
+            maker = next((span for span in spans if span.begin < last and begin < span.end), None)
+            if maker is not None and self._last_told < place < self._num_read:
+                self._last_told = place
+                if maker.is_text:
+                    self.answer_parts.said.append(place)
+                else:
+                    self.answer_parts.num_reasoning_tokens += 1
+            if not left and last <= sure:
+                self._untold_at = end
             else:
-                self.answer_parts.num_reasoning_tokens += 1
+                left.append((place, text))  # some of it is held back
+            begin = end
         self._untold = left
 
     @property
@@ -120,6 +121,14 @@ def _begins(token: str, marks: Iterable[str]) -> bool:
     return bool(token) and any(mark.startswith(token) for mark in marks)
 
 
+class _Span(NamedTuple):
+    """Characters of an answer that make text, or reasoning."""
+
+    begin: int
+    end: int
+    is_text: bool
+
+
 class Parser:
     """Reads the parts of one answer from its text, as it comes. prompt: the end of its prompt."""
 
@@ -128,23 +137,31 @@ class Parser:
         one_call = answer_form.tool_request is not None and not answer_form.tool_request.parallel
         self._calls = _WholeCalls(1 if one_call else None)
         self._steps: Iterator[Piece | None] = answer_form.steps(self._scan, prompt)
+        self._num_fed, self._run, self._before = 0, range(0), range(0)  # runs of characters without a mark among them
+        self._spans: list[_Span] = []
 
     @property
-    def num_held(self) -> int:
-        """Characters at the end that may still become a mark, or are white space between parts."""
-        return len(self._scan.rest) + len(self._tidy.held)
+    def num_sure(self) -> int:
+        """Characters whose parts are certain: none of them may become a mark, or white space between parts."""
+        return self._num_fed - len(self._scan.rest) - len(self._tidy.held)
+
+    def take_spans(self) -> list[_Span]:
+        """Return where the text and the reasoning stand that were given since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that the next text makes certain."""
         if not text:
             return []
         self._scan.rest += text
-        return self._said(self._run())
+        self._num_fed += len(text)
+        return self._said(self._pieces())
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return the remaining parts, as no text follows. is_cut: because there was no room for it."""
         self._scan.is_closed, self._scan.is_cut = True, is_cut
-        return self._said([*self._run(), *self._tidy.finish()])
+        return self._said([*self._pieces(), *map(self._spanned, self._tidy.finish())])
 
     def _said(self, pieces: list[Piece]) -> list[Part]:
         parts = joined(part for piece in pieces for part in self._calls.add(piece))
@@ -153,16 +170,34 @@ class Parser:
         self.answer_parts.num_broken_calls = self._calls.num_broken
         return parts
 
-    def _run(self) -> list[Piece]:
+    def _pieces(self) -> list[Piece]:
         pieces: list[Piece] = []
         try:
             for piece in self._steps:
                 if piece is None:
                     break
-                pieces += self._tidy.add(piece)
+                if isinstance(piece, Text | Reasoning):
+                    self._extend(len(piece.text))
+                pieces += map(self._spanned, self._tidy.add(piece))
         except RecursionError:  # brackets within brackets within brackets: it is a text then
             self._steps = self._scan.until((), Text)
         return pieces
+
+    def _extend(self, num_chars: int) -> None:
+        """Note that so many characters were consumed as text or reasoning."""
+        end = self._num_fed - len(self._scan.rest)
+        if end - num_chars != self._run.stop:
+            self._before, self._run = self._run, range(end - num_chars, end)
+        self._run = range(self._run.start, end)
+
+    def _spanned(self, piece: Piece) -> Piece:
+        """Note where the characters of a piece stand; a mark may stand behind white space that it begins with."""
+        if isinstance(piece, Text | Reasoning):
+            is_text, begin = isinstance(piece, Text), self.num_sure - len(piece.text)
+            if (num_earlier := self._run.start - begin) > 0:
+                self._spans.append(_Span(self._before.stop - num_earlier, self._before.stop, is_text))
+            self._spans.append(_Span(max(begin, self._run.start), self.num_sure, is_text))
+        return piece
 
 
 class _Tidy:
