@@ -393,10 +393,13 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_measured(tiny: Pa
     empty, wrong = tmp_path / "empty.jsonl", tmp_path / "wrong.jsonl"
     empty.write_text("\n", encoding="utf-8")
     wrong.write_text('{"text": "x"}\n', encoding="utf-8")
+    silent = tmp_path / "silent.jsonl"
+    silent.write_text('{"prompt": "x", "max_tokens": 0}\n', encoding="utf-8")
     prompts = ("--prompts", str(prompt_file(tmp_path)))
     cases = {
         (str(tiny), "--prompts", str(empty)): "holds no prompt",
         (str(tiny), "--prompts", str(wrong)): "there is no prompt",
+        (str(tiny), "--prompts", str(silent)): "prompt 1: max_tokens=0 is not possible: nothing would be written",
         (str(tiny), "--prompts", str(tmp_path / "absent.jsonl")): "cannot be read",
         (str(tiny), *prompts, "--out", str(tmp_path / "absent" / "f.json")): "--out .* cannot be written",
         (str(tiny), *prompts, "--draft", "lokup"): "did you mean 'lookup'",

@@ -258,8 +258,9 @@ def test_a_conversation_is_asked_again_saved_and_opened_otherwise(talker: Path, 
     assert chat.system("") == "there is no system message now"
 
 
-def test_an_answer_is_shown_as_markdown_by_words() -> None:
+def test_an_answer_is_shown_as_markdown_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines stay lines, HTML and addresses stay to be read, code is left alone, and no word is cut at the edge."""
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal has 80 columns, whatever is said
     console = Console(file=io.StringIO(), width=30, force_terminal=True, color_system=None, legacy_windows=False)
     text = "# Title\n\none\ntwo <b> [x](http://a.b) and some more words\n\n```\na  <b>\n\nb\n```\n\n* item\n"
     with page(console) as made:
@@ -287,6 +288,7 @@ def test_parameters_can_be_set(talker: Path) -> None:
         "temprature 1": "there is no parameter 'temprature' (did you mean 'temperature'?)",
         "temperature": "there is no value for temperature",
         "temperature warm": "temperature='warm' is not possible",
+        "max_tokens 0": "max_tokens=0 is not possible in a conversation: nothing would be answered",
         "draft model": "there is no drafter in this engine 'model': it must be one of forced, lookup, none, ",
     }.items():
         with pytest.raises(BadOption, match=re.escape(sentence)):

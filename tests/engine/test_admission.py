@@ -96,6 +96,30 @@ def test_prompts_that_block_each_other_do_not_wait_for_ever() -> None:
     assert run(engine, [first, second]) == alone(wanted)
 
 
+def test_a_prompt_that_is_only_read_needs_no_room_behind_it() -> None:
+    """Of 128 tokens one has 64 and the other 64 but one; a token more of either would need a block more."""
+    engine = engine_with(128, prefill_chunk_tokens=8, prefix_caching=False)
+    requests = [engine.add([number] * 65, greedy(0)) for number in (1, 2)]
+    engine.step()
+    assert engine.scheduler.running == requests
+    for _ in range(20):
+        engine.step()
+        check(engine)
+    assert [request.seq.finish_reason for request in requests] == ["length"] * 2
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_a_prompt_that_is_read_drives_nobody_out() -> None:
+    """It ends with its step, whatever room there is: the last token of the cached one needs no row."""
+    engine = engine_with(64, prefill_chunk_tokens=16)
+    run(engine, [engine.add([1] * 49, greedy(0))])
+    first, second = engine.add([1] * 49, greedy(0)), engine.add([1] * 49, greedy(3))
+    for _ in range(8):
+        engine.step()
+    assert (first.seq.finish_reason, second.seq.finish_reason) == ("length", "length")
+    assert engine.scheduler.num_preemptions == 0
+
+
 # --------------------------------------------------------------------------------------------------------- by rank
 
 

@@ -298,6 +298,8 @@ def test_what_no_encoder_reads(llm: LLM) -> None:
         llm.generate([1], SamplingParams(max_tokens=96))
     with pytest.raises(BadOption, match="the prompt has no tokens"):
         llm.generate([[]], SamplingParams(max_tokens=4))
+    with pytest.raises(BadOption, match="max_tokens=0 is not possible here: an encoder-decoder"):
+        llm.generate([1], SamplingParams(max_tokens=0))
     with pytest.raises(BadOption, match="the prompt holds the id 257"):
         llm.generate([257], SamplingParams(max_tokens=4))
     with pytest.raises(BadOption, match="decoder_prompt holds the id 300"):

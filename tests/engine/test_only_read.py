@@ -51,6 +51,26 @@ def test_it_ends_beside_others_and_frees_what_it_held(llm: LLM, num_tokens: int)
     assert llm.generate([[*ids, *ids]], greedy)[0].report.num_cached_tokens >= num_tokens // 16 * 16 - 16
 
 
+def test_it_has_an_end_and_a_line_in_the_log(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "forerun.engine.engine"):
+        (output,) = llm.generate([prompt(llm, 20)], SamplingParams(max_tokens=0))
+    report = output.report
+    assert (report.first_token_at_s, report.last_token_at_s, report.ended_at_s) == (None, None, report.read_at_s)
+    assert report.scheduled_at_s is not None
+    assert report.read_at_s is not None
+    assert report.read_at_s > report.scheduled_at_s
+    assert [one.message.split(": ")[1] for one in caplog.records] == ["0 tokens in 0 steps; nothing was drafted"]
+
+
+def test_listeners_hear_of_a_step_whose_requests_have_ended(llm: LLM) -> None:
+    """As of requests that generate: what a listener asks of the engine holds none that has ended."""
+    running = list[int]()
+    end = llm.engine.listen(lambda report: running.append(len(llm.engine.scheduler.running)))
+    llm.generate([prompt(llm, 12)], SamplingParams(max_tokens=0, cache_salt="another"))
+    end()
+    assert running == [0]
+
+
 def test_several_outputs_of_one_prompt_and_streams(llm: LLM) -> None:
     assert [output.text for output in llm.generate(["def f("], SamplingParams(max_tokens=0, n=2), raw=True)] == ["", ""]
     chunks = list(llm.stream("def f(", SamplingParams(max_tokens=0), raw=True))

@@ -240,9 +240,11 @@ def test_steps_are_those_that_fit_into_what_is_left(tmp_path: Path) -> None:
 
     def steps(sampled_s: float) -> int:
         state = State(HOURS, METHOD, sampled_s=sampled_s)
-        return recipe.steps_for(config_of(tmp_path), state, task, clock_of())  # a third of a second for each step
+        clock = clock_of()
+        begun = clock()
+        return recipe.steps_for(config_of(tmp_path), state, task, clock, begun)  # a third of a second for each step
 
-    assert steps(99.0) == 3 * (120 - 99)
+    assert steps(99.0) == 3 * (120 - 99 - 2)  # a second until the first timed step, and one for these
     assert steps(1000.0) == 3 * 12
     assert weight.grad is None
     task.facts["num_tokens"] = 2048

@@ -170,7 +170,8 @@ class TuningEngine:
 
 
 def _short(params: SamplingParams) -> SamplingParams:
-    return replace(params, max_tokens=min(params.max_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS))
+    most = WARM_UP_TOKENS if params.max_tokens is None else min(params.max_tokens, WARM_UP_TOKENS)
+    return replace(params, max_tokens=most)
 
 
 def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[int], SamplingParams]]:
@@ -183,8 +184,11 @@ def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[i
     requests = plan.requests or [(prompt, default) for prompt in _own_prompts(config)]
     prompts = []
     for number, (prompt, asked) in enumerate(requests, 1):
-        params = replace(asked, max_tokens=min(asked.max_tokens or plan.max_tokens, plan.max_tokens))
+        most = plan.max_tokens if asked.max_tokens is None else min(asked.max_tokens, plan.max_tokens)
+        params = replace(asked, max_tokens=most)
         try:
+            if most == 0:
+                raise BadOption("max_tokens=0 is not possible: nothing would be written that could be timed")
             ids = _ids(llm, prompt)
             llm.engine.make(ids, params)
         except UserError as error:

@@ -129,6 +129,13 @@ class Numbers:
         return f"[{', '.join([*parts, *ending(reason, self.num_tokens, params)])}]"
 
 
+def answering(params: SamplingParams) -> SamplingParams:
+    """Return the parameters. Raises BadOption where they leave no room for an answer."""
+    if params.max_tokens == 0:
+        raise BadOption("max_tokens=0 is not possible in a conversation: nothing would be answered; give at least 1")
+    return params
+
+
 class Chat:
     """One conversation with an LLM. params: of every answer. system: the first message, if any.
 
@@ -185,7 +192,7 @@ class Chat:
         if not value.strip():
             raise BadOption(f"there is no value for {name}: write /set {name} VALUE")
         changes: dict[str, Any] = {name: value.strip() if name == "draft" else _read(value.strip())}
-        params = dataclasses.replace(self.params, **changes)
+        params = answering(dataclasses.replace(self.params, **changes))
         self.llm.engine.drafter.chosen(params.draft)
         is_sure, self._asked_back = self._asked_back == params, params
         if name == "temperature" and params.temperature > HOT and not is_sure:
@@ -201,9 +208,9 @@ class Chat:
 
     def system(self, text: str) -> str:
         """Change the first message of the conversation, and say so; an empty text removes it."""
-        answer_parts = self.messages[len(self._opening) :]
+        rest = self.messages[len(self._opening) :]
         self._opening = [{"role": "system", "content": text}] if text else []
-        self.messages = [*self._opening, *answer_parts]
+        self.messages = [*self._opening, *rest]
         return "the system message is changed" if text else "there is no system message now"
 
     def retry(self) -> str:
@@ -356,17 +363,17 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Return what is said, or thought where nothing is said."""
+        """The text, or the reasoning where there is no text."""
         return self.answer_parts.text or self.answer_parts.reasoning
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Return the calls of tools."""
+        """The calls of tools."""
         return self.answer_parts.calls
 
     @property
     def message(self) -> Message:
-        """Return the answer as a message of the conversation."""
+        """The answer as a message of the conversation."""
         return self.answer_parts.message()
 
 
@@ -452,9 +459,12 @@ def load_models(opened: Opened) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
-    """Return the parameters of an answer; without a limit from the user it has none, or the shipped model's."""
+    """Return the parameters of an answer; without a limit from the user it has none, or the shipped model's.
+
+    Raises BadOption for a limit that leaves no room for one.
+    """
     if is_limited:
-        return params
+        return answering(params)
     return dataclasses.replace(params, max_tokens=SHIPPED_MAX_TOKENS if opened.is_shipped else None)
 
 

@@ -238,7 +238,7 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
-    """Show how much of the prompts is read, until something is written. The length of a text is not known before."""
+    """Show how many tokens of the prompts are read, and of how many where all are ids, until something is written."""
     from forerun.cli.waiting import Answering
 
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]

@@ -146,7 +146,7 @@ def _about(number: int) -> str:
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Yield every method of a room, found by scanning the folder, with the first sentence of its file."""
+    """Yield every method of a package by its name, with the first sentence of its file."""
     known = names(package)
     indent = max(map(len, known)) + 2
     for name in known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -71,9 +72,11 @@ def head(
     from forerun.engine.opened import Opened
     from forerun.train import head as training, heads as methods, loop
 
+    config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
     # A head learns on the CPU: it is small, and what it reads of the target may be stored once, by --features.
     opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
-    config = HeadConfig(**{"lr": methods.rate_of(run["method"], opened.files.spec.hidden_size), **run})
+    if "lr" not in run:
+        config = replace(config, lr=methods.rate_of(config.method, opened.files.spec.hidden_size))
     checkpoint = opened.load()
     numbers = training.train(config, checkpoint, resume=resume, quiet=quiet, warn=lambda text: say(text, err=True))
     if config.init_from is not None:

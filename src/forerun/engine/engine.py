@@ -225,13 +225,15 @@ class Engine:
                 raise
             return []
         if report is None:
-            ended = self._end_read()
-            if not ended:
+            read = self._finish_all(self._read())
+            if not read:
                 self.scheduler.await_rows()
-            return ended
+            for request in read:
+                self._tell_of(request)
+            return read
         reported = time.perf_counter()
         try:
-            return [*self._conclude(plan, report), *self._end_read()]
+            return self._conclude(plan, report)
         finally:
             self._behind_s = time.perf_counter() - reported
 
@@ -246,29 +248,32 @@ class Engine:
         for request in plan.decode:
             times = request.report
             times.first_token_at_s, times.last_token_at_s = times.first_token_at_s or now_s, now_s
-        finished = [r for r in plan.decode if r.seq.finish_reason is not None]
-        for request in finished:
-            if LOG.isEnabledFor(logging.INFO):
-                LOG.info("request %d (%s): %s", request.seq.id, request.seq.finish_reason, request.report.sentence())
-            self._finish(request)
+        read = self._read()
+        finished = self._finish_all([*(r for r in plan.decode if r.seq.finish_reason is not None), *read])
         try:
             self._tell(report)
         finally:
-            for request in (*plan.decode, *(request for request, _ in plan.prefill)):
+            for request in dict.fromkeys((*plan.decode, *(request for request, _ in plan.prefill), *read)):
                 self._tell_of(request)
         return finished
 
-    def _end_read(self) -> list[Request]:
-        """End the requests that ask for no output and whose prompt is read."""
+    def _read(self) -> list[Request]:
+        """Return the requests that ask for no output and whose prompt is read now, which ends them."""
         cache = self.runner.cache
-        ended = [
+        read = [
             request
             for request in self.scheduler.running
             if request.seq.is_only_read and cache.length(request.seq.id) == len(request.seq.tokens) - 1
         ]
+        for request in read:
+            request.seq.finish_reason, request.report.read_at_s = "length", time.monotonic()
+        return read
+
+    def _finish_all(self, ended: list[Request]) -> list[Request]:
         for request in ended:
-            request.seq.finish_reason = "length"
-            self._finish_and_tell(request)
+            if LOG.isEnabledFor(logging.INFO):
+                LOG.info("request %d (%s): %s", request.seq.id, request.seq.finish_reason, request.report.sentence())
+            self._finish(request)
         return ended
 
     def abort(self, request: Request) -> None:
@@ -402,6 +407,11 @@ class Engine:
             if seq.params.decoder_prompt is not None:
                 raise BadOption("decoder_prompt is for encoder-decoders, and this model has no encoder: leave it out")
             return
+        if seq.is_only_read:
+            raise BadOption(
+                "max_tokens=0 is not possible here: an encoder-decoder reads its prompt for the first token of the "
+                "output; ask for at least 1"
+            )
         most = min(encoder.max_positions, self.max_seq_len)
         if not seq.source_ids:
             raise BadOption("the prompt has no tokens: give at least one")

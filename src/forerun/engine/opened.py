@@ -163,8 +163,8 @@ class Opened:
     def auto(self) -> str:
         """The drafter that `auto` stands for.
 
-        A head that was trained here for the target comes first, then the named drafter, the target's next-token blocks,
-        a drafter beside it, and a text search.
+        A draft model that the caller has loaded comes first, then a head that was trained here for the target, the
+        drafter that its name has, its next-token blocks, a drafter in its folder, and a text search.
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if not (self.has_loaded_draft or self.config_only):

@@ -70,6 +70,12 @@ class RequestReport:
     scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     last_token_at_s: float | None = None
+    read_at_s: float | None = None  # when the prompt was read to its end, where that was all (max_tokens=0)
+
+    @property
+    def ended_at_s(self) -> float | None:
+        """When there was nothing more to do for it; None before, and where it never ran."""
+        return self.last_token_at_s if self.read_at_s is None else self.read_at_s
 
     @property
     def acceptance_rates(self) -> list[float]:
@@ -224,7 +230,9 @@ class Chunk:
     )
     said: Seq[int] = field(
         default=(),
-        metadata={"help": "places in the output of the tokens of that text, where logprobs are asked for, too"},
+        metadata={
+            "help": "places in the output of the tokens that make the text of these parts, where logprobs are asked for"
+        },
     )
 
 
@@ -266,7 +274,7 @@ class Request:
 
     hear: Callable[[Request], None] = staticmethod(unheard)
     num_rows = 1  # rows of its next decoding pass without a draft
-    num_unrun = 1  # tokens behind its prompt and output, the last one included, that the cache has no rows of
+    num_unrun = 1  # tokens at the end of its prompt and output, or of its beams, that a pass has still to run
     num_places = 1  # places that it takes in a batch
     is_paced = True  # whether the pacing policy grants it nodes
 
@@ -293,7 +301,7 @@ class Request:
             arrived_at_s=time.monotonic(),
         )
         self.answer_form: AnswerForm | None = None  # splits its text into parts, where that is wanted
-        self._spoken: AnswerParts | None = None
+        self._answer_parts: AnswerParts | None = None
         self.error: ForerunError | None = None  # why it was aborted, if not by the user
         self._tokenizer = tokenizer
         self._reader: Detokenizer | None = None
@@ -405,19 +413,19 @@ class Request:
     def answer_parts(self) -> AnswerParts | None:
         """The output so far in its parts; None where the text is not split into parts."""
         with self._reading:
-            if self._spoken is None and (reader := self.parts_reader()) is not None:
+            if self._answer_parts is None and (reader := self.parts_reader()) is not None:
                 first = self.seq.num_prompt_tokens
                 reader.push(self.seq.tokens[first : first + self._num_readable])
                 reader.finish(is_cut=self.seq.finish_reason != "stop")
                 if self.seq.finish_reason is None:
                     return reader.answer_parts
-                self._spoken = reader.answer_parts
-            return self._spoken
+                self._answer_parts = reader.answer_parts
+            return self._answer_parts
 
     def keep(self, answer_parts: AnswerParts) -> None:
         """Keep the parts that a stream has read, so that the stream and the whole output give the same objects."""
         with self._reading:
-            self._spoken = self._spoken or answer_parts
+            self._answer_parts = self._answer_parts or answer_parts
 
     @property
     def text(self) -> str:

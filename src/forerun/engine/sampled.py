@@ -59,6 +59,10 @@ class SampledRequest(Request):
 
     _rows: list[Probs] | _LazyRows = []  # noqa: RUF012 - replaced by each ruling
 
+    @property
+    def num_unrun(self) -> int:  # type: ignore[override]
+        return 0 if self.seq.is_only_read else 1
+
     def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
         run = self._run(draft, b, best_only)
         is_plain = self.only_filters and self.seq.grammar is None

@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can run: every request waits for the disk."""
+        """Whether nothing can run: every request waits for the disk, or is read and asks for no output."""
         return not (self.prefill or self.decode or self.sources)
 
 
@@ -368,8 +368,8 @@ class Scheduler:
             read = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
             decode = [stand for stand in read if not stand[0].seq.is_only_read]
             free = self._free_blocks() - sum([self._unrun_blocks(request.seq) for request in self.running])
-            # Nobody decodes and no prompt has room for a token: without a victim, nothing would ever run again.
-            stuck = not decode and not any(self._fits(room, free) for _, room in stands)
+            # Nothing is read, and no prompt has room for a token: without a victim, nothing would ever run again.
+            stuck = not read and not any(self._fits(room, free) for _, room in stands)
             needed = sum([self._next_blocks(*stand) for stand in decode])
             if not stands or (needed <= free and not stuck) or not self.give_way():
                 return stands, decode, free
@@ -382,7 +382,8 @@ class Scheduler:
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
         blocks = self.cache.missing_blocks(seq.id, max(0, num_remaining) + request.num_unrun)
-        return blocks + (room.length + room.slack < seq.max_len) + self._unrun_blocks(seq)
+        grows = room.length + room.slack < seq.max_len and not seq.is_only_read
+        return blocks + grows + self._unrun_blocks(seq)
 
     def _unrun_blocks(self, seq: Sequence) -> int:
         """Return the blocks that a running request's source will still take."""

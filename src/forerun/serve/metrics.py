@@ -131,11 +131,13 @@ class Metrics:
                 self._of(self._disk_hits).inc(report.num_disk_tokens)
                 self._of(self._prompt_length).observe(num_prompt_tokens)
                 self._of(self._preemptions).inc(report.num_preemptions)
+            if report.ended_at_s is None:
+                continue
+            self._of(self._whole).observe(report.ended_at_s - report.arrived_at_s)
+            self._of(self._length).observe(seq.num_output_tokens)
             if report.first_token_at_s is None or report.last_token_at_s is None:
                 continue
             self._of(self._first).observe(report.first_token_at_s - report.arrived_at_s)
-            self._of(self._whole).observe(report.last_token_at_s - report.arrived_at_s)
-            self._of(self._length).observe(seq.num_output_tokens)
             if seq.num_output_tokens > 1:
                 behind = (report.last_token_at_s - report.first_token_at_s) / (seq.num_output_tokens - 1)
                 self._of(self._each).observe(behind)

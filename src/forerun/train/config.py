@@ -115,7 +115,7 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(LoopConfig):
-    """One run of `forerun train head`. fit_tokens: that the first weights are fitted to, before the first step."""
+    """One run of `forerun train head`. fit_tokens: tokens that its first weights are fitted to, before any step."""
 
     method: str = option(
         REQUIRED, "what is trained, with its options, as in eagle:draft_vocab=4096,steps=3: see `train heads`"
@@ -126,7 +126,9 @@ class HeadConfig(LoopConfig):
     seq_len_tokens: int = inherited(
         LoopConfig, "seq_len_tokens", 512, help="tokens of a row, into which whole texts are packed"
     )
-    lr: float = inherited(LoopConfig, "lr", 2e-3, usual="the method's own: see `train heads NAME`")
+    lr: float = inherited(
+        LoopConfig, "lr", 2e-3, usual="the method's own, and less for a wide target: see `train heads NAME`"
+    )
     decay_share: float = inherited(LoopConfig, "decay_share", 0.6)
     weight_decay: float = 0.01
     autocast: Autocast = inherited(LoopConfig, "autocast", "off")
@@ -180,7 +182,9 @@ class DrafterConfig:
         (), "file of questions like those that users ask, JSON or JSON lines", usual="the target's own, and passages"
     )
     method: str = option("eagle:draft_vocab=8192,steps=3", "what is trained, with its options: see `train heads`")
-    lr: float | None = option(None, "peak learning rate of AdamW", usual="the method's own", above=0)
+    lr: float | None = option(
+        None, "peak learning rate of AdamW", usual="the method's own, and less for a wide target", above=0
+    )
     batch_size: int = option(16, "texts that the target writes at once", min=1)
     keep: bool = option(True, "draft=auto drafts with the head from then on, where this target is run")
     seed: int = option(0, "of prompts, draws, first weights and data order")

@@ -110,12 +110,12 @@ def make(
         state = _sample(
             config, sampling, layers, state, target, dtype=dtype, ops=ops, quiet=quiet, say=say, clock=clock
         )
+    begun = clock()
     checkpoint = opened.load()
-
     run = _run_of(config, state.steps or TIMED_STEPS, opened.files.spec.hidden_size)
     task = training.shown_prepare(run, checkpoint, quiet, warn)
     if state.steps is None:
-        steps = steps_for(config, state, task, clock)
+        steps = steps_for(config, state, task, clock, begun)
         state = replace(state, steps=steps)
         state.save(config.out)
         say(f"{steps} steps of {TOKENS_PER_STEP} tokens, on {task.facts['num_tokens']:,} that the target wrote")
@@ -124,19 +124,25 @@ def make(
     return TrainedHead(config.out / "head", checkpoint.opened, numbers)
 
 
-def steps_for(config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float]) -> int:
-    """Return how many steps fit into the time that is left; a few are timed, which change no weight."""
+def steps_for(
+    config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float], prepared_from_s: float
+) -> int:
+    """Return how many steps fit into the time that is left; a few are timed, which change no weight.
+
+    prepared_from_s: when what follows the sampling began.
+    """
     for weight in task.weights.values():
         weight.requires_grad_(True)
     begun = clock()
     with loop.deterministic():
         for step in range(TIMED_STEPS):
             task.loss(step).backward()  # type: ignore[no-untyped-call]
-    step_s = (clock() - begun) / TIMED_STEPS
+    now = clock()
+    step_s = (now - begun) / TIMED_STEPS
     for weight in task.weights.values():
         weight.grad = None
     whole_s = 3600 * config.hours
-    left_s = max(LEAST_SHARE * whole_s, whole_s - state.sampled_s)
+    left_s = max(LEAST_SHARE * whole_s, whole_s - state.sampled_s - (now - prepared_from_s))
     num_tokens: int = task.facts["num_tokens"]
     most = MOST_PASSES * num_tokens // TOKENS_PER_STEP
     return max(1, min(round(left_s / step_s), most))

@@ -38,13 +38,10 @@ class BranchingModel(FedModel):
         self._searches.pop(seq.id, None)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Free the cache rows of rejected tokens, before the scheduler asks how much room there is."""
-        if not self.guessing and not self._searches:
-            return
-        for seq in seqs:
-            if seq.id in self.guessing:
-                self._forget_rejected(seq)
-            elif seq.id in self._searches:
+        """Free the cache rows of rejected tokens, and of beams that are gone."""
+        super().observe(seqs, seen)
+        for seq in seqs if self._searches else ():
+            if seq.id in self._searches:
                 self._follow(seq)
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.drafters import Seen
 from forerun.drafters.shared.chain import Row
 from forerun.drafters.shared.model_options import USUAL, Draws
 from forerun.drafters.shared.searching import SearchingDrafter
@@ -95,6 +96,12 @@ class FedModel(SearchingDrafter):
         self.runner.cache.release(seq.id)
         if self.runner.sources is not None:
             self.runner.sources.release(seq.id)
+
+    def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
+        """Free the cache rows of rejected tokens, before the scheduler asks how much room there is."""
+        for seq in seqs:
+            if seq.id in self.guessing:
+                self._forget_rejected(seq)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
         sources = self.runner.sources

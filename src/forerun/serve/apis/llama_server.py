@@ -222,8 +222,8 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
     output = outputs[0]
     report, num, num_prompt = output.report, len(output.token_ids), len(output.prompt_ids)
     begun_s = report.scheduled_at_s or report.arrived_at_s
-    first_s = report.first_token_at_s or begun_s
-    prompt_ms, predicted_ms = 1e3 * (first_s - begun_s), 1e3 * ((report.last_token_at_s or first_s) - first_s)
+    first_s = report.first_token_at_s or report.ended_at_s or begun_s
+    prompt_ms, predicted_ms = 1e3 * (first_s - begun_s), 1e3 * ((report.ended_at_s or first_s) - first_s)
     kind = "limit" if output.finish_reason == "length" else "word" if output.stop_text else "eos"
     ending = {
         "index": output.index,

@@ -404,8 +404,8 @@ def _ending(output: RequestOutput) -> dict[str, Any]:
     """Return why an answer ended, and its numbers: tokens, and nanoseconds."""
     report = output.report
     begun_s = report.scheduled_at_s or report.arrived_at_s
-    first_s = report.first_token_at_s or begun_s
-    last_s = report.last_token_at_s or first_s
+    first_s = report.first_token_at_s or report.ended_at_s or begun_s
+    last_s = report.ended_at_s or first_s
     return {
         "done": True,
         "done_reason": output.finish_reason,
