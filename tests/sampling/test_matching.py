@@ -113,7 +113,7 @@ def of_chat(
     answer_marks = AnswerMarks(dialect(name) if name else None, THOUGHTS[:1] if is_special else (), SIGNS.get(name, ""))
     use = ToolRequest(TOOLS, choice, strict=frozenset(TOOLS)) if choice else None
     spelling = tokenizer(is_special)
-    params = AnswerForm(answer_marks, use, limit).held(SamplingParams(**form), spelling, spelling.encode(prompt))
+    params = AnswerForm(answer_marks, use, limit).constrained(SamplingParams(**form), spelling, spelling.encode(prompt))
     return start_of(params, spelling)
 
 
