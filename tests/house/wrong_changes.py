@@ -1,6 +1,9 @@
 """Makes wrong changes in a copy of the package, and says whether the tests that must show each do: `make parity`.
 
-The list is wrong_changes.toml. By itself, for the changes whose words or files have a text in them, or for all:
+Each folder of the package has its changes in wrong_changes/FOLDER.toml. A change names the function that it is made in,
+and a few words there, so that it outlives what happens elsewhere. Whoever rewrites such a function writes its wrong
+changes anew for what stands there now; whoever shortens a test runs the changes that name its file. For the changes
+whose words, places or files have a text in them, or for all:
 
     python tests/house/wrong_changes.py [TEXT ...]
 
@@ -10,13 +13,15 @@ it is then.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import os
 import resource
 import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,36 +30,81 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "forerun"
-LIST = Path(__file__).with_suffix(".toml")
+LISTS = Path(__file__).with_suffix("")
 FAILED = 1  # of pytest: tests ran, and some failed
 MOST_CPU_S = 120  # of the tests of one change: one that makes them go on for ever is no good one
 
 
+class Misplaced(Exception):
+    """A change that cannot be made where it says."""
+
+
 @dataclass(frozen=True)
 class Change:
-    """One wrong change: what it does, the text that it replaces, and the files of which a test fails then."""
+    """One wrong change.
+
+    place: MODULE:FUNCTION, as in engine.scheduler:Scheduler.give_way, or a module alone. old: stands in it once, and is
+    wrong as new. tests: files, or tests in them; at least one fails then.
+    """
 
     about: str
+    place: str
     old: str
     new: str
     tests: list[str]
 
-    def places(self, source: Path = SOURCE) -> list[Path]:
-        """Every place of the old text in a package: its file, once for each time that it is there."""
-        texts = {path: path.read_text(encoding="utf-8") for path in sorted(source.rglob("*.py"))}
-        return [path for path, text in texts.items() for _ in range(text.count(self.old))]
+    def path(self, package: Path = SOURCE) -> Path:
+        """Return the file of a package that it is made in."""
+        return package.joinpath(*self.place.partition(":")[0].split(".")).with_suffix(".py")
+
+    def made(self, text: str) -> str:
+        """Return the text of its file with the change. Raises Misplaced where it cannot be made."""
+        try:
+            begin, end = _span(text, self.place.partition(":")[2])
+        except KeyError as error:
+            raise Misplaced(f"{self.place}: there is no {error}") from None
+        if (num := text.count(self.old, begin, end)) != 1:
+            raise Misplaced(f"{self.place}: {self.old!r} stands there {num} times, and must once")
+        wrong = text[:begin] + text[begin:end].replace(self.old, self.new) + text[end:]
+        if wrong == text:
+            raise Misplaced(f"{self.place}: nothing is changed")
+        ast.parse(wrong)
+        return wrong
+
+
+def _span(text: str, name: str) -> tuple[int, int]:
+    """Return where a function or class begins and ends in a text, by its qualified name; '' = all of it."""
+    if not name:
+        return 0, len(text)
+    inside = _definitions(ast.parse(text))
+    for part in name.split("."):
+        node = {one.name: one for one in inside}[part]
+        inside = _definitions(node)
+    ends = [0, *itertools.accumulate(len(line) for line in text.splitlines(keepends=True))]
+    first = min(one.lineno for one in (node, *node.decorator_list))
+    return ends[first - 1], ends[node.end_lineno or first]
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Yield what is defined inside of a node, and not deeper."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child
+        else:
+            yield from _definitions(child)
 
 
 def changes() -> list[Change]:
-    """The list."""
-    return [Change(**entry) for entry in tomllib.loads(LIST.read_text(encoding="utf-8"))["change"]]
+    """Return all changes."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(LISTS.glob("*.toml"))]
+    return [Change(**entry) for text in texts for entry in tomllib.loads(text)["change"]]
 
 
 def outcome(change: Change, copy: Path) -> tuple[int, str]:
     """What pytest says of the tests with the change in place: its code, and the first test that failed."""
-    (path,) = change.places(copy / "src" / "forerun")
+    path = change.path(copy / "src" / "forerun")
     right = path.read_text(encoding="utf-8")
-    path.write_text(right.replace(change.old, change.new), encoding="utf-8")
+    path.write_text(change.made(right), encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
     with tempfile.TemporaryFile() as said:
@@ -83,7 +133,7 @@ def main(texts: Seq[str]) -> int:
         import_module(name)
     sys.path.pop(0)
     num_survived = 0
-    chosen = [c for c in changes() if not texts or any(text in " ".join((c.about, *c.tests)) for text in texts)]
+    chosen = [c for c in changes() if any(text in " ".join((c.about, c.place, *c.tests)) for text in texts or ("",))]
     with tempfile.TemporaryDirectory(prefix="forerun-wrong-") as folder:
         copy = Path(folder)
         for entry in ROOT.iterdir():
