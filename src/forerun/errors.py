@@ -14,10 +14,14 @@ Each message says what is wrong, the value, and what would work, in one sentence
 """
 
 import itertools
+import json
 import reprlib
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 _SHOWN_CHARS = 120
 
@@ -43,12 +47,38 @@ class _Short(reprlib.Repr):
         return "{" + ", ".join([*items, "..."] if len(x) > self.maxdict else items) + "}"
 
 
-_SHORT = _Short()
+class _ShortJson(_Short):
+    def repr_str(self, x: str, level: int) -> str:
+        return json.dumps(x if len(x) <= self.maxstring else f"{x[: self.maxstring - 3]}...", ensure_ascii=False)
+
+    def repr_bool(self, x: bool, level: int) -> str:
+        return json.dumps(x)
+
+    def repr_NoneType(self, x: None, level: int) -> str:  # noqa: N802 - reprlib asks by the name of the type
+        return json.dumps(x)
+
+    def repr_tuple(self, x: tuple[object, ...], level: int) -> str:
+        return self.repr_list(list(x), level)
+
+
+_IN_PYTHON = _Short()
+_WORDS: ContextVar[_Short] = ContextVar("words", default=_IN_PYTHON)
+
+
+@contextmanager
+def echoing_json() -> Iterator[None]:
+    """Let `shown` write values as JSON has them: for messages to somebody who has sent JSON."""
+    token = _WORDS.set(_ShortJson())
+    try:
+        yield
+    finally:
+        _WORDS.reset(token)
 
 
 def shown(value: object) -> str:
-    """Return a caller's value as a message echoes it."""
-    text = " ".join(_SHORT.repr(value).splitlines())
+    """Return a caller's value as a message echoes it. A text alone stands between quotes as in any sentence."""
+    words = _IN_PYTHON if isinstance(value, str) else _WORDS.get()
+    text = " ".join(words.repr(value).splitlines())
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 

@@ -114,7 +114,7 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
     done = cli("batch", str(requests), str(out), "--kv-cache-tokens", "512")
     assert done.is_spared, "a garbage collection would stop all requests for a while"
     assert done.returncode == 2
-    first = "'stream' was refused: stream=True is not possible: a batch writes whole answers; leave it out\n"
+    first = "'stream' was refused: stream=true is not possible: a batch writes whole answers; leave it out\n"
     assert done.stderr.startswith(f"{first}[{len(cases) + 3} requests: 3 answered, {len(cases)} refused; ")
     assert done.stderr.endswith("; --retry-refused asks the refused ones again]\n")
     answers = answers_in(out)

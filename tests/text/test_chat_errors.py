@@ -154,23 +154,23 @@ MESSAGES: list[tuple[Any, str]] = [
     ([{"role": 3, "content": "x"}], "messages[0] has the role 3: give it one"),
     ([{"role": "user"}], "messages[0] (role 'user') has neither content nor tool_calls: give it one of them"),
     ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0] (role 'assistant') has neither content"),
-    ([{"role": "user", "content": 3}], "messages[0]['content'] is 3 (of type int): it must be a text, or a list of"),
-    ([{"role": "user", "content": {"a": 1}}], "messages[0]['content'] is {'a': 1} (of type dict): it must be a text"),
-    ([{"role": "user", "content": ["x"]}], "messages[0]['content'][0] is 'x' (of type str): each part must be {'type'"),
+    ([{"role": "user", "content": 3}], "messages[0].content is 3 (of type int): it must be a text, or a list of"),
+    ([{"role": "user", "content": {"a": 1}}], "messages[0].content is {'a': 1} (of type dict): it must be a text"),
+    ([{"role": "user", "content": ["x"]}], "messages[0].content[0] is 'x' (of type str): each part must be {\"type\""),
     (
         [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
-        "messages[0]['content'][1] is a part of type 'image_url': each part must be {'type': 'text', 'text': '...'}",
+        'messages[0].content[1] is a part of type \'image_url\': each part must be {"type": "text", "text": "..."}',
     ),
-    ([{"role": "assistant", "tool_calls": {"name": "f"}}], "messages[0]['tool_calls'] must be a list of mappings"),
-    ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0]['tool_calls'] must be a list of mappings"),
+    ([{"role": "assistant", "tool_calls": {"name": "f"}}], "messages[0].tool_calls must be a list of mappings"),
+    ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls must be a list of mappings"),
     ([{"role": "user", "content": "x", 3: "y"}], "messages[0] has the key 3: keys must be texts, as in JSON"),
-    ([{"role": "user", "content": b"x"}], "messages[0]['content'] is b'x' (of type bytes): it must be made of texts"),
+    ([{"role": "user", "content": b"x"}], "messages[0].content is b'x' (of type bytes): it must be made of texts"),
     ([{"role": "tool", "content": [{"a": Colour()}]}], "(of type Colour): it must be made of texts, numbers, lists"),
     ([{"role": "tool", "content": cyclic}], f"has more than {MAX_DEPTH} levels of lists and mappings"),
     ([{"role": "tool", "content": deep(MAX_DEPTH)}], f"has more than {MAX_DEPTH} levels of lists and mappings"),
     (
         [{"role": "tool", "content": [{"t": "x"}]}],
-        "takes content as a text, and messages[0]['content'] is [{'t': 'x'}]: give it as one text",
+        "takes content as a text, and messages[0].content is [{'t': 'x'}]: give it as one text",
     ),
     (
         [*HELLO, {"role": "usr", "content": "x"}],
@@ -225,12 +225,12 @@ def get_weather(city: str) -> str:
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL, get_weather]}, "tools holds the Python function get_weather, and JSON schemas are wanted: "),
-    ({"tools": ["f"]}, "tools[0] is 'f' (of type str): it must be a mapping such as {'type': 'function', "),
+    ({"tools": ["f"]}, 'tools[0] is \'f\' (of type str): it must be a mapping such as {"type": "function", '),
     (
         {"tools": TOOL},
-        "is not possible: it must be a list, each item a mapping such as {'type': 'function', ",
+        'is not possible: it must be a list, each item a mapping such as {"type": "function", ',
     ),
-    ({"tools": [{"f": Colour()}]}, "tools[0]['f'] is <"),
+    ({"tools": [{"f": Colour()}]}, "tools[0].f is <"),
     (
         {"documents": "text"},
         "documents='text' is not possible: it must be a list, each item a mapping such as {'title'",
@@ -240,7 +240,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"enable_thinking": False}, "does not read 'enable_thinking', so it would have no effect"),
     ({"messages": HELLO}, "does not read 'messages'"),
     ({"raise_exception": "x"}, "does not read 'raise_exception'"),
-    ({"date": Colour()}, "variables['date'] is <"),
+    ({"date": Colour()}, "variables.date is <"),
     (
         {"add_generation_prompt": True, "continue_final_message": True},
         "add_generation_prompt and continue_final_message exclude one another: set one of them",

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.errors import ForerunError, InternalError
+from forerun.errors import ForerunError, InternalError, echoing_json
 from forerun.serve import openapi
 from forerun.serve.answering import IGNORED, RECORD, Answer, ClientGone, ignored_header, key_of, read_body
 from forerun.serve.apis import api_of, apis, errors_of, refusal
@@ -230,7 +230,7 @@ class Door:
                 message = {**message, "headers": [*message.get("headers", []), *added]}
             await send(message)
 
-        with span(scope["path"], record, headers):
+        with span(scope["path"], record, headers), echoing_json():
             try:
                 if (allowed := self._check(scope, headers)) is not None:
                     await Response(status_code=204, headers=allowed)(scope, receive, sending)

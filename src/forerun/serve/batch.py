@@ -171,7 +171,7 @@ class Requests:
         job = batched()[request.url].job(request.body, self._name, defaults, self._served_names)
         job = dataclasses.replace(job, report=True)
         if job.stream:
-            raise Refused("stream=True is not possible: a batch writes whole answers; leave it out", "stream")
+            raise Refused("stream=true is not possible: a batch writes whole answers; leave it out", "stream")
         prompts: list[Prompt] = list(job.prompts)
         if job.suffix is not None:
             prompts = [filling_ids(self.llm.tokenizer, str(job.prompts[0]), job.suffix)]

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, shown
+from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, echoing_json, shown
 from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.serve.apis import with_bodies
 from forerun.serve.bodies import Job, Prompt, Refused, check, meant
@@ -145,6 +145,7 @@ class Texts:
         """Return the tokens of the context."""
         return self.options.max_seq_len
 
+    @echoing_json()
     def work(self, route: Generate | Count, body: Any) -> tuple[Job, list[list[int]]] | AsJson:
         """Return what a route makes of a body: `read`, or an answer that follows from texts, as JSON."""
         if isinstance(route, Generate):
@@ -153,6 +154,7 @@ class Texts:
         answer, ignored = route.work(self, given)
         return in_slices(answer), tuple(dict.fromkeys((*given.ignored, *ignored)))
 
+    @echoing_json()
     def read(self, route: Generate, body: Any) -> tuple[Job, list[list[int]]]:
         """Return the job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
         options = self.options

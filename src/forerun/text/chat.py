@@ -213,7 +213,7 @@ def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages
     text = template.render({**variables, "messages": messages})
     if (i := _printed(text, messages)) is not None:
         raise BadOption(
-            f"this model's chat template takes content as a text, and messages[{i}]['content'] is "
+            f"this model's chat template takes content as a text, and messages[{i}].content is "
             f"{shown(messages[i]['content'])}: give it as one text"
         )
     return text

@@ -48,11 +48,11 @@ def _copy_message(message: object, where: str) -> dict[str, Any]:
     calls = copy.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadOption(
-            f"{where}['tool_calls'] must be a list of mappings such as "
-            "{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}"
+            f"{where}.tool_calls must be a list of mappings such as "
+            '{"type": "function", "function": {"name": "f", "arguments": {}}}'
         )
     if role in SPEAKERS and "content" in copy:
-        _check_content(copy["content"], f"{where}['content']")
+        _check_content(copy["content"], f"{where}.content")
     reasoning = next((copy[name] for name in REASONING if name in copy), None)
     return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}
 
@@ -66,7 +66,7 @@ def _check_content(content: object, where: str) -> None:
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             actual = f"a part of type {shown(part.get('type'))}" if isinstance(part, dict) else _kind(part)
-            raise BadOption(f"{where}[{i}] is {actual}: each part must be {{'type': 'text', 'text': '...'}}")
+            raise BadOption(f'{where}[{i}] is {actual}: each part must be {{"type": "text", "text": "..."}}')
 
 
 def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -151,7 +151,7 @@ def _has_parts(content: object) -> bool:
 
 def copy_tools(tools: object) -> list[dict[str, Any]] | None:
     """Check tools (JSON schemas) and copy them. Raises BadOption for anything else, Python functions included."""
-    wanted = "a mapping such as {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+    wanted = 'a mapping such as {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
     for tool in tools if isinstance(tools, Seq) else ():
         if callable(tool):
             name = getattr(tool, "__name__", repr(tool))
@@ -193,10 +193,14 @@ def plain(value: object, where: str, depth: int = 0) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise BadOption(f"{where} has the key {shown(key)}: keys must be texts, as in JSON")
-        return {str.__str__(key): plain(item, f"{where}[{shown(key)}]", depth + 1) for key, item in value.items()}
+        return {str.__str__(key): plain(item, _within(where, key), depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise BadOption(f"{where} is {_kind(value)}: it must be made of texts, numbers, lists and mappings, as in JSON")
+
+
+def _within(where: str, key: str) -> str:
+    return f"{where}.{key}" if key.isidentifier() else f"{where}[{shown(key)}]"
 
 
 def _kind(value: object) -> str:

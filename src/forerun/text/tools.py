@@ -9,7 +9,7 @@ from typing import Any
 
 from forerun.errors import BadOption, shown
 
-A_TOOL = "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+A_TOOL = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
 
 
 NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -108,7 +108,7 @@ def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
     """Return a valid limit of the tokens of reasoning, or None. Raises BadOption for anything out of range."""
     if value is None or (type(value) is int and 0 <= value <= MOST_THINKING_TOKENS):
         return value
-    raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or None")
+    raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or left out")
 
 
 def several(value: Any) -> list[Any]:

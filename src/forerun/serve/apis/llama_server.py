@@ -136,7 +136,7 @@ def _job(
 ) -> Job:
     given = read.fields
     if not given.get("penalize_nl", True) and given.get("repeat_penalty") not in (None, 1):
-        message = "penalize_nl=False is not possible: repeat_penalty counts ends of lines, too; leave out one of them"
+        message = "penalize_nl=false is not possible: repeat_penalty counts ends of lines, too; leave out one of them"
         read.ignore(Refused(message, "penalize_nl", code="unsupported_parameter"))
     return Job(
         url,

@@ -42,7 +42,7 @@ def _tokenize(texts: Reader, read: Given) -> Counted:
         raise Refused(f"{min(others)} belongs to content, and the body has none: drop it", min(others))
     if "messages" in given:
         if given.get("add_special_tokens"):
-            raise Refused("add_special_tokens=True is not possible: the chat template has them; leave it out")
+            raise Refused("add_special_tokens=true is not possible: the chat template has them; leave it out")
         talk = texts.templated(Job(TOKENIZE, texts.name, SamplingParams(), **chats.conversation(read)))
         ids, ignored = texts.encode(talk)[0], talk.ignored
     else:
