@@ -82,6 +82,7 @@ class EngineConfig:
         methods="forerun.drafters",
         panel="Speculation",
         aliases=("--draft-model",),
+        everyday=True,
     )
     extra_drafts: str | None = option(
         None,
@@ -96,12 +97,14 @@ class EngineConfig:
         max=64,
         panel="Speculation",
         unit="tokens",
+        everyday=True,
     )
     pacing: str | None = option(
         None,
         "policy that decides how far to draft; none = fixed where spec_length is given, else auto",
         methods="forerun.pacing",
         panel="Speculation",
+        everyday=True,
     )
     pacing_log: str | None = option(
         None,
@@ -112,23 +115,27 @@ class EngineConfig:
         True,
         "pacing=auto measures what passes take, once per machine and model, while no request comes; off: never",
         panel="Speculation",
+        everyday=True,
     )
     dtype: str = option(
         "auto",
         "auto, float32 or bfloat16",
         panel="Model",
         choices=("auto", "float32", "bfloat16"),
+        everyday=True,
     )
     quantization: str | None = option(
         None,
         "int8 or int4[:group=N]: the target's weights are rounded to so many bits while they are loaded",
         panel="Model",
+        everyday=True,
     )
     device: str = option(
         "auto",
         "auto (cpu), cpu or cuda",
         panel="Model",
         choices=("auto", "cpu", "cuda"),
+        everyday=True,
     )
     generation_config: str = option(
         "auto",
@@ -136,6 +143,7 @@ class EngineConfig:
         "model that has none; model: refuse to start where one of its values cannot be honoured; none: temperature 1",
         panel="Model",
         choices=("auto", "model", "none"),
+        everyday=True,
     )
     ignore_config_keys: str | None = option(
         None,
@@ -143,9 +151,13 @@ class EngineConfig:
         flag="--ignore-config-key",
         takes=list[str],
         panel="Model",
+        everyday=True,
     )
     chat_template: str | None = option(
-        None, "file with the chat template (Jinja); none = the checkpoint's own", panel="Model"
+        None,
+        "file with the chat template (Jinja); none = the checkpoint's own",
+        panel="Model",
+        everyday=True,
     )
     ops: str = option(
         "auto",
@@ -163,6 +175,7 @@ class EngineConfig:
         "numbers of the KV cache: auto (as weights are computed), bfloat16, float32, or int8, which takes half to "
         "two thirds of bfloat16's memory and is faster at long contexts; on a CPU",
         choices=("auto", "bfloat16", "float32", "int8"),
+        everyday=True,
     )
     kv_cache_tokens: int | None = option(
         None,
@@ -170,6 +183,7 @@ class EngineConfig:
         "sequence of a batch, 32768 at least",
         min=16,
         unit="tokens",
+        everyday=True,
     )
     max_batch_size: int = option(8, "sequences that run together at most", min=1, max=1024, unit="sequences")
     max_seq_len: int | None = option(
@@ -177,11 +191,13 @@ class EngineConfig:
         "prompt + output tokens; none = the model's, at most what the KV cache holds, and 4096 where memory is short",
         min=2,
         unit="tokens",
+        everyday=True,
     )
     kv_disk: str | None = option(
         None,
         "keep blocks of the KV cache in a folder, so that what was read once is not read again: its size, as 20GB or "
         "20GB:FOLDER. The folder shows what was asked; it is readable by its owner alone",
+        everyday=True,
     )
     prefix_caching: bool = option(True, "let requests share what equal beginnings left in the KV cache (paged only)")
     prefill_chunk_tokens: int = option(512, "prompt tokens run per step at most", min=1, unit="tokens")

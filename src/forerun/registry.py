@@ -40,7 +40,8 @@ def option(default: Any, help: str, **about: Any) -> Any:
 
     about: its range (`check_range`), of each entry where there are several; unit, of numbers; and how a command has it,
     where that does not follow from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the
-    help text), methods (the room that has them), is_written (a file), usual (what help calls the default).
+    help text), methods (the room that has them), is_written (a file), usual (what help calls the default), everyday
+    (`chat` and `lab` have it, which do not have all options).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ from forerun.cli.main import app
 from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.registry import REQUIRED, check_fields, inherited, option
+from forerun.registry import REQUIRED, check_fields, flag_of, inherited, option
 from forerun.types import SamplingParams
 
 
@@ -133,3 +134,11 @@ def test_every_option_of_the_engine_and_of_a_request_is_one_of_generate() -> Non
     for name, params in commands.items():
         assert engine <= params, f"{name} lacks {engine - params}"
     assert set(SamplingParams.__dataclass_fields__) <= commands["generate"]
+
+
+@pytest.mark.parametrize("command", ["chat", "lab"])
+def test_everyday_options_are_flags_of_what_one_person_runs(cli: Any, command: str) -> None:
+    page = cli(command, "--help").stdout
+    for field in EngineConfig.__dataclass_fields__.values():
+        if field.metadata.get("everyday"):
+            assert re.search(rf"^  {flag_of(field)}\b", page, re.MULTILINE), field.name

@@ -96,6 +96,15 @@ def engine(*names: str, leave_out: Collection[str] = ()) -> Fields:
     return _EngineFields(names=names, leave_out=leave_out)
 
 
+def everyday(*more: str) -> Fields:
+    """Stand for flags of the everyday options, of `more` and of the config file, in the order of EngineConfig.
+
+    They are for a command by which one person uses one model, which is an argument.
+    """
+    fields = EngineConfig.__dataclass_fields__.values()
+    return engine(*(field.name for field in fields if field.metadata.get("everyday") or field.name in more), "config")
+
+
 def sampling(*names: str) -> Fields:
     """Stand for flags of sampling parameters, in the order of the names; without names for all.
 

@@ -14,26 +14,11 @@ from forerun.serve.options import LabOptions
 
 VIEWERS = 4  # sequences that run together by default: each drafter with a model gets a cache
 
-ENGINE = (
-    "ignore_config_keys",
-    "draft",
-    "extra_drafts",
-    "spec_length",
-    "pacing",
-    "calibrate",
-    "generation_config",
-    "chat_template",
-    "kv_cache_tokens",
-    "kv_disk",
-    "max_batch_size",
-    "max_seq_len",
-    *flags.MODEL,
-)
 OWN = ("host", "port", "api_key", "allow_origins", "allow_hosts")
 
 
 def lab(
-    engine: Annotated[Given, flags.engine(*ENGINE)],
+    engine: Annotated[Given, flags.everyday("extra_drafts", "ops", "kv_cache_backend", "max_batch_size")],
     own: Annotated[Given, Fields(LabOptions, OWN, is_plan=True)],
     target: flags.TargetArgument = None,
 ) -> None:

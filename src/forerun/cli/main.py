@@ -345,24 +345,6 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- chat
 
 
-CHAT_ENGINE = (
-    "ignore_config_keys",
-    "draft",
-    "spec_length",
-    "pacing",
-    "pacing_log",
-    "calibrate",
-    "generation_config",
-    "chat_template",
-    "device",
-    "dtype",
-    "quantization",
-    "max_seq_len",
-    "kv_cache_dtype",
-    "kv_cache_tokens",
-    "kv_disk",
-    "config",
-)
 CHAT_SAMPLING = (
     "temperature",
     "top_k",
@@ -379,7 +361,7 @@ CHAT_SAMPLING = (
 
 @app.command()
 def chat(
-    engine: Annotated[Given, flags.engine(*CHAT_ENGINE)],
+    engine: Annotated[Given, flags.everyday("pacing_log")],
     sampling: Annotated[Given, flags.sampling(*CHAT_SAMPLING)],
     target: flags.TargetArgument = None,
     system: Annotated[str | None, typer.Option(help="the system message, first in the conversation")] = None,
