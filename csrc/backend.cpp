@@ -10,7 +10,8 @@ namespace forerun {
 
 namespace {
 
-constexpr size_t TILE_BYTES = 40 << 10;  // of weights per tile: some microseconds; 96 KB were 4 to 9 % slower for hidden size 576
+// Of weights per tile: some microseconds; 96 KB were 4 to 9 % slower for hidden size 576.
+constexpr size_t TILE_BYTES = 40 << 10;
 
 // Panels of one tile. Some are read side by side, as long as there are enough tiles for the threads to end together.
 // num_panels: of all products that are computed together.
@@ -28,7 +29,8 @@ void fetch_beginning(const Matrix& w, int num_rows) {
         for (size_t i = 0; i < FETCHED_BYTES; i += 64) __builtin_prefetch(w.panel_at(panel) + i, 0, 2);
 }
 
-constexpr int LEAST_SHARED_ROWS = 64;  // with fewer, each thread rounds all of them: waiting for others would take as long
+// With fewer, each thread rounds all of them: waiting for others would take as long.
+constexpr int LEAST_SHARED_ROWS = 64;
 
 }  // namespace
 

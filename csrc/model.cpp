@@ -78,7 +78,8 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     sizes.experts_out = chosen * hidden, sizes.shared_out = has_shared ? rows * hidden : 0;
     sizes.experts_words = chosen * steps(model.hidden_size), sizes.experts_inner = inner, sizes.groups = groups;
     sizes.each_normed = up_to(std::max(read, inputs), 64);  // where a row of the table is unpacked, too
-    const size_t of_own = std::max(steps(static_cast<int>(read)), has_shared ? hidden : 0);  // a gate's inputs are float32
+    // A gate's inputs are float32.
+    const size_t of_own = std::max(steps(static_cast<int>(read)), has_shared ? hidden : 0);
     sizes.each_own = shares_inputs(num_rows) ? 0 : up_to(rows * of_own, 32);
     sizes.each_attention = up_to(attention, 64);
     sizes.state_gates = rows * gates, sizes.each_state = up_to(state_floats, 64);

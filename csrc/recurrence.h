@@ -32,7 +32,8 @@ struct StateSave {
 // to a state until no later stretch needs them. Stretches that begin behind different tokens of one stretch are computed one
 // after the other, and the last of them takes its place.
 struct Stretch {
-    int from, from_token;  // the stretch, and the token of it, that the state is behind; -1: it is the first state of the run
+    // The stretch, and the token of it, that the state is behind; -1: it is the first state of the run.
+    int from, from_token;
     int save;              // where that state is written, -1 = nowhere
     int first, count;      // its tokens, among StateRun::order
     int slot, level;       // of its first token; of its state

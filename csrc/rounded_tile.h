@@ -13,8 +13,10 @@ namespace forerun {
 namespace FORERUN_ISA {
 
 alignas(16) constexpr int8_t NO_TABLE[16] = {};
-constexpr float MOST_WEIGHT = 127.0f;     // a code that values are multiplied by: two of its products fit into 16 bits (AVX2)
-constexpr float LEAST_WEIGHT = 1e-30f;    // a weight times a scale that counts as zero where no larger one is in a block
+// A code that values are multiplied by: two of its products fit into 16 bits (AVX2).
+constexpr float MOST_WEIGHT = 127.0f;
+// A weight times a scale that counts as zero where no larger one is in a block.
+constexpr float LEAST_WEIGHT = 1e-30f;
 
 // A size, which the compiler knows where it is not 0.
 template <int SIZE>

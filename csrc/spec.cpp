@@ -251,7 +251,8 @@ class Reader {
         found.sees = sees_of(text(a, "sees"));
         const string own = at + (found.sees == Sees::source ? "encoder_attn." : "self_attn.");
         found.heads = whole(a, "heads"), found.kv_heads = whole(a, "kv_heads"), found.head_dim = whole(a, "head_dim");
-        found.reads = found.sees == Sees::source ? hidden_ : whole(a, "reads", hidden_);  // a source's own width is its keys'
+        // A source's own width is its keys'.
+        found.reads = found.sees == Sees::source ? hidden_ : whole(a, "reads", hidden_);
         found.scale = real(a, "scale", 1.0f / std::sqrt(static_cast<float>(found.head_dim)));
         found.softcap = real(a, "softcap"), found.window = whole(a, "window");
         const nb::object by_position = a.attr("position_scale");

@@ -144,7 +144,8 @@ uint16_t half_of_e4m3(uint8_t number) {
     const int exponent = number >> 3 & 15, mantissa = number & 7;
     if (number == 127) return 0;
     if (exponent > 0) return static_cast<uint16_t>((exponent + 7) << 10 | mantissa << 7);
-    static constexpr uint16_t LOWEST[] = {0, 0x1400, 0x1800, 0x1a00, 0x1c00, 0x1d00, 0x1e00, 0x1f00};  // of 1 / 1024 each
+    // Of 1 / 1024 each.
+    static constexpr uint16_t LOWEST[] = {0, 0x1400, 0x1800, 0x1a00, 0x1c00, 0x1d00, 0x1e00, 0x1f00};
     return LOWEST[mantissa];
 }
 
@@ -186,7 +187,8 @@ void iq3_xxs(const uint8_t* data, UnpackedBlock& out) {
         std::memcpy(&word, data + 66 + 4 * u, 4);
         out.scale_levels[u][0] = static_cast<int8_t>(2 * (word >> 28) + 1);
         for (int i = 0; i < 8; ++i) {
-            int signs = word >> i / 2 * 7 & 127, parity = signs ^ signs >> 4;  // the eighth sign makes their number even
+            // The eighth sign makes their number even.
+            int signs = word >> i / 2 * 7 & 127, parity = signs ^ signs >> 4;
             parity ^= parity >> 2, parity ^= parity >> 1;
             signs |= (parity & 1) << 7;
             put_four(IQ3_XXS_FOURS + 4 * data[2 + 8 * u + i], signs >> i % 2 * 4, out.codes + UNIT * u + 4 * i);

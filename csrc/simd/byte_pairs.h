@@ -93,7 +93,8 @@ struct Operands;  // quantised.h
 template <class CODES>
 struct Operands<Unpacked<CODES>> {
     static constexpr bool IS_WIDE = CODES::SIGNED && !CODES::SMALL;
-    static constexpr int LINES = UNIT_WORDS * (IS_WIDE ? 2 : 1);  // of eight outputs; of each word the even bytes, then the odd ones
+    // Of eight outputs; of each word the even bytes, then the odd ones.
+    static constexpr int LINES = UNIT_WORDS * (IS_WIDE ? 2 : 1);
     __m256i codes[2][LINES];
     alignas(32) int32_t wide_rows[IS_WIDE ? NEAR_ROWS : 1][2][UNIT_WORDS];
 

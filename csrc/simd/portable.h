@@ -159,7 +159,8 @@ inline void round_codes(const float* x, int8_t* codes, float* sums) {
     for (int h = 0; h < 2; ++h) {
         int sum = 0;
         for (int i = h * UNIT / 2; i < (h + 1) * UNIT / 2; ++i) {
-            codes[i] = static_cast<int8_t>(to_bits(x[i] + 12582912.0f) & 0xff);  // 1.5 * 2^23: the integer in the low bits
+            // 1.5 * 2^23: the integer in the low bits.
+            codes[i] = static_cast<int8_t>(to_bits(x[i] + 12582912.0f) & 0xff);
             sum += codes[i];
         }
         sums[h] = static_cast<float>(sum);

@@ -19,7 +19,8 @@ namespace FORERUN_ISA {
 inline float round_once(float a, float b, float c) {
     const double product = static_cast<double>(a) * static_cast<double>(b), added = c;
     double sum = product + added;
-    const double rest = sum - product, error = (product - (sum - rest)) + (added - rest);  // exactly what was rounded off
+    // Exactly what was rounded off.
+    const double rest = sum - product, error = (product - (sum - rest)) + (added - rest);
     uint64_t bits;
     std::memcpy(&bits, &sum, 8);
     if (error != 0.0 && error - error == 0.0 && (bits & 1) == 0) {
