@@ -1,7 +1,7 @@
 // Functions of single numbers: each result is a function of its own number alone.
 //
-// The polynomials are least-squares fits, weighed towards the smallest error; with the rounding of float32 erf is within 1.4e-7
-// and tanh within 2 units in the last place.
+// The polynomials are least-squares fits, weighed towards the smallest error; with the rounding of float32 erf is
+// within 1.4e-7 and tanh within 2 units in the last place.
 #pragma once
 
 #include "kernels.h"
@@ -28,7 +28,7 @@ inline F16 tanh(F16 x) {
 }
 
 inline F16 erf(F16 x) {
-    constexpr float NEAR[] = {1.128379166f,     -3.761262714e-1f, 1.128360018e-1f, -2.685444459e-2f,
+    constexpr float NEAR[] = {1.128379166f,    -3.761262714e-1f, 1.128360018e-1f, -2.685444459e-2f,
                               5.189535339e-3f, -8.020841280e-4f, 7.889119533e-5f};
     // -log(1 - erf(x)) for x in 1 .. 4; beyond, erf is 1
     constexpr float FAR[] = {-1.880359367e-4f, 1.129578406f,    6.332199246e-1f,  1.084185471e-1f,

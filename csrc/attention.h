@@ -1,10 +1,11 @@
 // Attention over block tables, by logical position.
 //
 // A row at logical position p sees the positions 0 .. p (or the last `window` of them): the cached rows, then its own
-// ancestors among pending rows and the run, depth by depth. Positions are taken in blocks of 64, counted from position 0,
-// with the running maximum and sum of Milakov and Gimelshein 2018. Four blocks are a range: each range has its own maximum and
-// sums, so that threads can share a long sequence, and ranges are folded in ascending order. The operations are the same
-// wherever a key lies, however long the run is, whatever is beside it, and whether the row is in a chain or in a tree.
+// ancestors among pending rows and the run, depth by depth. Positions are taken in blocks of 64, counted from position
+// 0, with the running maximum and sum of Milakov and Gimelshein 2018. Four blocks are a range: each range has its own
+// maximum and sums, so that threads can share a long sequence, and ranges are folded in ascending order. The operations
+// are the same wherever a key lies, however long the run is, whatever is beside it, and whether the row is in a chain
+// or in a tree.
 #pragma once
 
 #include "kernels.h"
@@ -16,7 +17,8 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-// Returns the lanes that N queries all see, which are added at once: whole pairs, unless all see the same. None: {0, 0}.
+// Returns the lanes that N queries all see, which are added at once: whole pairs, unless all see the same. None: {0,
+// 0}.
 template <int N>
 Seen common_of(const Seen* seen) {
     Seen common = seen[0];
@@ -33,7 +35,8 @@ Seen common_of(const Seen* seen) {
 
 // Adds to the sums what each query sees of some lanes.
 template <class Tile, int N, int CHUNKS>
-void add_own(const Tile& tile, int d, const typename Tile::Weights* weights, const Seen* seen, Seen lanes, F16 (*sums)[CHUNKS]) {
+void add_own(const Tile& tile, int d, const typename Tile::Weights* weights, const Seen* seen, Seen lanes,
+             F16 (*sums)[CHUNKS]) {
     for (int n = 0; n < N; ++n) {
         const Seen own{lanes.first > seen[n].first ? lanes.first : seen[n].first,
                        lanes.last < seen[n].last ? lanes.last : seen[n].last};
@@ -68,7 +71,8 @@ void take_block(const Tile& tile, const Seen* seen, float softcap, State* states
     Seen any = seen[0];
     for (int n = 0; n < N; ++n) {
         for (int i = 0; i < VECTORS; ++i) scores[n][i] = f16(0.0f);
-        any = {any.first < seen[n].first ? any.first : seen[n].first, any.last > seen[n].last ? any.last : seen[n].last};
+        any = {any.first < seen[n].first ? any.first : seen[n].first,
+               any.last > seen[n].last ? any.last : seen[n].last};
     }
     tile.template score<N>(states, any, scores);
     for (int n = 0; n < N && softcap > 0.0f; ++n)
@@ -88,7 +92,8 @@ void take_block(const Tile& tile, const Seen* seen, float softcap, State* states
         F16 total = f16(0.0f);
         for (int i = 0; i < VECTORS; ++i)
             if (i * LANES < any.last)  // else the weights are 0
-                total = total + Tile::keep(weights[n], i * LANES, Tile::weight_of(scores[n][i] - f16(finite(states[n].max))));
+                total = total +
+                        Tile::keep(weights[n], i * LANES, Tile::weight_of(scores[n][i] - f16(finite(states[n].max))));
         states[n].sum = states[n].sum * scales[n] + sum(total);
     }
     if constexpr (Tile::ADDS_BLOCKS) {
@@ -110,7 +115,8 @@ void take_some(const Tile& tile, const Seen* seen, float softcap, State* states,
     if constexpr (N > 1) take_some<Tile, N - 1>(tile, seen, softcap, states, num);
 }
 
-// Some queries share each load of keys and values. The first of them fetch the next block. seen: of each row, which has `group` queries.
+// Some queries share each load of keys and values. The first of them fetch the next block. seen: of each row, which has
+// `group` queries.
 template <class Tile>
 void take_block(Tile& tile, const Seen* seen, int group, float softcap, State* states, int num_queries) {
     constexpr int MOST = Tile::QUERIES;
@@ -123,8 +129,8 @@ void take_block(Tile& tile, const Seen* seen, int group, float softcap, State* s
     }
 }
 
-// Writes a query's weighted values, divided by the sum of all weights, and times its gate. A sink's weight comes last, behind
-// the weights of all keys.
+// Writes a query's weighted values, divided by the sum of all weights, and times its gate. A sink's weight comes last,
+// behind the weights of all keys.
 inline void write_out(const Attention& a, int row, int head, const State& state) {
     const bool has_values = state.sum != 0.0f;  // else all scores are -inf, and nothing was written there
     F16 inverse = f16(1.0f / state.sum);
@@ -144,19 +150,19 @@ inline void write_out(const Attention& a, int row, int head, const State& state)
     }
 }
 
-// The lanes of the block from `start` on that a row at a position sees; without a window it sees all positions below `end`. A
-// window holds the positions up to the row's own and, where later rows are seen, as many from there on.
+// The lanes of the block from `start` on that a row at a position sees; without a window it sees all positions below
+// `end`. A window holds the positions up to the row's own and, where later rows are seen, as many from there on.
 inline Seen seen_of(const Attention& a, int position, int end, int start) {
     if (a.window > 0 && a.sees == Sees::all && position + a.window < end) end = position + a.window;
     const int first = a.window > 0 && position + 1 - a.window > start ? position + 1 - a.window - start : 0;
     return {first, end - start < KEY_BLOCK ? end - start : KEY_BLOCK};
 }
 
-// Computes one block for all rows. Rows whose keys lie in the same lanes are computed together: all rows of a chain, and
-// of a tree where all keys of the block are cached; elsewhere each row of a tree has its own ancestors.
+// Computes one block for all rows. Rows whose keys lie in the same lanes are computed together: all rows of a chain,
+// and of a tree where all keys of the block are cached; elsewhere each row of a tree has its own ancestors.
 template <class Tile>
-void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_head, int start,
-                         const int32_t* depths, int first, int last, Seen* seen, State* states) {
+void take_block_for_rows(const Attention& a, const Run& run, Tile& tile, int kv_head, int start, const int32_t* depths,
+                         int first, int last, Seen* seen, State* states) {
     const int group = a.num_heads / a.num_kv_heads;
     const int committed = run.cached - start < 0 ? 0 : run.cached - start;
     int filled = 0;  // lanes with keys that every row sees at these positions
@@ -211,11 +217,13 @@ inline void fold(State& total, const State& part, int padded_dim) {
 
 constexpr int FEW_ROWS = 4;
 
-// Computes the rows [first, last) of a run for all query heads that share the key heads of `heads`: range by range, folded
-// in order, or one range alone, whose states the caller keeps. Few rows walk all heads of a block before the next block,
-// because a cached row holds them side by side; many rows walk a range for each head, so that their states stay near.
+// Computes the rows [first, last) of a run for all query heads that share the key heads of `heads`: range by range,
+// folded in order, or one range alone, whose states the caller keeps. Few rows walk all heads of a block before the
+// next block, because a cached row holds them side by side; many rows walk a range for each head, so that their states
+// stay near.
 template <class Tile>
-void attend(const Attention& a, const Run& run, Heads heads, int first, int last, int range, float* parts, float* scratch) {
+void attend(const Attention& a, const Run& run, Heads heads, int first, int last, int range, float* parts,
+            float* scratch) {
     const int group = a.num_heads / a.num_kv_heads, dim = padded(a.head_dim), num_heads = heads.last - heads.first;
     const int per_head = (last - first) * group, count = per_head * num_heads;
     Floats memory{scratch};
@@ -234,7 +242,8 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
         for (int h = 0; h < num_heads; ++h)
             for (int g = 0; g < group; ++g) {
                 const size_t i = static_cast<size_t>(h * per_head + (row - first) * group + g);
-                states[i].q = tile.query(q + ((heads.first + h) * group + g) * a.head_dim, a.order.head(heads.first + h), queries + i * dim);
+                states[i].q = tile.query(q + ((heads.first + h) * group + g) * a.head_dim,
+                                         a.order.head(heads.first + h), queries + i * dim);
                 states[i].values = values + i * dim;
                 states[i].biases = nullptr;
                 totals[i] = {nullptr, -__builtin_inff(), 0.0f, sums + i * dim, nullptr};
@@ -254,11 +263,13 @@ void attend(const Attention& a, const Run& run, Heads heads, int first, int last
             for (int h = 0; h < num_heads; ++h)
                 for (int start = at; start < to && start < at + step; start += KEY_BLOCK) {
                     fetch_next(a, run, tile, heads.first + h, start + KEY_BLOCK);
-                    take_block_for_rows(a, run, tile, heads.first + h, start, depths, first, last, seen, states + h * per_head);
+                    take_block_for_rows(a, run, tile, heads.first + h, start, depths, first, last, seen,
+                                        states + h * per_head);
                 }
     };
     if (range >= 0) {
-        for (int i = 0; i < count; ++i) states[i].values = parts + static_cast<size_t>(i) * part_floats(a.head_dim) + LANES;
+        for (int i = 0; i < count; ++i)
+            states[i].values = parts + static_cast<size_t>(i) * part_floats(a.head_dim) + LANES;
         take_range(range);
         for (int i = 0; i < count; ++i) {
             float* part = parts + static_cast<size_t>(i) * part_floats(a.head_dim);
@@ -284,7 +295,8 @@ inline void attention(const Attention& a, const Run& run, Heads heads, int first
 }
 
 // Folds the parts of one query, which are `stride` floats apart, and writes the result.
-inline void combine(const Attention& a, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch) {
+inline void combine(const Attention& a, int row, int head, const float* parts, int num_parts, size_t stride,
+                    float* scratch) {
     State total{nullptr, -__builtin_inff(), 0.0f, scratch, nullptr};
     for (int i = 0; i < num_parts; ++i, parts += stride)
         fold(total, {nullptr, parts[0], parts[1], const_cast<float*>(parts) + LANES, nullptr}, padded(a.head_dim));

@@ -17,13 +17,16 @@ struct Share {
 
     int num_rows() const { return last - first; }
     bool is_split() const { return num_ranges > 1; }
-    size_t num_queries(const HeadShape& s) const { return static_cast<size_t>(num_rows()) * static_cast<size_t>(s.heads); }
+    size_t num_queries(const HeadShape& s) const {
+        return static_cast<size_t>(num_rows()) * static_cast<size_t>(s.heads);
+    }
 
     // The place of a row and a query head among the parts of one range: heads that share keys are side by side.
     size_t place(const HeadShape& s, int row, int head) const {
         const int group = s.heads / s.kv_heads;
         return (static_cast<size_t>(head / group) * static_cast<size_t>(num_rows()) + static_cast<size_t>(row)) *
-                   static_cast<size_t>(group) + static_cast<size_t>(head % group);
+                   static_cast<size_t>(group) +
+               static_cast<size_t>(head % group);
     }
 };
 
@@ -40,7 +43,8 @@ std::vector<Share> shares_of(const std::vector<Run>& runs, const HeadShape& shap
         share.first_range = oldest / KEY_RANGE;
         share.num_ranges = (end + KEY_RANGE - 1) / KEY_RANGE - share.first_range;
         share.parts = parts;
-        if (share.is_split()) parts += static_cast<size_t>(share.num_ranges) * share.num_queries(shape) * shape.part_floats();
+        if (share.is_split())
+            parts += static_cast<size_t>(share.num_ranges) * share.num_queries(shape) * shape.part_floats();
     }
     return shares;
 }
@@ -52,8 +56,10 @@ std::vector<AttentionItem> items_of(const std::vector<Share>& shares, const Head
         for (int range = 0; range < share.num_ranges; ++range) {
             const size_t before = static_cast<size_t>(range) * share.num_queries(shape) * shape.part_floats();
             const auto put = [&](Heads heads) {
-                items.push_back({share.run, heads, share.first, share.last, share.is_split() ? share.first_range + range : -1,
-                                 share.parts + before + share.place(shape, 0, heads.first * (shape.heads / shape.kv_heads)) * shape.part_floats()});
+                items.push_back(
+                    {share.run, heads, share.first, share.last, share.is_split() ? share.first_range + range : -1,
+                     share.parts + before +
+                         share.place(shape, 0, heads.first * (shape.heads / shape.kv_heads)) * shape.part_floats()});
             };
             if (!by_head) put({0, shape.kv_heads});
             for (int head = 0; head < shape.kv_heads && by_head; ++head) put({head, head + 1});
@@ -71,7 +77,8 @@ AttentionItem piece_of(const AttentionItem& item, const HeadShape& shape, int pi
     return cut;
 }
 
-// What is left when all threads have equally many items is cut by rows, and each thread's share of tiles ends with a piece.
+// What is left when all threads have equally many items is cut by rows, and each thread's share of tiles ends with a
+// piece.
 void even_out(std::vector<AttentionItem>& items, const HeadShape& shape, int num_threads) {
     const size_t threads = static_cast<size_t>(num_threads), num_left = items.size() % threads;
     if (num_left == 0) return;
@@ -102,14 +109,16 @@ AttentionWork attention_work(const std::vector<Run>& runs, const HeadShape& shap
         for (int row = 0; row < share.num_rows(); ++row)
             for (int head = 0; head < shape.heads; ++head)
                 work.queries.push_back({share.run->first_row + share.first + row, head,
-                                        share.parts + share.place(shape, row, head) * shape.part_floats(), share.num_ranges, stride});
+                                        share.parts + share.place(shape, row, head) * shape.part_floats(),
+                                        share.num_ranges, stride});
     }
     return work;
 }
 
 size_t attention_scratch(const HeadShape& shape, int num_rows, int num_kv_heads) {
     const size_t dim = (static_cast<size_t>(shape.head_dim) + 15) / 16 * 16;
-    const size_t states = static_cast<size_t>(num_rows) * static_cast<size_t>(shape.heads / shape.kv_heads * num_kv_heads);
+    const size_t states =
+        static_cast<size_t>(num_rows) * static_cast<size_t>(shape.heads / shape.kv_heads * num_kv_heads);
     return KEY_BLOCK * 2 * dim + states * (3 * dim + 16) + 3 * static_cast<size_t>(num_rows) + 128;
 }
 

@@ -14,13 +14,14 @@ struct HeadShape {
     int heads, kv_heads, head_dim, window;
     Sees sees = Sees::past;
     bool operator==(const HeadShape& o) const {
-        return heads == o.heads && kv_heads == o.kv_heads && head_dim == o.head_dim && window == o.window && sees == o.sees;
+        return heads == o.heads && kv_heads == o.kv_heads && head_dim == o.head_dim && window == o.window &&
+               sees == o.sees;
     }
     size_t part_floats() const { return forerun::part_floats(head_dim); }
 };
 
-// Rows [first, last) of a run and some key heads, which one thread computes at once. range: -1 = all keys that the rows see,
-// and the result is written; else the keys of one range, and the state of each row and query head goes to `parts`.
+// Rows [first, last) of a run and some key heads, which one thread computes at once. range: -1 = all keys that the rows
+// see, and the result is written; else the keys of one range, and the state of each row and query head goes to `parts`.
 struct AttentionItem {
     const Run* run;
     Heads heads;

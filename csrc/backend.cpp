@@ -16,7 +16,8 @@ constexpr size_t TILE_BYTES = 40 << 10;
 // Panels of one tile. Some are read side by side, as long as there are enough tiles for the threads to end together.
 // num_panels: of all products that are computed together.
 int panels_per_tile(const Backend& backend, const Matrix& w, int num_rows, int num_panels) {
-    const int shared = is_quantised(w.type) ? std::min(num_streams(num_rows), num_panels / (4 * backend.team.num_threads())) : 1;
+    const int shared =
+        is_quantised(w.type) ? std::min(num_streams(num_rows), num_panels / (4 * backend.team.num_threads())) : 1;
     return std::max({1, shared, static_cast<int>(TILE_BYTES / w.panel_bytes())});
 }
 
@@ -116,7 +117,8 @@ void join_rows(Backend& backend, const Join& join, const std::vector<const float
     static thread_local Scratch kept;
     const Matrix& w = *join.w;
     const int width = w.num_in / static_cast<int>(parts.size());
-    const Inputs x{kept.words(static_cast<size_t>(num_rows) * static_cast<size_t>(w.num_steps)), w.type, num_rows, w.num_steps};
+    const Inputs x{kept.words(static_cast<size_t>(num_rows) * static_cast<size_t>(w.num_steps)), w.type, num_rows,
+                   w.num_steps};
     backend.team.run(w.bytes() * static_cast<size_t>(num_rows) < ALONE_BYTES, [&](int thread) {
         static thread_local Scratch own;
         float* const row_buffer = own.floats(static_cast<size_t>(w.num_in));
@@ -129,7 +131,8 @@ void join_rows(Backend& backend, const Join& join, const std::vector<const float
                     if (join.norms[i]) backend.kernels.rms_norm(from, join.norms[i], width, join.norm_eps, to);
                     else if (from != to) std::memcpy(to, from, static_cast<size_t>(width) * sizeof(float));
                 }
-                if (join.whole_norm) backend.kernels.rms_norm(row_buffer, join.whole_norm, w.num_in, join.norm_eps, row_buffer);
+                if (join.whole_norm)
+                    backend.kernels.rms_norm(row_buffer, join.whole_norm, w.num_in, join.norm_eps, row_buffer);
                 backend.kernels.put_row(x, row, row_buffer, w.num_in);
             }
         });

@@ -19,8 +19,8 @@ struct Backend {
 
 constexpr size_t ALONE_BYTES = 1 << 20;  // what reads less runs on one thread: waking others would cost more
 
-// Computes a product with all threads of a team; each of them must call it inside `run`. prepare: what a thread does before
-// its first tile, to write a copy of the inputs of its own.
+// Computes a product with all threads of a team; each of them must call it inside `run`. prepare: what a thread does
+// before its first tile, to write a copy of the inputs of its own.
 void product(Backend& backend, int thread, const Matrix& w, const Inputs& x, const Output& to,
              const std::function<void()>& prepare = nullptr);
 
@@ -34,7 +34,8 @@ struct Product {
 // Computes products of different weights and rows that do not wait for each other; otherwise as `product`.
 void products(Backend& backend, int thread, const std::vector<Product>& all);
 
-// A norm of rows. weight: with its offset; ones where a norm has none. bias: or null. is_per_head: over each head of a row.
+// A norm of rows. weight: with its offset; ones where a norm has none. bias: or null. is_per_head: over each head of a
+// row.
 struct Norm {
     bool is_layer;
     float eps;

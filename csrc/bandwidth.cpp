@@ -7,7 +7,6 @@
 #include <new>
 #include <stdexcept>
 
-
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -24,9 +23,9 @@ typedef uint64_t Line __attribute__((vector_size(LINE_BYTES), aligned(LINE_BYTES
 
 using Read = uint64_t (*)(const char* tile);
 
-// Returns the exclusive or of a tile. It reads `streams` contiguous parts side by side and prefetches each `ahead` bytes
-// ahead: for one use (`once`), or to stay in the caches as usual. ahead = 0: only the processor itself prefetches. A
-// prefetch beyond the buffer does nothing.
+// Returns the exclusive or of a tile. It reads `streams` contiguous parts side by side and prefetches each `ahead`
+// bytes ahead: for one use (`once`), or to stay in the caches as usual. ahead = 0: only the processor itself
+// prefetches. A prefetch beyond the buffer does nothing.
 template <int streams, int ahead, bool once>
 __attribute__((always_inline)) inline uint64_t read_tile(const char* tile) {
     constexpr size_t part = TILE_BYTES / streams;
@@ -72,8 +71,8 @@ struct Probe {
     Read read;
 };
 
-// Of two dozen ways that were tried, these were the fastest in some case: on an idle machine two streams read most, on a
-// busy one all are alike, and one thread alone reads most with two streams and a prefetch that spares the caches.
+// Of two dozen ways that were tried, these were the fastest in some case: on an idle machine two streams read most, on
+// a busy one all are alike, and one thread alone reads most with two streams and a prefetch that spares the caches.
 std::vector<Probe> all_probes() {
     return {
         {"1 stream, the processor's own prefetching", Reader<1, 0, false>::best()},
@@ -102,9 +101,7 @@ char* huge_pages(size_t num_bytes) {
 }  // namespace
 
 BandwidthProbe::BandwidthProbe(size_t num_bytes, int num_threads)
-    : team_(num_threads),
-      num_bytes_(whole_tiles(num_bytes)),
-      buffer_(huge_pages(num_bytes_), std::free) {
+    : team_(num_threads), num_bytes_(whole_tiles(num_bytes)), buffer_(huge_pages(num_bytes_), std::free) {
     // The system allocates a page when it is first written; pages not written would all be the same page of zeros.
     team_.run(false, [this](int thread) {
         team_.tiles(thread, static_cast<int>(num_bytes_ / TILE_BYTES),

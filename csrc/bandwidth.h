@@ -1,8 +1,8 @@
 // Measures how fast this machine reads memory, which limits every kernel that streams weights.
 //
-// No kernel may be faster than this limit, so the probe reads as the kernels do, with the same team of threads, tiles from
-// a counter, huge pages and prefetching, and computes almost nothing. Which way of reading is fastest depends on the
-// processor and on its load: several are tried in turn, and the caller takes the best.
+// No kernel may be faster than this limit, so the probe reads as the kernels do, with the same team of threads, tiles
+// from a counter, huge pages and prefetching, and computes almost nothing. Which way of reading is fastest depends on
+// the processor and on its load: several are tried in turn, and the caller takes the best.
 #pragma once
 
 #include <cstddef>

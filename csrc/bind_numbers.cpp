@@ -79,9 +79,15 @@ uint16_t float_to_half(float x) {
     return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13));
 }
 
-struct Half { uint16_t bits; };
-struct Brain { uint16_t bits; };
-struct Eighth { uint8_t bits; };
+struct Half {
+    uint16_t bits;
+};
+struct Brain {
+    uint16_t bits;
+};
+struct Eighth {
+    uint8_t bits;
+};
 
 const std::array<float, 256> FLOAT8 = float8_table();
 
@@ -127,7 +133,8 @@ Conversion conversion_of(const std::string& source, const std::string& target) {
     throw std::invalid_argument("numbers are not converted from " + source);
 }
 
-void convert(Backend& b, Address source, const std::string& source_type, Address target, const std::string& target_type, size_t count) {
+void convert(Backend& b, Address source, const std::string& source_type, Address target, const std::string& target_type,
+             size_t count) {
     const Conversion own = conversion_of(source_type, target_type);
     constexpr size_t PER_TILE = 1 << 16;
     const char* const first = at<const char>(source);
@@ -143,11 +150,13 @@ void convert(Backend& b, Address source, const std::string& source_type, Address
 }  // namespace
 
 void bind_numbers(nb::module_& m) {
-    m.def("empty", &empty, "num_bytes"_a,
-          "Makes so many bytes that are not written yet, uint8 [num_bytes]: aligned to 64, in huge pages from 2 MiB on where the "
-          "system has them.");
-    m.def("convert", &convert, Free(), "backend"_a, "source"_a, "source_type"_a, "target"_a, "target_type"_a, "count"_a,
-          "Writes numbers of one type as those of another, on all threads, from an address to an address.\n\n"
-          "Types: float64, float32, float16, bfloat16; float8_e4m3fn is read alone. Every number is rounded to float32 first, then "
-          "to the nearest of the type, ties to even.");
+    m.def(
+        "empty", &empty, "num_bytes"_a,
+        "Makes so many bytes that are not written yet, uint8 [num_bytes]: aligned to 64, in huge pages from 2 MiB on where the "
+        "system has them.");
+    m.def(
+        "convert", &convert, Free(), "backend"_a, "source"_a, "source_type"_a, "target"_a, "target_type"_a, "count"_a,
+        "Writes numbers of one type as those of another, on all threads, from an address to an address.\n\n"
+        "Types: float64, float32, float16, bfloat16; float8_e4m3fn is read alone. Every number is rounded to float32 first, then "
+        "to the nearest of the type, ties to even.");
 }

@@ -36,7 +36,8 @@ Inputs make_inputs(Scratch& scratch, const Matrix& w, int num_rows) {
 }
 
 void put_rows(Backend& b, int thread, const Inputs& x, const float* rows, int width) {
-    b.team.tiles(thread, x.num_rows, [&](int i) { b.kernels.put_row(x, i, rows + static_cast<size_t>(i) * width, width); });
+    b.team.tiles(thread, x.num_rows,
+                 [&](int i) { b.kernels.put_row(x, i, rows + static_cast<size_t>(i) * width, width); });
 }
 
 // out = x w, or out += x w.
@@ -69,7 +70,8 @@ void rms_norm(Backend& b, Address x, Address weight, int num_rows, int width, fl
     b.team.run(false, [&](int thread) {
         b.team.tiles(thread, num_rows, [&](int i) {
             const size_t offset = static_cast<size_t>(i) * width;
-            b.kernels.rms_norm(at<const float>(x) + offset, at<const float>(weight), width, eps, at<float>(out) + offset);
+            b.kernels.rms_norm(at<const float>(x) + offset, at<const float>(weight), width, eps,
+                               at<float>(out) + offset);
         });
     });
 }
@@ -79,7 +81,8 @@ void layer_norm(Backend& b, Address x, Address weight, Address bias, int num_row
     b.team.run(false, [&](int thread) {
         b.team.tiles(thread, num_rows, [&](int i) {
             const size_t o = static_cast<size_t>(i) * width;
-            b.kernels.layer_norm(at<const float>(x) + o, at<const float>(weight), at<const float>(bias), width, eps, at<float>(out) + o);
+            b.kernels.layer_norm(at<const float>(x) + o, at<const float>(weight), at<const float>(bias), width, eps,
+                                 at<float>(out) + o);
         });
     });
 }
@@ -108,18 +111,31 @@ void rope(Backend& b, Address x, Address cos, Address sin, int num_rows, int num
     });
 }
 
-// q [num_rows, heads, dim] scaled; keys, values [pool_rows, kv heads, dim]; out as q. dim must be even. sees_all: rows see the
-// whole of their run, and not only what comes before them.
-void attention(Backend& b, int type, Address q, int num_rows, Address keys, Address values, int64_t pool_rows, int num_heads,
-               int num_kv_heads, int dim, int window, int block_tokens, int num_runs, const Numbers& numbers, Address out,
-               bool sees_all) {
+// q [num_rows, heads, dim] scaled; keys, values [pool_rows, kv heads, dim]; out as q. dim must be even. sees_all: rows
+// see the whole of their run, and not only what comes before them.
+void attention(Backend& b, int type, Address q, int num_rows, Address keys, Address values, int64_t pool_rows,
+               int num_heads, int num_kv_heads, int dim, int window, int block_tokens, int num_runs,
+               const Numbers& numbers, Address out, bool sees_all) {
     if (dim % 2 != 0)
         throw std::invalid_argument("native attention multiplies pairs of dimensions: head_dim must be even, not " +
                                     std::to_string(dim));
-    if (static_cast<Type>(type) == Type::int8 && dim > MOST_KEY_DIM) throw std::invalid_argument("heads are too large for bytes");
+    if (static_cast<Type>(type) == Type::int8 && dim > MOST_KEY_DIM)
+        throw std::invalid_argument("heads are too large for bytes");
     const size_t stride = static_cast<size_t>(num_heads) * dim;
-    const Attention a{static_cast<Type>(type), at<const float>(q), stride, at<const void>(keys),
-                      at<const void>(values), num_heads, num_kv_heads, dim, {dim, nullptr}, window, 0, at<float>(out), stride, {},
+    const Attention a{static_cast<Type>(type),
+                      at<const float>(q),
+                      stride,
+                      at<const void>(keys),
+                      at<const void>(values),
+                      num_heads,
+                      num_kv_heads,
+                      dim,
+                      {dim, nullptr},
+                      window,
+                      0,
+                      at<float>(out),
+                      stride,
+                      {},
                       sees_all ? Sees::all : Sees::past};
     const Runs expanded(numbers, num_runs, block_tokens, pool_rows);
     expanded.check_rows(num_rows);
@@ -128,11 +144,13 @@ void attention(Backend& b, int type, Address q, int num_rows, Address keys, Addr
     for (const Run& run : runs) longest = std::max(longest, run.num_rows);
     std::vector<Scratch> scratch(static_cast<size_t>(b.team.num_threads()));
     std::vector<float*> floats;
-    for (Scratch& s : scratch) floats.push_back(s.floats(attention_scratch({num_heads, num_kv_heads, dim, window}, longest, 1)));
+    for (Scratch& s : scratch)
+        floats.push_back(s.floats(attention_scratch({num_heads, num_kv_heads, dim, window}, longest, 1)));
     b.team.run(false, [&](int thread) {
         b.team.tiles(thread, num_runs * num_kv_heads, [&](int i) {
             const Run& run = runs[static_cast<size_t>(i / num_kv_heads)];
-            b.kernels.attention(a, run, {i % num_kv_heads, i % num_kv_heads + 1}, 0, run.num_rows, -1, nullptr, floats[static_cast<size_t>(thread)]);
+            b.kernels.attention(a, run, {i % num_kv_heads, i % num_kv_heads + 1}, 0, run.num_rows, -1, nullptr,
+                                floats[static_cast<size_t>(thread)]);
         });
     });
 }
@@ -158,21 +176,24 @@ std::vector<Section> sections_of(const SectionNumbers& numbers) {
     return found;
 }
 
-std::unique_ptr<Packed> pack_quantised(Backend&, const SectionNumbers& sections, int num_in, bool paired, Address bias) {
+std::unique_ptr<Packed> pack_quantised(Backend&, const SectionNumbers& sections, int num_in, bool paired,
+                                       Address bias) {
     return std::make_unique<Packed>(sections_of(sections), num_in, paired, at<const float>(bias));
 }
 
 void check_outputs(const Packed& packed, int first, int count) {
     const Matrix& m = packed.matrix();
     const int num_out = m.paired ? 2 * m.num_out : m.num_out;
-    require(first >= 0 && count >= 0 && first <= num_out && count <= num_out - first, "a packed matrix has no such rows");
+    require(first >= 0 && count >= 0 && first <= num_out && count <= num_out - first,
+            "a packed matrix has no such rows");
 }
 
 bool fill(Backend& b, Packed& packed, int first, int count, const std::array<Address, 5>& rows) {
     check_outputs(packed, first, count);
     const auto& [codes, scales, subtracted, scale_levels, minimum_levels] = rows;
-    return packed.fill(b.team, first, count, {at<const uint8_t>(codes), at<const float>(scales), at<const float>(subtracted),
-                                              at<const int8_t>(scale_levels), at<const uint8_t>(minimum_levels)});
+    return packed.fill(b.team, first, count,
+                       {at<const uint8_t>(codes), at<const float>(scales), at<const float>(subtracted),
+                        at<const int8_t>(scale_levels), at<const uint8_t>(minimum_levels)});
 }
 
 bool fill_stored(Backend& b, Packed& packed, int first, int count, int type, int file, size_t start, Address numbers) {
@@ -181,7 +202,8 @@ bool fill_stored(Backend& b, Packed& packed, int first, int count, int type, int
 }
 
 // x [rows, groups * group]; codes like x, scales and zeros [rows, groups].
-void round_groups(Backend& b, Address x, size_t num_groups, int group, int bits, Address codes, Address scales, Address zeros) {
+void round_groups(Backend& b, Address x, size_t num_groups, int group, int bits, Address codes, Address scales,
+                  Address zeros) {
     if (group < 16 || group > MOST_GROUP || group % 16 != 0 || (bits != 4 && bits != 8))
         throw std::invalid_argument("groups of 16 to 256 weights are rounded to 4 or 8 bits");
     constexpr size_t PER_TILE = 128;
@@ -190,8 +212,9 @@ void round_groups(Backend& b, Address x, size_t num_groups, int group, int bits,
             const size_t first = static_cast<size_t>(tile) * PER_TILE, last = std::min(num_groups, first + PER_TILE);
             for (size_t i = first; i < last; ++i) {
                 const size_t at_weight = i * static_cast<size_t>(group);
-                b.kernels.round_group(at<const float>(x) + at_weight, group, bits,
-                                      {at<uint8_t>(codes) + at_weight, at<uint16_t>(scales) + i, at<uint8_t>(zeros) + i});
+                b.kernels.round_group(
+                    at<const float>(x) + at_weight, group, bits,
+                    {at<uint8_t>(codes) + at_weight, at<uint16_t>(scales) + i, at<uint8_t>(zeros) + i});
             }
         });
     });
@@ -216,38 +239,54 @@ void bind_ops(nb::module_& m) {
     m.attr("GIVE_BACK_BYTES") = GIVE_BACK_BYTES;
     m.def("allocated_bytes", &allocated_bytes, "num_bytes"_a,
           "Counts the bytes that the system gives for a buffer: whole pages from the size of a huge one on.");
-    m.def("packed_bytes", [](int num_out, int num_in, bool bfloat16, bool paired) {
-        return packed_bytes(bfloat16 ? Type::bfloat16 : Type::float32, num_out, num_in, paired);
-    }, "num_out"_a, "num_in"_a, "bfloat16"_a, "paired"_a = false, "Counts the bytes of a packed matrix, padding included; num_out: of all parts.");
-    m.def("quantised_bytes", [](const SectionNumbers& sections, int num_in, bool paired) {
-        return packed_bytes(sections_of(sections), num_in, paired);
-    }, "sections"_a, "num_in"_a, "paired"_a = false, "Counts those of a quantised one, whose sections are as `pack_quantised` takes them.");
+    m.def(
+        "packed_bytes",
+        [](int num_out, int num_in, bool bfloat16, bool paired) {
+            return packed_bytes(bfloat16 ? Type::bfloat16 : Type::float32, num_out, num_in, paired);
+        },
+        "num_out"_a, "num_in"_a, "bfloat16"_a, "paired"_a = false,
+        "Counts the bytes of a packed matrix, padding included; num_out: of all parts.");
+    m.def(
+        "quantised_bytes",
+        [](const SectionNumbers& sections, int num_in, bool paired) {
+            return packed_bytes(sections_of(sections), num_in, paired);
+        },
+        "sections"_a, "num_in"_a, "paired"_a = false,
+        "Counts those of a quantised one, whose sections are as `pack_quantised` takes them.");
     nb::class_<Packed>(m, "Packed", "A matrix in panels; see docs/development/kernels.md.")
-        .def_prop_ro("num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
-        .def_prop_ro("address", [](const Packed& p) { return reinterpret_cast<Address>(p.matrix().data); }, "Where they begin.")
-        .def("unpack_row", [](const Packed& p, int index, Address out) {
-            check_outputs(p, index, 1);
-            p.unpack(index, at<void>(out));
-        }, "index"_a, "out"_a,
-             "Writes a row as it was before packing to the address `out`.");
+        .def_prop_ro(
+            "num_bytes", [](const Packed& p) { return p.matrix().bytes(); }, "Bytes in memory, padding included.")
+        .def_prop_ro(
+            "address", [](const Packed& p) { return reinterpret_cast<Address>(p.matrix().data); }, "Where they begin.")
+        .def(
+            "unpack_row",
+            [](const Packed& p, int index, Address out) {
+                check_outputs(p, index, 1);
+                p.unpack(index, at<void>(out));
+            },
+            "index"_a, "out"_a, "Writes a row as it was before packing to the address `out`.");
     nb::class_<Backend>(m, "Backend", "The kernels of one instruction set and a team of threads.")
-        .def("__init__", [](Backend* self, const std::string& isa, int num_threads) {
-            new (self) Backend(kernels_for(isa), num_threads);
-        })
+        .def("__init__", [](Backend* self, const std::string& isa,
+                            int num_threads) { new (self) Backend(kernels_for(isa), num_threads); })
         .def("pack", &pack, Free())
         .def("pack_quantised", &pack_quantised, Free())
         .def("fill", &fill, Free())
-        .def("fill_stored", &fill_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a, "numbers"_a,
-             "Packs rows of a file as it stores them; returns False where `fill` has to be asked.\n\ntype: its number in GGUF "
-             "files. file: a descriptor. start: the first byte of row 0. numbers: address of the rows' numbers, int32, 0 = from "
-             "row 0 on.")
-        .def("round_groups", &round_groups, Free(), "x"_a, "num_groups"_a, "group"_a, "bits"_a, "codes"_a, "scales"_a, "zeros"_a,
-             "Rounds groups of float32 that follow each other to 4 or 8 bits.\n\nWrites codes (uint8, one for each weight), scales "
-             "(bfloat16) and zeros (uint8), one for each group.")
-        .def("round_stored", &round_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a, "numbers"_a,
-             "group"_a,
-             "Rounds rows of a file to 4 bits (ops/quantising.py) and packs them; returns whether it could, and whether all scales "
-             "fit.\n\nThe rest is as for `fill_stored`.")
+        .def(
+            "fill_stored", &fill_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a,
+            "numbers"_a,
+            "Packs rows of a file as it stores them; returns False where `fill` has to be asked.\n\ntype: its number in GGUF "
+            "files. file: a descriptor. start: the first byte of row 0. numbers: address of the rows' numbers, int32, 0 = from "
+            "row 0 on.")
+        .def(
+            "round_groups", &round_groups, Free(), "x"_a, "num_groups"_a, "group"_a, "bits"_a, "codes"_a, "scales"_a,
+            "zeros"_a,
+            "Rounds groups of float32 that follow each other to 4 or 8 bits.\n\nWrites codes (uint8, one for each weight), scales "
+            "(bfloat16) and zeros (uint8), one for each group.")
+        .def(
+            "round_stored", &round_stored, Free(), "packed"_a, "first"_a, "count"_a, "type"_a, "file"_a, "start"_a,
+            "numbers"_a, "group"_a,
+            "Rounds rows of a file to 4 bits (ops/quantising.py) and packs them; returns whether it could, and whether all scales "
+            "fit.\n\nThe rest is as for `fill_stored`.")
         .def("linear", &linear<Finish::store>, Free())
         .def("add_linear", &linear<Finish::add>, Free())
         .def("gated_linear", &gated_linear, Free())
@@ -255,6 +294,7 @@ void bind_ops(nb::module_& m) {
         .def("layer_norm", &layer_norm, Free())
         .def("gated", &gated, Free())
         .def("rope", &rope, Free())
-        .def("attention", &attention, Free(), "type"_a, "q"_a, "num_rows"_a, "keys"_a, "values"_a, "pool_rows"_a, "num_heads"_a,
-             "num_kv_heads"_a, "dim"_a, "window"_a, "block_tokens"_a, "num_runs"_a, "numbers"_a, "out"_a, "sees_all"_a);
+        .def("attention", &attention, Free(), "type"_a, "q"_a, "num_rows"_a, "keys"_a, "values"_a, "pool_rows"_a,
+             "num_heads"_a, "num_kv_heads"_a, "dim"_a, "window"_a, "block_tokens"_a, "num_runs"_a, "numbers"_a, "out"_a,
+             "sees_all"_a);
 }

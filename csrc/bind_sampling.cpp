@@ -67,8 +67,8 @@ struct Sampler {
     Found race(Floats weights, std::optional<Ids> ids, uint64_t seed, uint64_t position) const {
         forerun::require(!ids || ids->size() == weights.size(), "every weight of a race needs an id, or none does");
         nb::gil_scoped_release released;
-        return or_none(forerun::race(kernels, weights.data(), ids ? ids->data() : nullptr, weights.size(),
-                                  seed, position));
+        return or_none(
+            forerun::race(kernels, weights.data(), ids ? ids->data() : nullptr, weights.size(), seed, position));
     }
 
     Words philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0, uint32_t key1) const {

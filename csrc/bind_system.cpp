@@ -49,23 +49,37 @@ static void translate(const std::exception_ptr& error, void*) {
 void bind_system(nb::module_& m) {
     nb::register_exception_translator(translate);
     m.attr("source_hash") = FORERUN_SOURCE_HASH;
-    m.def("known_isas", [] {
-        std::vector<std::pair<std::string, std::string>> found;
-        for (const forerun::InstructionSet& set : forerun::instruction_sets()) found.emplace_back(set.name, set.needs);
-        return found;
-    }, "Instruction sets that kernels were compiled for, best first, with the features that a processor needs.");
-    m.def("supported_isas", [] {
-        std::vector<std::string> names;
-        for (const forerun::InstructionSet& set : forerun::instruction_sets())
-            if (set.is_supported) names.push_back(set.name);
-        return names;
-    }, "Those that this processor runs, best first.");
-    m.def("widens_pairs", [] { return forerun::widens_pairs; }, "Whether AVX-512 multiplies pairs of bfloat16 as floats.");
-    m.def("widen_pairs", [](bool is_wanted) { return std::exchange(forerun::widens_pairs, is_wanted); },
-          "Chooses that, for tests: the bits are the same. Returns what was chosen before.");
-    m.def("has_byte_tiles", [] { return forerun::has_byte_tiles; }, "Whether this process may multiply tiles of bytes (AMX).");
-    m.def("multiply_tiles", [](bool is_wanted) { return std::exchange(forerun::multiplies_tiles, is_wanted && forerun::has_byte_tiles); },
-          "Chooses that for quantised products of many rows, for tests: the bits are the same. Returns what was chosen before.");
+    m.def(
+        "known_isas",
+        [] {
+            std::vector<std::pair<std::string, std::string>> found;
+            for (const forerun::InstructionSet& set : forerun::instruction_sets())
+                found.emplace_back(set.name, set.needs);
+            return found;
+        },
+        "Instruction sets that kernels were compiled for, best first, with the features that a processor needs.");
+    m.def(
+        "supported_isas",
+        [] {
+            std::vector<std::string> names;
+            for (const forerun::InstructionSet& set : forerun::instruction_sets())
+                if (set.is_supported) names.push_back(set.name);
+            return names;
+        },
+        "Those that this processor runs, best first.");
+    m.def(
+        "widens_pairs", [] { return forerun::widens_pairs; },
+        "Whether AVX-512 multiplies pairs of bfloat16 as floats.");
+    m.def(
+        "widen_pairs", [](bool is_wanted) { return std::exchange(forerun::widens_pairs, is_wanted); },
+        "Chooses that, for tests: the bits are the same. Returns what was chosen before.");
+    m.def(
+        "has_byte_tiles", [] { return forerun::has_byte_tiles; },
+        "Whether this process may multiply tiles of bytes (AMX).");
+    m.def(
+        "multiply_tiles",
+        [](bool is_wanted) { return std::exchange(forerun::multiplies_tiles, is_wanted && forerun::has_byte_tiles); },
+        "Chooses that for quantised products of many rows, for tests: the bits are the same. Returns what was chosen before.");
     nb::class_<BandwidthProbe>(m, "BandwidthProbe", "A buffer that threads read as fast as this machine can.")
         .def(nb::init<size_t, int>(), "num_bytes"_a, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("num_bytes", &BandwidthProbe::num_bytes)

@@ -1,4 +1,5 @@
-// A model as a list of blocks (src/forerun/blocks.py), as far as these kernels compute it. spec.cpp reads it from Python.
+// A model as a list of blocks (src/forerun/blocks.py), as far as these kernels compute it. spec.cpp reads it from
+// Python.
 #pragma once
 
 #include <array>
@@ -13,11 +14,11 @@ namespace forerun {
 // Attention of one block. Weights are null where only sizes are asked for.
 struct AttentionPart {
     int heads, kv_heads, head_dim;
-    int reads;      // width of what is projected
-    float scale;    // of the scores
-    float softcap;  // 0 = none
-    int window;     // 0 = all
-    double position_beta;   // q is scaled by 1 + beta log(1 + position / step), the quotient rounded down; 0 = it is not
+    int reads;             // width of what is projected
+    float scale;           // of the scores
+    float softcap;         // 0 = none
+    int window;            // 0 = all
+    double position_beta;  // q is scaled by 1 + beta log(1 + position / step), the quotient rounded down; 0 = it is not
     int64_t position_step;
     int rotation;   // which of a model's tables of cos and sin, -1 = none
     int turned;     // dimensions of a head that are rotated
@@ -40,11 +41,11 @@ struct AttentionPart {
 
 // The part of a block that keeps a state: a gated delta rule, or a short convolution, whose state is its last inputs.
 struct RecurrencePart {
-    bool is_short;                   // [B, C, x] are projected; what leaves is C times a convolution of B x
-    StateHeads heads;                // of a short convolution there are none
-    int conv, width;                 // inputs that a convolution reads, and the numbers of each
+    bool is_short;                    // [B, C, x] are projected; what leaves is C times a convolution of B x
+    StateHeads heads;                 // of a short convolution there are none
+    int conv, width;                  // inputs that a convolution reads, and the numbers of each
     const Matrix *input, *gates, *o;  // input: with z behind it, or C and x; gates: null of a short convolution
-    const float *taps, *bias;        // [conv, width], and [width] or null
+    const float *taps, *bias;         // [conv, width], and [width] or null
     const float *dt_bias, *decay;
     std::optional<Norm> norm;
 
@@ -53,7 +54,8 @@ struct RecurrencePart {
     int num_gates() const { return is_short ? 0 : 2 * heads.value_heads; }
     // The bytes of a state, of the inputs before it, of a token's inputs and of its gates, as a cache has them.
     std::array<size_t, 4> kept_bytes(Type inputs) const {
-        const size_t row = static_cast<size_t>(width) * bytes_of(inputs), head = static_cast<size_t>(heads.key_dim) * static_cast<size_t>(heads.value_dim);
+        const size_t row = static_cast<size_t>(width) * bytes_of(inputs),
+                     head = static_cast<size_t>(heads.key_dim) * static_cast<size_t>(heads.value_dim);
         return {static_cast<size_t>(heads.value_heads) * head * sizeof(float), static_cast<size_t>(conv - 1) * row, row,
                 static_cast<size_t>(num_gates()) * sizeof(float)};
     }
@@ -74,15 +76,15 @@ enum class Scores { softmax, sigmoid, softmax_of_chosen };
 struct ExpertsPart {
     int num, chosen;
     std::vector<MlpPart> parts;
-    std::optional<MlpPart> shared;  // of every row
+    std::optional<MlpPart> shared;       // of every row
     const Matrix *router, *shared_gate;  // shared_gate: its sigmoid weighs the shared part; null = it counts whole
     std::optional<Norm> router_norm;
     bool reads_stream;  // whether the router reads rows before the norm in front of the experts
     float score_scale;  // of the router's outputs
     Scores scores;
-    bool normalises;  // whether the chosen scores are divided by their sum
-    float scale;      // of the chosen scores
-    const float* scales;  // of each expert's share, null = none
+    bool normalises;           // whether the chosen scores are divided by their sum
+    float scale;               // of the chosen scores
+    const float* scales;       // of each expert's share, null = none
     const float* choice_bias;  // added to each score for the choice alone, null = nothing
     float sum_eps;             // added to the sum of the chosen scores
 };
@@ -104,7 +106,7 @@ struct Block {
     std::optional<ExpertsPart> experts;  // in place of it, or beside it, where each has norms of its own
     std::optional<Norm> post_dense, pre_experts, post_experts;
     std::optional<LayerInputPart> layer_input;
-    float out_scale;  // of the block's output
+    float out_scale;           // of the block's output
     bool norms_sum, parallel;  // parallel: both parts read the rows that come in
     float branch_scale;
 };
@@ -126,8 +128,8 @@ struct LayerInputs {
     std::optional<Norm> norm;
 };
 
-// What a head's residual stream begins with: a product of a token's embedding and features; features, while the first block's
-// attention reads both; features alone; or the embedding, with the features of other tokens as context.
+// What a head's residual stream begins with: a product of a token's embedding and features; features, while the first
+// block's attention reads both; features alone; or the embedding, with the features of other tokens as context.
 enum class Begins { product, read, features, context };
 
 // The input of a head: the embedding of a token beside features, which are made from rows of the target.
@@ -137,9 +139,9 @@ struct FeatureParts {
     Join layers;             // makes features of these; without a matrix there is one row, taken as it is
     std::optional<Act> act;  // features are the first half of the product plus the act of the second
     std::optional<Norm> context_norm;
-    Join sides;              // of the embedding and the features: norms, and where both make the stream, the matrix
-    bool normed_stream;      // whether a stream that begins with features has them behind their norm
-    bool feeds_normed;       // whether the next step's features are behind the final norm
+    Join sides;          // of the embedding and the features: norms, and where both make the stream, the matrix
+    bool normed_stream;  // whether a stream that begins with features has them behind their norm
+    bool feeds_normed;   // whether the next step's features are behind the final norm
 };
 
 struct ModelParts {
@@ -154,7 +156,7 @@ struct ModelParts {
     std::optional<LayerInputs> layer_inputs;
     std::optional<FeatureParts> features;
     LogitRange range;
-    const Matrix* head;   // null = none
+    const Matrix* head;  // null = none
 };
 
 }  // namespace forerun

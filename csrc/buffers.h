@@ -28,8 +28,8 @@ struct Model::Buffers {
     uint32_t *inputs, *ffn;  // inputs of products; attention heads take the place of the hidden rows
     uint32_t* own;           // each thread's own copy of the normed rows, or null
     size_t own_stride;
-    std::vector<AttentionWork> work;  // by shape
-    std::vector<ExpertGroups> groups;  // by block
+    std::vector<AttentionWork> work;                        // by shape
+    std::vector<ExpertGroups> groups;                       // by block
     float *experts_in, *scores, *experts_out, *shared_out;  // normed rows, their scores, and the experts' outputs
     float* layer_inputs;                                    // of all blocks, of each row side by side
     uint32_t *experts_words, *experts_inner;                // inputs of the experts' products

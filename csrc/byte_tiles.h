@@ -1,10 +1,10 @@
-// Products of quantised weights and many rows by tiles of bytes (AMX): one instruction multiplies 16 rows, 16 outputs and the
-// inputs of a group, in 16 cycles where `dot` takes 64.
+// Products of quantised weights and many rows by tiles of bytes (AMX): one instruction multiplies 16 rows, 16 outputs
+// and the inputs of a group, in 16 cycles where `dot` takes 64.
 //
-// The sums of a group are exact integers either way, and what follows is the same in the same order, so the bits are the same. A
-// Xeon of 2023 does nothing else meanwhile: 16 rows, 16 outputs and 32 inputs take 31 cycles for the tiles and 38 for what
-// follows, 71 in all at best, 97 to 105 here, and 140 without tiles. Codes and scales of some units are unpacked once for all
-// rows, and the sums of a block of rows stay in registers.
+// The sums of a group are exact integers either way, and what follows is the same in the same order, so the bits are
+// the same. A Xeon of 2023 does nothing else meanwhile: 16 rows, 16 outputs and 32 inputs take 31 cycles for the tiles
+// and 38 for what follows, 71 in all at best, 97 to 105 here, and 140 without tiles. Codes and scales of some units are
+// unpacked once for all rows, and the sums of a block of rows stay in registers.
 #pragma once
 
 #include <immintrin.h>
@@ -22,8 +22,8 @@ struct alignas(64) UnpackedGroup {
     Scales scales;
 };
 
-// While one lives, tiles 0 and 1 are sums [rows][16], 2 is inputs [rows][length] and 3 is weights [length / 4][16], of four bytes
-// each.
+// While one lives, tiles 0 and 1 are sums [rows][16], 2 is inputs [rows][length] and 3 is weights [length / 4][16], of
+// four bytes each.
 class TileShapes {
   public:
     explicit TileShapes(int length) {
@@ -35,7 +35,8 @@ class TileShapes {
         const auto set = [&](int tile, int rows, int row_bytes) {
             shapes.rows[tile] = static_cast<uint8_t>(rows), shapes.row_bytes[tile] = static_cast<uint16_t>(row_bytes);
         };
-        set(0, TILE_ROWS, 4 * LANES), set(1, TILE_ROWS, 4 * LANES), set(2, TILE_ROWS, length), set(3, length / 4, 4 * LANES);
+        set(0, TILE_ROWS, 4 * LANES), set(1, TILE_ROWS, 4 * LANES), set(2, TILE_ROWS, length),
+            set(3, length / 4, 4 * LANES);
         __asm__ volatile("" : : "r"(&shapes) : "memory");  // the compiler does not know that all of it is read
         _tile_loadconfig(&shapes);
     }
@@ -90,7 +91,8 @@ inline UnpackedGroup* unpacked_groups() {
 
 // The sums of one panel, float32 [num_rows][32], as rows_times_panels makes them.
 template <class CODES, int GROUPS>
-void tiles_times_panel(const Format& format, int num_units, const char* panel, const RoundedUnit* x, int num_rows, float* sums) {
+void tiles_times_panel(const Format& format, int num_units, const char* panel, const RoundedUnit* x, int num_rows,
+                       float* sums) {
     const Format f = format;
     UnpackedGroup* const weights = unpacked_groups();
     const __m512i table = spread_table(f.table);
@@ -106,7 +108,8 @@ void tiles_times_panel(const Format& format, int num_units, const char* panel, c
                     UnpackedGroup& to = weights[2 * (GROUPS * i + g) + n];
                     to.scales = scales_of<CODES>(f, head, unit, g, n * LANES);
                     constexpr int WORDS = UNIT_WORDS / GROUPS;
-                    for (int j = 0; j < WORDS; ++j) _mm512_store_si512(to.codes + 64 * j, signed_codes<CODES>(codes, g * WORDS + j, table));
+                    for (int j = 0; j < WORDS; ++j)
+                        _mm512_store_si512(to.codes + 64 * j, signed_codes<CODES>(codes, g * WORDS + j, table));
                 }
         }
         // The next units are fetched bit by bit, into the second cache.
@@ -118,7 +121,9 @@ void tiles_times_panel(const Format& format, int num_units, const char* panel, c
             const int left = num_rows - row;
             for (int n = 0; n < 2; ++n) {
                 for (const char* const end = ahead + part; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-                const auto add = left > 8 ? add_groups<GROUPS, 16> : left > 4 ? add_groups<GROUPS, 8> : add_groups<GROUPS, 4>;
+                const auto add = left > 8   ? add_groups<GROUPS, 16>
+                                 : left > 4 ? add_groups<GROUPS, 8>
+                                            : add_groups<GROUPS, 4>;
                 add(weights + n, count * GROUPS, block, left, sums + row * PANEL + n * LANES);
             }
         }

@@ -14,8 +14,8 @@ namespace forerun {
 
 namespace {
 
-// Intel's vdpbf16ps takes two cycles (a Xeon of 2023: 45 G multiplications a second and core, of floats 78 G); AMD's takes
-// one.
+// Intel's vdpbf16ps takes two cycles (a Xeon of 2023: 45 G multiplications a second and core, of floats 78 G); AMD's
+// takes one.
 bool is_intel() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -44,7 +44,8 @@ bool widens_pairs = is_intel();
 const bool has_byte_tiles = may_use_tiles();
 bool multiplies_tiles = has_byte_tiles;
 
-// csrc/CMakeLists.txt writes a line for each file of isa/, best first: FORERUN_SET(name, needs, whether the processor has them).
+// csrc/CMakeLists.txt writes a line for each file of isa/, best first: FORERUN_SET(name, needs, whether the processor
+// has them).
 #define FORERUN_SET(name, needs, is_supported) extern const Kernels name##_kernels;
 #include "isas.inc"
 #undef FORERUN_SET

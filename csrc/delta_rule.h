@@ -1,16 +1,16 @@
-// The gated delta rule (Yang et al. 2024, eq. 10) of one run and some value heads that share a key head, and the convolution of
-// inputs in front of it. recurrence.h says what a stretch is.
+// The gated delta rule (Yang et al. 2024, eq. 10) of one run and some value heads that share a key head, and the
+// convolution of inputs in front of it. recurrence.h says what a stretch is.
 //
-// A token t multiplies the state S by e^g and adds k u with u = beta (v - k S). From the state S0 that a stretch begins with that
-// is, with G the sum of g along the token's path and j the tokens before it (section 3.3 there),
+// A token t multiplies the state S by e^g and adds k u with u = beta (v - k S). From the state S0 that a stretch begins
+// with that is, with G the sum of g along the token's path and j the tokens before it (section 3.3 there),
 //
 //     u_t = beta_t (v_t - e^G_t (k_t S0) - sum_j e^(G_t - G_j) (k_t k_j) u_j)
 //     o_t = e^G_t (q_t S0) + sum_j e^(G_t - G_j) (q_t k_j) u_j,        j = t included
 //     S   = e^G S0 + sum_j e^(G - G_j) k_j u_j,                         where a stretch ends
 //
-// so that all tokens of a stretch are multiplied with S0 while it is near, tokens that are gone through again need no more than
-// k S0, and a tree's branches share all of that. Each sum has one order: over key_dim from first to last, lanes being values;
-// over the tokens of the path from the oldest on.
+// so that all tokens of a stretch are multiplied with S0 while it is near, tokens that are gone through again need no
+// more than k S0, and a tree's branches share all of that. Each sum has one order: over key_dim from first to last,
+// lanes being values; over the tokens of the path from the oldest on.
 #pragma once
 
 #include "activations.h"
@@ -23,12 +23,13 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-constexpr float LENGTH_EPS = 1e-6f;  // added to the squared lengths of q and k, as in published code
+constexpr float LENGTH_EPS = 1e-6f;    // added to the squared lengths of q and k, as in published code
 constexpr float LEAST_DECAY = -1e30f;  // of g, so that differences of sums are numbers
 
 constexpr int up_to_lanes(int n) { return (n + LANES - 1) / LANES * LANES; }
 
-// log(1 + e^x): with t = e^-|x| it is max(x, 0) + log(1 + t), and log(1 + t) = 2 atanh(t / (2 + t)), within 4e-10 of it.
+// log(1 + e^x): with t = e^-|x| it is max(x, 0) + log(1 + t), and log(1 + t) = 2 atanh(t / (2 + t)), within 4e-10 of
+// it.
 inline F16 softplus(F16 x) {
     constexpr float ATANH[] = {3.333333367e-1f, 1.999985068e-1f, 1.429629173e-1f, 1.085165726e-1f, 1.161952626e-1f};
     const F16 t = exp(negative(max(x, negative(x)))), s = t / (t + f16(2.0f)), twice = s + s, square = s * s;
@@ -42,7 +43,8 @@ template <class T>
 inline F16 convolved(const T* const* window, const float* taps, size_t width, int conv, int column, int count) {
     F16 total = load_first(window[0] + column, count) * load_first(taps + column, count);
     for (int j = 1; j < conv; ++j)
-        total = madd(load_first(window[j] + column, count), load_first(taps + static_cast<size_t>(j) * width + column, count), total);
+        total = madd(load_first(window[j] + column, count),
+                     load_first(taps + static_cast<size_t>(j) * width + column, count), total);
     return total;
 }
 
@@ -57,18 +59,21 @@ void convolve_typed(const void* const* window, const float* taps, const float* b
     }
 }
 
-inline void convolve(Type type, const void* const* window, const float* taps, const float* bias, int width, int conv, float* out) {
+inline void convolve(Type type, const void* const* window, const float* taps, const float* bias, int width, int conv,
+                     float* out) {
     (type == Type::float32 ? convolve_typed<float> : convolve_typed<uint16_t>)(window, taps, bias, width, conv, out);
 }
 
 // ------------------------------------------------------------------------------------ products with states
 
-// Rows of a product with a state that share each load of it, and vectors of values. With AVX2 a vector is two of 16 registers.
+// Rows of a product with a state that share each load of it, and vectors of values. With AVX2 a vector is two of 16
+// registers.
 constexpr int STATE_ROWS = 6, STATE_VECTORS = WIDE_REGISTERS ? 4 : 1;
 
 // out [ROWS, N vectors] = x [ROWS, n] times columns of a state. ahead: asks for a line with each row of the state.
 template <int ROWS, int N>
-inline void times_columns(const float* x, size_t x_stride, const float* state, size_t stride, int n, float* out, Ahead& ahead) {
+inline void times_columns(const float* x, size_t x_stride, const float* state, size_t stride, int n, float* out,
+                          Ahead& ahead) {
     F16 sums[ROWS][N];
     for (int r = 0; r < ROWS; ++r)
         for (int i = 0; i < N; ++i) sums[r][i] = f16(0.0f);
@@ -88,22 +93,26 @@ inline void times_columns(const float* x, size_t x_stride, const float* state, s
 }
 
 template <int ROWS>
-inline void times_state_rows(const float* x, size_t x_stride, const float* state, int stride, int n, float* out, Ahead& ahead) {
+inline void times_state_rows(const float* x, size_t x_stride, const float* state, int stride, int n, float* out,
+                             Ahead& ahead) {
     int column = 0;
     for (; column + STATE_VECTORS * LANES <= stride; column += STATE_VECTORS * LANES)
-        times_columns<ROWS, STATE_VECTORS>(x, x_stride, state + column, static_cast<size_t>(stride), n, out + column, ahead);
+        times_columns<ROWS, STATE_VECTORS>(x, x_stride, state + column, static_cast<size_t>(stride), n, out + column,
+                                           ahead);
     for (; column < stride; column += LANES)
         times_columns<ROWS, 1>(x, x_stride, state + column, static_cast<size_t>(stride), n, out + column, ahead);
 }
 
 template <int ROWS>
-inline void times_some_rows(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n, float* out, Ahead& ahead) {
+inline void times_some_rows(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n,
+                            float* out, Ahead& ahead) {
     if (num_rows >= ROWS) return times_state_rows<ROWS>(x, x_stride, state, stride, n, out, ahead);
     if constexpr (ROWS > 1) times_some_rows<ROWS - 1>(num_rows, x, x_stride, state, stride, n, out, ahead);
 }
 
 // out [num_rows, stride] = x [num_rows, n] times a state [n, stride].
-inline void times_state(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n, float* out, Ahead& ahead) {
+inline void times_state(int num_rows, const float* x, size_t x_stride, const float* state, int stride, int n,
+                        float* out, Ahead& ahead) {
     const int num_blocks = (num_rows + STATE_ROWS - 1) / STATE_ROWS;
     for (int block = 0; block < num_blocks; ++block) {
         const int first = num_rows * block / num_blocks, last = num_rows * (block + 1) / num_blocks;
@@ -138,9 +147,11 @@ inline void advance_rows(const float* from, float* to, int stride, float decay, 
                          const float* added, const int* path, int num) {
     int column = 0;
     for (; column + STATE_VECTORS * LANES <= stride; column += STATE_VECTORS * LANES)
-        add_products<ROWS, STATE_VECTORS>(from + column, to + column, static_cast<size_t>(stride), decay, keys, key_stride, added + column, path, num);
+        add_products<ROWS, STATE_VECTORS>(from + column, to + column, static_cast<size_t>(stride), decay, keys,
+                                          key_stride, added + column, path, num);
     for (; column < stride; column += LANES)
-        add_products<ROWS, 1>(from + column, to + column, static_cast<size_t>(stride), decay, keys, key_stride, added + column, path, num);
+        add_products<ROWS, 1>(from + column, to + column, static_cast<size_t>(stride), decay, keys, key_stride,
+                              added + column, path, num);
 }
 
 // Adds to N vectors of sums the rows of a path, each times its share.
@@ -161,13 +172,15 @@ inline float dot(const float* a, const float* b, int n) {
 
 // ------------------------------------------------------------------------------------------------- the delta rule
 
-// One item of work, in memory that a caller lends. T: the type of inputs. Rows of keys and values are padded with zeros.
+// One item of work, in memory that a caller lends. T: the type of inputs. Rows of keys and values are padded with
+// zeros.
 template <class T>
 class DeltaItem {
   public:
     DeltaItem(const DeltaRule& rule, const StateItem& item, float* scratch)
         : d_(rule), h_(rule.heads), in_(rule.inputs), run_(item.run), item_(item), num_heads_(item.last - item.first),
-          key_width_(up_to_lanes(h_.key_dim)), value_width_(up_to_lanes(h_.value_dim)), slots_(static_cast<size_t>(run_.num_slots)) {
+          key_width_(up_to_lanes(h_.key_dim)), value_width_(up_to_lanes(h_.value_dim)),
+          slots_(static_cast<size_t>(run_.num_slots)) {
         Floats memory{scratch};
         const size_t heads = static_cast<size_t>(num_heads_), most = static_cast<size_t>(run_.most_tokens);
         const size_t keys = static_cast<size_t>(key_width_), values = static_cast<size_t>(value_width_);
@@ -201,11 +214,15 @@ class DeltaItem {
 
   private:
     size_t state_floats() const { return static_cast<size_t>(h_.key_dim) * static_cast<size_t>(value_width_); }
-    float* room(int level, int i) const { return states_ + static_cast<size_t>(level * num_heads_ + i) * state_floats(); }
+    float* room(int level, int i) const {
+        return states_ + static_cast<size_t>(level * num_heads_ + i) * state_floats();
+    }
     const float*& state(int level, int i) const { return places_[level * num_heads_ + i]; }
     float* keys(int slot) const { return keys_ + static_cast<size_t>(slot) * static_cast<size_t>(key_width_); }
     float* added(int i) const { return added_ + static_cast<size_t>(i) * slots_ * static_cast<size_t>(value_width_); }
-    float* shares(int i, int slot) const { return shares_ + (static_cast<size_t>(i) * slots_ + static_cast<size_t>(slot)) * STATE_TOKENS; }
+    float* shares(int i, int slot) const {
+        return shares_ + (static_cast<size_t>(i) * slots_ + static_cast<size_t>(slot)) * STATE_TOKENS;
+    }
     float* sums(int i) const { return sums_ + static_cast<size_t>(i) * slots_; }
     float* decays(int i) const { return decays_ + static_cast<size_t>(i) * slots_; }
     int token(const Stretch& stretch, int k) const { return run_.order[stretch.first + k]; }
@@ -216,7 +233,8 @@ class DeltaItem {
     int value_column(int i) const { return 2 * h_.key_heads * h_.key_dim + head(i) * h_.value_dim; }
     float* place(int index, int i) const {
         const size_t all = static_cast<size_t>(h_.key_dim) * static_cast<size_t>(h_.value_dim);
-        return in_.pool.states + (static_cast<size_t>(index) * static_cast<size_t>(h_.value_heads) + static_cast<size_t>(head(i))) * all;
+        return in_.pool.states +
+               (static_cast<size_t>(index) * static_cast<size_t>(h_.value_heads) + static_cast<size_t>(head(i))) * all;
     }
 
     // The first of the stretch's tokens that are rows of the run; those before have been gone through before.
@@ -230,7 +248,8 @@ class DeltaItem {
     void begin(const Stretch& stretch, int i) const {
         float* to = room(stretch.level, i);
         state(stretch.level, i) = to;
-        if (run_.first >= 0 && h_.value_dim == value_width_) return void(state(stretch.level, i) = place(run_.first, i));
+        if (run_.first >= 0 && h_.value_dim == value_width_)
+            return void(state(stretch.level, i) = place(run_.first, i));
         if (run_.first < 0) return void(std::memset(to, 0, state_floats() * sizeof(float)));
         const float* from = place(run_.first, i);
         for (int row = 0; row < h_.key_dim; ++row, from += h_.value_dim, to += value_width_)
@@ -249,11 +268,13 @@ class DeltaItem {
             for (int c = 0; c < h_.key_dim; c += LINE) __builtin_prefetch(next + column + c, 0, 3);
     }
 
-    // The same head of the item behind this one, whose state follows in memory: it is fetched while this one is multiplied.
+    // The same head of the item behind this one, whose state follows in memory: it is fetched while this one is
+    // multiplied.
     Ahead next_state(const Stretch& stretch, int i) const {
         const bool is_kept = stretch.from < 0 && run_.first >= 0 && h_.head_step == 1;
         const float* const own = is_kept ? place(run_.first, i) : room(stretch.level, i);
-        return {reinterpret_cast<const char*>(is_kept ? own + num_heads_ * h_.key_dim * h_.value_dim : own), is_kept ? 64 : 0};
+        return {reinterpret_cast<const char*>(is_kept ? own + num_heads_ * h_.key_dim * h_.value_dim : own),
+                is_kept ? 64 : 0};
     }
 
     void save(const Stretch& stretch, int i) const {
@@ -279,9 +300,11 @@ class DeltaItem {
         int row = 0;
         const size_t width = static_cast<size_t>(value_width_), stride = static_cast<size_t>(key_width_);
         for (; row + ROWS <= h_.key_dim; row += ROWS)
-            advance_rows<ROWS>(from + row * width, to + row * width, value_width_, decay, weighed_ + row, stride, added(i), path, num);
+            advance_rows<ROWS>(from + row * width, to + row * width, value_width_, decay, weighed_ + row, stride,
+                               added(i), path, num);
         for (; row < h_.key_dim; ++row)
-            advance_rows<1>(from + row * width, to + row * width, value_width_, decay, weighed_ + row, stride, added(i), path, num);
+            advance_rows<1>(from + row * width, to + row * width, value_width_, decay, weighed_ + row, stride, added(i),
+                            path, num);
     }
 
     size_t row_of(int token) const { return static_cast<size_t>(run_.first_row + token - run_.num_behind); }
@@ -301,7 +324,9 @@ class DeltaItem {
         for (int c = 0; c < width; c += LANES) {
             alignas(64) float lanes[LANES] = {};
             const int count = dim - c < LANES ? dim - c : LANES;
-            store_first(lanes, silu(convolved(window, d_.taps, static_cast<size_t>(in_.width), in_.conv, column + c, count)), count, false);
+            store_first(lanes,
+                        silu(convolved(window, d_.taps, static_cast<size_t>(in_.width), in_.conv, column + c, count)),
+                        count, false);
             store(to + c, load(lanes));
         }
     }
@@ -373,7 +398,8 @@ class DeltaItem {
             alignas(64) float along[STATE_TOKENS];
             store(along, load(share) * load(of_keys_ + k * STATE_TOKENS));
             F16 totals[N];
-            for (int n = 0; n < N; ++n) totals[n] = load(known_ + static_cast<size_t>(k) * width + column + n * LANES) * decay;
+            for (int n = 0; n < N; ++n)
+                totals[n] = load(known_ + static_cast<size_t>(k) * width + column + n * LANES) * decay;
             add_path<N>(rows, width, path, along, num, totals);
             for (int n = 0; n < N; ++n) store(at + n * LANES, (load(at + n * LANES) - totals[n]) * beta);
             if (k < own) continue;
@@ -400,12 +426,14 @@ class DeltaItem {
         const size_t past = static_cast<size_t>(own);
         Ahead ahead = next_state(stretch, i);
         times_state(stretch.count, keys(stretch.slot), key_width, before, value_width_, h_.key_dim, known_, ahead);
-        times_state(stretch.count - own, queries_ + past * key_width, key_width, before, value_width_, h_.key_dim, read_ + past * width, ahead);
+        times_state(stretch.count - own, queries_ + past * key_width, key_width, before, value_width_, h_.key_dim,
+                    read_ + past * width, ahead);
         constexpr int N = WIDE_REGISTERS ? 4 : 2;
         int column = 0;
         for (; column + N * LANES <= value_width_; column += N * LANES) add_columns<N>(stretch, i, own, column);
         for (; column < value_width_; column += LANES) add_columns<1>(stretch, i, own, column);
-        for (int k = own; k < stretch.count; ++k) put_out(row_of(token(stretch, k)), i, read_ + static_cast<size_t>(k) * width);
+        for (int k = own; k < stretch.count; ++k)
+            put_out(row_of(token(stretch, k)), i, read_ + static_cast<size_t>(k) * width);
     }
 
     // What a row reads of a head, behind its norm and times silu(z).
@@ -426,7 +454,8 @@ class DeltaItem {
     const StateItem& item_;
     const int num_heads_, key_width_, value_width_;
     const size_t slots_;
-    // By slot: keys; by head and slot what is added to a state, sums of g along the path, shares of the path, and e^sum.
+    // By slot: keys; by head and slot what is added to a state, sums of g along the path, shares of the path, and
+    // e^sum.
     float *keys_, *added_, *sums_, *shares_, *decays_;
     float* states_;         // room for those that are made, by level and head
     const float** places_;  // where each is

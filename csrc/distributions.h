@@ -30,7 +30,8 @@ inline nanobind::object distribution_of(Probs&& probs) {
     if (probs.dense) {
         Buffer* dense = probs.dense.release();
         nanobind::capsule owner(dense, [](void* p) noexcept { delete static_cast<Buffer*>(p); });
-        return nanobind::make_tuple(nanobind::none(), array_of(dense->data(), static_cast<size_t>(dense->size()), owner));
+        return nanobind::make_tuple(nanobind::none(),
+                                    array_of(dense->data(), static_cast<size_t>(dense->size()), owner));
     }
     if (probs.ids.empty()) return nanobind::none();
     return nanobind::make_tuple(array_of(std::move(probs.ids)), array_of(std::move(probs.listed)));

@@ -1,5 +1,5 @@
-// A mixture of experts in a pass: rows are grouped by expert, so that each expert's weights are read once for all rows that
-// chose it. A row's result does not depend on the others: its experts' outputs are summed by ascending number.
+// A mixture of experts in a pass: rows are grouped by expert, so that each expert's weights are read once for all rows
+// that chose it. A row's result does not depend on the others: its experts' outputs are summed by ascending number.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -33,11 +33,13 @@ void softmax(const Kernels& kernels, float* x, int n) {
     divide(x, n, total);
 }
 
-// The numbers to compare where a bias counts for the choice alone; else the router's outputs serve, which rise with scores.
+// The numbers to compare where a bias counts for the choice alone; else the router's outputs serve, which rise with
+// scores.
 void rank(const Kernels& kernels, const ExpertsPart& e, const float* scores, float* ranks) {
     std::memcpy(ranks, scores, static_cast<size_t>(e.num) * sizeof(float));
     if (e.scores == Scores::softmax) softmax(kernels, ranks, e.num);
-    for (int i = 0; i < e.num; ++i) ranks[i] = (e.scores == Scores::sigmoid ? sigmoid(kernels, ranks[i]) : ranks[i]) + e.choice_bias[i];
+    for (int i = 0; i < e.num; ++i)
+        ranks[i] = (e.scores == Scores::sigmoid ? sigmoid(kernels, ranks[i]) : ranks[i]) + e.choice_bias[i];
 }
 
 // The numbers of the experts with the largest scores, ascending; of equal scores the lowest number counts as larger.
@@ -55,7 +57,8 @@ void choose(const float* scores, int num, int chosen, int* out) {
 // The share of each chosen expert's output. scores [num]: of the router, which are overwritten.
 void weigh(const Kernels& kernels, const ExpertsPart& e, float* scores, const int* chosen, float* shares) {
     if (e.scores == Scores::softmax) softmax(kernels, scores, e.num);
-    for (int k = 0; k < e.chosen; ++k) shares[k] = e.scores == Scores::sigmoid ? sigmoid(kernels, scores[chosen[k]]) : scores[chosen[k]];
+    for (int k = 0; k < e.chosen; ++k)
+        shares[k] = e.scores == Scores::sigmoid ? sigmoid(kernels, scores[chosen[k]]) : scores[chosen[k]];
     if (e.scores == Scores::softmax_of_chosen) softmax(kernels, shares, e.chosen);
     else if (e.normalises) {
         float total = 0.0f;
@@ -93,9 +96,11 @@ void Model::run_experts(int thread, int index, const Block& block, Buffers& b) {
     Team& team = backend_.team;
     // Of this block alone: a thread that comes late reads what no later phase writes.
     ExpertGroups& groups = b.groups[static_cast<size_t>(index)];
-    const size_t width = static_cast<size_t>(b.width), num = static_cast<size_t>(e.num), chosen = static_cast<size_t>(e.chosen);
+    const size_t width = static_cast<size_t>(b.width), num = static_cast<size_t>(e.num),
+                 chosen = static_cast<size_t>(e.chosen);
 
-    // What all experts read, and the router's inputs. Rows of one block share cache lines, so a block belongs to one thread.
+    // What all experts read, and the router's inputs. Rows of one block share cache lines, so a block belongs to one
+    // thread.
     const Inputs routed = b.inputs_of(*e.router, b.inputs);
     const std::optional<Norm>& pre = block.mlp ? block.pre_experts : block.pre_mlp;
     float* const own = b.normed + b.normed_stride * static_cast<size_t>(thread);
@@ -129,8 +134,10 @@ void Model::run_experts(int thread, int index, const Block& block, Buffers& b) {
         const MlpPart& part = e.parts[static_cast<size_t>(groups.experts[i])];
         const size_t first = static_cast<size_t>(groups.firsts[i]);
         const int count = groups.firsts[i + 1] - groups.firsts[i];
-        const Inputs x{b.experts_words + first * static_cast<size_t>(part.up->num_steps), part.up->type, count, part.up->num_steps};
-        const Inputs inner{b.experts_inner + first * static_cast<size_t>(part.down->num_steps), part.down->type, count, part.down->num_steps};
+        const Inputs x{b.experts_words + first * static_cast<size_t>(part.up->num_steps), part.up->type, count,
+                       part.up->num_steps};
+        const Inputs inner{b.experts_inner + first * static_cast<size_t>(part.down->num_steps), part.down->type, count,
+                           part.down->num_steps};
         up.push_back({part.up, x, activated_as(inner, part.act, part.gated)});
         down.push_back({part.down, inner, stored(b.experts_out + first * width, width)});
     }
@@ -145,9 +152,11 @@ void Model::run_experts(int thread, int index, const Block& block, Buffers& b) {
 
     if (e.shared) {
         const Inputs inner = b.inputs_of(*e.shared->down, b.ffn);
-        times_rows(thread, b.experts_in, b.width, std::nullopt, *e.shared->up, activated_as(inner, e.shared->act, e.shared->gated), b);
+        times_rows(thread, b.experts_in, b.width, std::nullopt, *e.shared->up,
+                   activated_as(inner, e.shared->act, e.shared->gated), b);
         product(backend_, thread, *e.shared->down, inner, stored(b.shared_out, width));
-        if (e.shared_gate) times_rows(thread, b.experts_in, b.width, std::nullopt, *e.shared_gate, stored(b.scores, 1), b);
+        if (e.shared_gate)
+            times_rows(thread, b.experts_in, b.width, std::nullopt, *e.shared_gate, stored(b.scores, 1), b);
     }
     team.tiles(thread, b.num_rows, [&](int row) {
         float* const sum = b.row(b.branch, row);

@@ -1,5 +1,5 @@
-// The fours of weights that blocks of 3 bits in GGUF files have numbers for (IQ3_XXS and IQ3_S of ggml): digits, each the place
-// of a magnitude in the type's list. models/gguf/grids.py has the same.
+// The fours of weights that blocks of 3 bits in GGUF files have numbers for (IQ3_XXS and IQ3_S of ggml): digits, each
+// the place of a magnitude in the type's list. models/gguf/grids.py has the same.
 #pragma once
 
 namespace forerun {

@@ -1,7 +1,8 @@
-// The data of the kernels, and the table of kernels that each instruction set fills. This file is the same for all sets.
+// The data of the kernels, and the table of kernels that each instruction set fills. This file is the same for all
+// sets.
 //
-// Weights are packed in *panels* of 32 outputs: for each step along the inputs, 128 consecutive bytes hold the weights of
-// all 32 outputs, so a panel is read as one sequential stream (docs/development/kernels.md has pictures).
+// Weights are packed in *panels* of 32 outputs: for each step along the inputs, 128 consecutive bytes hold the weights
+// of all 32 outputs, so a panel is read as one sequential stream (docs/development/kernels.md has pictures).
 #pragma once
 
 #include <cstddef>
@@ -12,22 +13,23 @@
 
 namespace forerun {
 
-constexpr int PANEL = 32;          // outputs side by side in a panel
+constexpr int PANEL = 32;           // outputs side by side in a panel
 constexpr int MAX_BLOCK_ROWS = 14;  // rows whose accumulators fit into the registers: 14 x 2, two weights, one input
-constexpr int KEY_BLOCK = 64;      // logical positions per attention block
+constexpr int KEY_BLOCK = 64;       // logical positions per attention block
 constexpr int KEY_RANGE = 4 * KEY_BLOCK;  // keys of one item of work, where a run is shared among threads
 
-constexpr int VALUE_GROUP = 64;    // dimensions of values in bytes that share a scale; of keys a unit does
-constexpr int REFINED = 32;        // dimensions of keys with second codes
+constexpr int VALUE_GROUP = 64;  // dimensions of values in bytes that share a scale; of keys a unit does
+constexpr int REFINED = 32;      // dimensions of keys with second codes
 constexpr int MOST_KEY_DIM = 1024 + REFINED;
 
-constexpr int UNIT = 32;           // inputs of a quantised product that are rounded together
+constexpr int UNIT = 32;              // inputs of a quantised product that are rounded together
 constexpr int UNIT_WORDS = UNIT / 4;  // 32-bit words of their codes
-constexpr int TILE_ROWS = 16;      // rows of a block of rounded inputs
+constexpr int TILE_ROWS = 16;         // rows of a block of rounded inputs
 // Rows of a quantised product whose sums stay in the nearest cache; 16 were 7 % slower for a prompt, 32 were 2 %.
 constexpr int NEAR_ROWS = 64;
 
-// int8: inputs that are rounded to it, and weights of any format that are multiplied with them; keys and values in bytes.
+// int8: inputs that are rounded to it, and weights of any format that are multiplied with them; keys and values in
+// bytes.
 enum class Type : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 
 FORERUN_INLINE bool is_quantised(Type type) { return type == Type::int8; }
@@ -46,36 +48,44 @@ FORERUN_INLINE size_t kept_bytes(Type type, int dim, int num_groups) {
     return type == Type::int8 ? numbers + 2 * static_cast<size_t>(num_groups) : numbers * bytes_of(type);
 }
 
-// The order of dimensions in a head's byte keys: dimensions of similar size share a scale, the largest first. Where key_dim is
-// more than head_dim, the first REFINED dimensions have second codes at the end, for the rest that the first codes leave, and
-// queries repeat their numbers there: where keys have a bias, some dimensions are a hundred times as large as others.
-// of: [kv heads, key_dim], or null = as they come.
+// The order of dimensions in a head's byte keys: dimensions of similar size share a scale, the largest first. Where
+// key_dim is more than head_dim, the first REFINED dimensions have second codes at the end, for the rest that the first
+// codes leave, and queries repeat their numbers there: where keys have a bias, some dimensions are a hundred times as
+// large as others. of: [kv heads, key_dim], or null = as they come.
 struct KeyOrder {
     int key_dim;
     const uint16_t* of;
 
-    FORERUN_INLINE const uint16_t* head(int kv_head) const { return of ? of + static_cast<size_t>(kv_head) * static_cast<size_t>(key_dim) : nullptr; }
+    FORERUN_INLINE const uint16_t* head(int kv_head) const {
+        return of ? of + static_cast<size_t>(kv_head) * static_cast<size_t>(key_dim) : nullptr;
+    }
 };
-FORERUN_INLINE size_t key_bytes(Type type, const KeyOrder& order) { return kept_bytes(type, order.key_dim, key_groups(order.key_dim)); }
-FORERUN_INLINE size_t value_bytes(Type type, int head_dim) { return kept_bytes(type, head_dim, value_groups(head_dim)); }
+FORERUN_INLINE size_t key_bytes(Type type, const KeyOrder& order) {
+    return kept_bytes(type, order.key_dim, key_groups(order.key_dim));
+}
+FORERUN_INLINE size_t value_bytes(Type type, int head_dim) {
+    return kept_bytes(type, head_dim, value_groups(head_dim));
+}
 
-constexpr int LEAST_SMALL = -15;   // of the numbers of a small table, which are 32 at most
+constexpr int LEAST_SMALL = -15;  // of the numbers of a small table, which are 32 at most
 
-// What is subtracted from quantised weights: one zero point for all codes, one for each group, or minimums of the groups.
+// What is subtracted from quantised weights: one zero point for all codes, one for each group, or minimums of the
+// groups.
 enum class Offset : int { zero = 0, zeros = 1, minimums = 2 };
 
-// How the panels of a quantised matrix are packed, from one panel on. A panel is walked unit by unit; `head_units` of them
-// follow a head with float scales, and zeros or minimums behind them. With two levels these are factors, and each unit
-// begins with integer scales and minimums. Then come its codes, eight outputs at a time (quantised.h).
+// How the panels of a quantised matrix are packed, from one panel on. A panel is walked unit by unit; `head_units` of
+// them follow a head with float scales, and zeros or minimums behind them. With two levels these are factors, and each
+// unit begins with integer scales and minimums. Then come its codes, eight outputs at a time (quantised.h).
 struct Format {
     int bits;          // of a code: 2 to 6, or 8
     int groups;        // of a unit: 1 or 2
     int head_units;    // units that share a head
-    int number_bytes;  // of a number of a head: 4 float32, 2 float16, 1 the exponent of a float32 that is a power of two, or 0
+    int number_bytes;  // of a number of a head: 4 float32, 2 float16, 1 the exponent of a float32 that is a power of
+                       // two, or 0
     bool two_levels;
     Offset offset;
-    int zero;          // of Offset::zero
-    bool looks_up;     // codes of 4 bits stand for the numbers of `table`; offset and zero are 0
+    int zero;                      // of Offset::zero
+    bool looks_up;                 // codes of 4 bits stand for the numbers of `table`; offset and zero are 0
     alignas(16) int8_t table[16];  // from -127 to 127
     int first_panel;
     const char* data;  // of this panel
@@ -108,12 +118,14 @@ struct Format {
     FORERUN_INLINE size_t unit_at(int unit) const {
         return static_cast<size_t>(unit / head_units + 1) * head_bytes() + static_cast<size_t>(unit) * unit_bytes();
     }
-    FORERUN_INLINE size_t panel_bytes(int num_units) const { return (unit_at(num_units - 1) + unit_bytes() + 63) / 64 * 64; }
+    FORERUN_INLINE size_t panel_bytes(int num_units) const {
+        return (unit_at(num_units - 1) + unit_bytes() + 63) / 64 * 64;
+    }
 };
 
-// Where the bits of a code lie among the codes of eight outputs and a unit. Codes of 8 bits have a byte each, which is the
-// code less 128, four inputs of an output side by side. Of other codes two share a byte with their low 4 bits, or four with
-// their low 2 where they have 2 or 3, and the bits above are in bytes that each hold several codes.
+// Where the bits of a code lie among the codes of eight outputs and a unit. Codes of 8 bits have a byte each, which is
+// the code less 128, four inputs of an output side by side. Of other codes two share a byte with their low 4 bits, or
+// four with their low 2 where they have 2 or 3, and the bits above are in bytes that each hold several codes.
 FORERUN_INLINE constexpr int num_low_bits(int bits) { return bits == 8 ? 8 : bits < 4 ? 2 : 4; }
 struct Place {
     int byte, shift;
@@ -137,15 +149,15 @@ FORERUN_INLINE int code_at(int bits, const char* codes, int input, int output) {
     return found | bits_at(codes, high_bits(bits, input, output), (1 << (bits - num_low)) - 1) << num_low;
 }
 
-// The codes that a kernel of quantised products is compiled for: their bits, and whether 4 bits are looked up in a table.
-// CENTRED: codes of 8 bits with the zero point 128, which their product has subtracted already.
+// The codes that a kernel of quantised products is compiled for: their bits, and whether 4 bits are looked up in a
+// table. CENTRED: codes of 8 bits with the zero point 128, which their product has subtracted already.
 enum class Lookup { none, table, small_table };
 template <int BITS_, Lookup LOOKUP = Lookup::none, bool CENTRED = false>
 struct Codes {
     static constexpr int BITS = BITS_;
     static constexpr bool LOOKED_UP = LOOKUP != Lookup::none;
     static constexpr bool SMALL = LOOKUP == Lookup::small_table;
-    static constexpr bool SIGNED = BITS == 8 || LOOKED_UP;  // the multiplied numbers have a sign
+    static constexpr bool SIGNED = BITS == 8 || LOOKED_UP;        // the multiplied numbers have a sign
     static constexpr bool HAS_MINIMUMS = !LOOKED_UP && !CENTRED;  // whether something is subtracted behind the product
 };
 // The same codes, unpacked once for many rows.
@@ -157,12 +169,12 @@ struct Unpacked : CODES {};
 struct Matrix {
     Type type;
     bool paired;
-    int num_out;     // outputs of one matrix, padding excluded
-    int num_in;      // inputs, padding excluded
-    int num_steps;   // steps_of(type, num_in)
+    int num_out;    // outputs of one matrix, padding excluded
+    int num_in;     // inputs, padding excluded
+    int num_steps;  // steps_of(type, num_in)
     int num_panels;
-    const void* data;   // num_panels x panel_bytes, aligned to 64
-    const float* bias;  // num_panels x 32, or null
+    const void* data;       // num_panels x panel_bytes, aligned to 64
+    const float* bias;      // num_panels x 32, or null
     const Format* formats;  // of quantised weights, by ascending first panel
     int num_formats;
 
@@ -194,8 +206,8 @@ struct Matrix {
 };
 
 // Rows of inputs in the layout of the linear kernels: 32-bit words (two bfloat16 or one float32), in blocks of up to 14
-// rows, word s of all rows of a block side by side. The number of rows decides the blocks, but never the order of a sum.
-// For quantised products they are plain rows of float32 until `product` rounds them (see quantised.h).
+// rows, word s of all rows of a block side by side. The number of rows decides the blocks, but never the order of a
+// sum. For quantised products they are plain rows of float32 until `product` rounds them (see quantised.h).
 struct Inputs {
     uint32_t* words;
     Type type;
@@ -203,9 +215,13 @@ struct Inputs {
     int num_steps;
 
     FORERUN_INLINE int num_blocks() const {
-        return num_rows <= MAX_BLOCK_ROWS ? 1 : num_rows <= 16 ? 2 : (num_rows + MAX_BLOCK_ROWS - 3) / (MAX_BLOCK_ROWS - 2);
+        return num_rows <= MAX_BLOCK_ROWS ? 1
+               : num_rows <= 16           ? 2
+                                          : (num_rows + MAX_BLOCK_ROWS - 3) / (MAX_BLOCK_ROWS - 2);
     }
-    FORERUN_INLINE int block_start(int b) const { return static_cast<int>(static_cast<int64_t>(b) * num_rows / num_blocks()); }
+    FORERUN_INLINE int block_start(int b) const {
+        return static_cast<int>(static_cast<int64_t>(b) * num_rows / num_blocks());
+    }
     FORERUN_INLINE int block_of(int row) const {
         int b = static_cast<int>(static_cast<int64_t>(row) * num_blocks() / num_rows);
         while (block_start(b + 1) <= row) ++b;
@@ -245,8 +261,8 @@ FORERUN_INLINE bool beats(const Best& a, const Best& b) {
     return a.value > b.value;
 }
 
-// Quantised panels that are read side by side. With more rows the sums would not stay in the nearest cache, and arithmetic
-// takes the time.
+// Quantised panels that are read side by side. With more rows the sums would not stay in the nearest cache, and
+// arithmetic takes the time.
 FORERUN_INLINE int num_streams(int num_rows) { return num_rows <= 16 ? 4 : 1; }
 FORERUN_INLINE size_t sum_floats(int num_rows) {  // at most, of as many rows and fewer
     const int few = num_rows < 16 ? num_rows : 16, of_few = few * num_streams(few);
@@ -259,8 +275,8 @@ struct LogitRange {
     FORERUN_INLINE bool is_plain() const { return scale == 1.0f && cap == 0.0f; }
 };
 
-// Where a product is written. out: float32 [num_rows, stride]. next, act: for `gated` and `activated`. best: for `argmax`, one
-// per row, which is updated. odds: null, or beside best.
+// Where a product is written. out: float32 [num_rows, stride]. next, act: for `gated` and `activated`. best: for
+// `argmax`, one per row, which is updated. odds: null, or beside best.
 struct Output {
     Finish finish;
     float* out;
@@ -272,8 +288,12 @@ struct Output {
     Odds* odds = nullptr;
 };
 
-FORERUN_INLINE Output stored(float* out, size_t stride) { return {Finish::store, out, stride, {}, Act::silu, {1, 0}, nullptr}; }
-FORERUN_INLINE Output added(float* out, size_t stride) { return {Finish::add, out, stride, {}, Act::silu, {1, 0}, nullptr}; }
+FORERUN_INLINE Output stored(float* out, size_t stride) {
+    return {Finish::store, out, stride, {}, Act::silu, {1, 0}, nullptr};
+}
+FORERUN_INLINE Output added(float* out, size_t stride) {
+    return {Finish::add, out, stride, {}, Act::silu, {1, 0}, nullptr};
+}
 FORERUN_INLINE Output activated_as(const Inputs& next, Act act, bool gated) {
     return {gated ? Finish::gated : Finish::activated, nullptr, 0, next, act, {1, 0}, nullptr};
 }
@@ -288,14 +308,14 @@ FORERUN_INLINE Output best_of(Best* best, Odds* odds, LogitRange range) {
 struct Run {
     int first_row;
     int num_rows;
-    int cached;               // rows that every row of the run sees, in order
-    int pending;              // rows behind them that are written and not kept; 0 in a chain
-    const int32_t* rows;      // [cached + pending + num_rows] physical row of each, the run's own last
-    const int32_t* parents;   // [pending + num_rows] index of each one's parent among these, -1 = cached; null = a chain
+    int cached;              // rows that every row of the run sees, in order
+    int pending;             // rows behind them that are written and not kept; 0 in a chain
+    const int32_t* rows;     // [cached + pending + num_rows] physical row of each, the run's own last
+    const int32_t* parents;  // [pending + num_rows] index of each one's parent among these, -1 = cached; null = a chain
 };
 
-// What a row sees: the rows before it and itself, the cached rows and its whole run, or cached rows alone, which are another
-// sequence's (an encoder's output for a source).
+// What a row sees: the rows before it and itself, the cached rows and its whole run, or cached rows alone, which are
+// another sequence's (an encoder's output for a source).
 enum class Sees { past, all, source };
 
 // One more than the last row that a row at a depth of a run sees; with `all` the run is a chain.
@@ -303,9 +323,9 @@ FORERUN_INLINE int seen_end(Sees sees, const Run& run, int depth) {
     return run.cached + (sees == Sees::past ? depth + 1 : sees == Sees::all ? run.num_rows : 0);
 }
 
-// A bias for the score at each distance from row to key, by query head. A head has `width()` biases, for the distances reach,
-// reach - 1 .. 1 - reach - KEY_BLOCK. All distances of `reach - KEY_BLOCK` and more have one bias, and so have all distances
-// below its negative.
+// A bias for the score at each distance from row to key, by query head. A head has `width()` biases, for the distances
+// reach, reach - 1 .. 1 - reach - KEY_BLOCK. All distances of `reach - KEY_BLOCK` and more have one bias, and so have
+// all distances below its negative.
 struct Biases {
     const float* rows;  // [heads, width()], or null
     int reach;
@@ -314,25 +334,28 @@ struct Biases {
     // The biases of a row at some position for the KEY_BLOCK keys from `start` on.
     const float* of(int head, int position, int start) const {
         const int first = reach - (position - start);
-        return rows + static_cast<size_t>(head) * static_cast<size_t>(width()) + (first < 0 ? 0 : first > 2 * reach ? 2 * reach : first);
+        return rows + static_cast<size_t>(head) * static_cast<size_t>(width()) +
+               (first < 0           ? 0
+                : first > 2 * reach ? 2 * reach
+                                    : first);
     }
 };
 
 struct Attention {
-    Type type;                // of keys and values
-    const float* q;           // [rows, q_stride], rotated and scaled
+    Type type;       // of keys and values
+    const float* q;  // [rows, q_stride], rotated and scaled
     size_t q_stride;
-    const void* keys;         // [pool rows, num_kv_heads] heads, see kept_bytes; of a plain type as wide as head_dim
+    const void* keys;  // [pool rows, num_kv_heads] heads, see kept_bytes; of a plain type as wide as head_dim
     const void* values;
     int num_heads, num_kv_heads, head_dim;
-    KeyOrder order;           // key_dim = head_dim unless keys are in bytes
-    int window;               // 0 = none
-    float softcap;            // of scores: c tanh(score / c); 0 = none
-    float* out;               // [rows, out_stride] float32, or null
+    KeyOrder order;  // key_dim = head_dim unless keys are in bytes
+    int window;      // 0 = none
+    float softcap;   // of scores: c tanh(score / c); 0 = none
+    float* out;      // [rows, out_stride] float32, or null
     size_t out_stride;
-    Inputs next;              // the inputs of the next product, written where out is null
+    Inputs next;  // the inputs of the next product, written where out is null
     Sees sees = Sees::past;
-    Biases biases = {};       // of scores, behind softcap
+    Biases biases = {};            // of scores, behind softcap
     const float* sinks = nullptr;  // [num_heads], a further score of each head without a value; null = none
     const float* gates = nullptr;  // [rows, q_stride]: the output is multiplied by their sigmoid; null = it is not
 };
@@ -364,7 +387,8 @@ struct Kernels {
     // Product of every row with the panels [first, last). sums: sum_floats, aligned to 64.
     void (*linear)(const Matrix&, const Inputs&, const Output&, int first, int last, float* sums);
     // Where prepared_bytes is not 0, `linear` takes the output of `prepare` in place of the words: units of int8 for
-    // quantised weights, floats where pairs of bfloat16 are widened. It prepares rows [first, last), which are whole blocks.
+    // quantised weights, floats where pairs of bfloat16 are widened. It prepares rows [first, last), which are whole
+    // blocks.
     size_t (*prepared_bytes)(const Matrix&, int num_rows);
     void (*prepare)(const Matrix&, const Inputs&, int first, int last, void* to);
     // float32 row -> inputs of a product.
@@ -385,17 +409,20 @@ struct Kernels {
     void (*from_type)(const void* x, int n, Type type, float* out);
     // One row of an embedding that is packed as a matrix.
     void (*unpack_row)(const Matrix&, int row, float* out);
-    // Rows [first, last) of a run, all query heads of some key heads. range: -1 = all that the rows see; otherwise the keys
-    // of this range alone, and the states go to `parts`, part_floats for each row and query head. scratch:
+    // Rows [first, last) of a run, all query heads of some key heads. range: -1 = all that the rows see; otherwise the
+    // keys of this range alone, and the states go to `parts`, part_floats for each row and query head. scratch:
     // attention_scratch floats.
-    void (*attention)(const Attention&, const Run&, Heads, int first, int last, int range, float* parts, float* scratch);
+    void (*attention)(const Attention&, const Run&, Heads, int first, int last, int range, float* parts,
+                      float* scratch);
     // One row and query head from its parts, which are `stride` floats apart. scratch: part_floats.
-    void (*combine)(const Attention&, int row, int head, const float* parts, int num_parts, size_t stride, float* scratch);
+    void (*combine)(const Attention&, int row, int head, const float* parts, int num_parts, size_t stride,
+                    float* scratch);
     // One item of a gated delta rule. scratch: delta_scratch floats.
     void (*delta_rule)(const DeltaRule&, const StateItem&, float* scratch);
-    // A causal convolution of one row: the sum over the inputs of its window [conv][width], the oldest first, times taps [conv,
-    // width]. bias: or null.
-    void (*convolve)(Type, const void* const* window, const float* taps, const float* bias, int width, int conv, float* out);
+    // A causal convolution of one row: the sum over the inputs of its window [conv][width], the oldest first, times
+    // taps [conv, width]. bias: or null.
+    void (*convolve)(Type, const void* const* window, const float* taps, const float* bias, int width, int conv,
+                     float* out);
     // `group` weights, a multiple of 16, to 4 or 8 bits.
     void (*round_group)(const float* x, int group, int bits, const RoundedGroup& to);
     SamplingKernels sampling;

@@ -42,9 +42,9 @@ struct Bfloat16Step {
     static F16 add(F16 acc, const Line& w, const Line& x) { return add_pairs(acc, w, x); }
 };
 
-// The same bits as an instruction's by two multiplications of floats, where those are faster (`widens_pairs`). vdpbf16ps adds
-// the odd product first, each sum rounded, and takes denormal numbers for zeros; so does this within the life of a
-// DenormalsAreZero.
+// The same bits as an instruction's by two multiplications of floats, where those are faster (`widens_pairs`).
+// vdpbf16ps adds the odd product first, each sum rounded, and takes denormal numbers for zeros; so does this within the
+// life of a DenormalsAreZero.
 struct Halves {
     F16 even, odd;
 };
@@ -103,8 +103,8 @@ constexpr Block BLOCKS[] = {block_times_panel<Step, 1>,  block_times_panel<Step,
                             block_times_panel<Step, 10>, block_times_panel<Step, 11>, block_times_panel<Step, 12>,
                             block_times_panel<Step, 13>, block_times_panel<Step, 14>};
 
-// Whether the inputs of a product with bfloat16 are widened, once for all panels (`prepare`). For one or two rows it takes
-// as long to widen the weights as the other way saves.
+// Whether the inputs of a product with bfloat16 are widened, once for all panels (`prepare`). For one or two rows it
+// takes as long to widen the weights as the other way saves.
 inline bool has_wide_inputs(const Matrix& w, int num_rows) {
     return PAIR_PRODUCTS && w.type == Type::bfloat16 && widens_pairs && num_rows > 2;
 }
@@ -119,8 +119,9 @@ inline const Block* blocks_for(const Matrix& w, bool is_wide, How) {
     return BLOCKS<Bfloat16Step>;
 }
 
-// Computes the sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several take
-// turns every CHUNK_STEPS and prefetch equal parts of the next chunk, so that reading memory never waits for arithmetic.
+// Computes the sums of all rows for one panel, float32 [num_rows][32]. One block of rows streams the panel; several
+// take turns every CHUNK_STEPS and prefetch equal parts of the next chunk, so that reading memory never waits for
+// arithmetic.
 inline void panel_sums(const Matrix& w, const Inputs& x, int panel, const Block* blocks, float* sums) {
     const size_t width = has_wide_inputs(w, x.num_rows) ? 2 : 1;
     const char* data = w.panel_at(panel);
@@ -132,7 +133,8 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, const Block*
         const int n = w.num_steps - s < chunk ? w.num_steps - s : chunk;
         for (int b = 0; b < num_blocks; ++b) {
             const int start = x.block_start(b), rows = x.block_start(b + 1) - start;
-            const uint32_t* words = x.words + width * (static_cast<size_t>(start) * x.num_steps + static_cast<size_t>(s) * rows);
+            const uint32_t* words =
+                x.words + width * (static_cast<size_t>(start) * x.num_steps + static_cast<size_t>(s) * rows);
             const char* next = data + 128 * (s + n);
             const Ahead ahead{next + static_cast<int64_t>(128) * n * b / num_blocks, 128 / num_blocks};
             blocks[rows - 1](data + 128 * s, words, n, s == 0, ahead, sums + static_cast<size_t>(start) * PANEL);
@@ -152,7 +154,8 @@ inline void panel_sums(const Matrix& w, const Inputs& x, int panel, float* sums)
 // Writes n values to the inputs from k on of one row; k is even.
 inline void put(const Inputs& to, int row, int k, F16 values, int n) {
     if (is_quantised(to.type)) {
-        float* const at = reinterpret_cast<float*>(to.words + static_cast<size_t>(row) * static_cast<size_t>(to.num_steps) + k);
+        float* const at =
+            reinterpret_cast<float*>(to.words + static_cast<size_t>(row) * static_cast<size_t>(to.num_steps) + k);
         if (n == LANES) return store(at, values);
         alignas(64) float lanes[LANES];
         store(lanes, values);
@@ -270,7 +273,8 @@ void unpack_quantised(const Matrix& w, int row, float* out);
 inline size_t prepared_bytes(const Matrix& w, int num_rows) {
     const size_t rows = static_cast<size_t>(num_rows), steps = static_cast<size_t>(w.num_steps);
     const size_t whole_blocks = (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-    if (is_quantised(w.type)) return sizeof(RoundedUnit) * (steps / UNIT) * (num_rows > TILE_ROWS ? whole_blocks : rows);
+    if (is_quantised(w.type))
+        return sizeof(RoundedUnit) * (steps / UNIT) * (num_rows > TILE_ROWS ? whole_blocks : rows);
     return has_wide_inputs(w, num_rows) ? 8 * steps * rows : 0;
 }
 
@@ -278,19 +282,19 @@ inline void prepare(const Matrix& w, const Inputs& x, int first, int last, void*
     if (is_quantised(w.type)) return round_rows(w, x, first, last, static_cast<RoundedUnit*>(to));
     uint32_t* out = static_cast<uint32_t*>(to);
     const size_t steps = static_cast<size_t>(x.num_steps), end = steps * static_cast<size_t>(last);
-    for (size_t i = steps * static_cast<size_t>(first); i < end; ++i) out[2 * i] = x.words[i] << 16, out[2 * i + 1] = x.words[i] & 0xffff0000u;
+    for (size_t i = steps * static_cast<size_t>(first); i < end; ++i)
+        out[2 * i] = x.words[i] << 16, out[2 * i + 1] = x.words[i] & 0xffff0000u;
 }
 
 // The inputs are those that `prepare` has written, where it has any.
 inline void linear(const Matrix& w, const Inputs& x, const Output& to, int first, int last, float* sums) {
     if (x.num_rows == 0) return;
     for (int panel = first, count = 1; panel < last; panel += count) {
-        if (is_quantised(w.type))
-            count = quantised_panels(w, x, panel, last, sums);
-        else
-            panel_sums(w, x, panel, sums);
+        if (is_quantised(w.type)) count = quantised_panels(w, x, panel, last, sums);
+        else panel_sums(w, x, panel, sums);
         for (int i = 0; i < count; ++i)
-            (to.finish == Finish::argmax ? best_of_panel : finish_panel)(w, x, to, panel + i, sums + i * x.num_rows * PANEL);
+            (to.finish == Finish::argmax ? best_of_panel : finish_panel)(w, x, to, panel + i,
+                                                                         sums + i * x.num_rows * PANEL);
     }
 }
 
@@ -299,8 +303,7 @@ inline void unpack_row(const Matrix& w, int row, float* out) {
     const char* data = w.panel_at(row / PANEL);
     const int lane = row % PANEL;
     for (int k = 0; k < w.num_in; ++k) {
-        if (w.type == Type::float32)
-            std::memcpy(out + k, data + 128 * k + 4 * lane, 4);
+        if (w.type == Type::float32) std::memcpy(out + k, data + 128 * k + 4 * lane, 4);
         else {
             uint16_t half;
             std::memcpy(&half, data + 128 * (k / 2) + 4 * lane + 2 * (k % 2), 2);

@@ -41,7 +41,8 @@ int panels_of(int height, bool paired) {
 
 Matrix dense_layout(Type type, int num_out, int num_in, bool paired) {
     const int height = paired ? num_out / 2 : num_out;
-    return {type, paired, height, num_in, steps_of(type, num_in), panels_of(height, paired), nullptr, nullptr, nullptr, 0};
+    return {type,    paired,  height,  num_in, steps_of(type, num_in), panels_of(height, paired),
+            nullptr, nullptr, nullptr, 0};
 }
 
 // Where the panels of each section begin, in panels and in bytes.
@@ -68,7 +69,9 @@ struct Sections {
 
 }  // namespace
 
-size_t packed_bytes(Type type, int num_out, int num_in, bool paired) { return dense_layout(type, num_out, num_in, paired).bytes(); }
+size_t packed_bytes(Type type, int num_out, int num_in, bool paired) {
+    return dense_layout(type, num_out, num_in, paired).bytes();
+}
 
 size_t packed_bytes(const std::vector<Section>& sections, int num_in, bool paired) {
     return Sections(sections, num_in, paired).starts.back();
@@ -89,9 +92,8 @@ Packed::Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in
     for (int start = 0; start < matrix_.num_panels; start += panels_per_turn) {
         const int end = std::min(matrix_.num_panels, start + panels_per_turn);
         team.run(matrix_.bytes() < (size_t{1} << 20), [&](int thread) {
-            team.tiles(thread, end - start, [&](int i) {
-                pack_panel(parts, start + i, words + matrix_.panel_bytes() / 4 * (start + i));
-            });
+            team.tiles(thread, end - start,
+                       [&](int i) { pack_panel(parts, start + i, words + matrix_.panel_bytes() / 4 * (start + i)); });
         });
         if (!give_back) continue;
         int before = 0;  // outputs in the parts before
@@ -124,7 +126,8 @@ Packed::Packed(const std::vector<Section>& sections, int num_in, bool paired, co
     if (!data_) throw std::bad_alloc();
     for (size_t i = 0; i < formats_.size(); ++i) formats_[i].data = static_cast<const char*>(data_.get()) + starts[i];
     matrix_ = dense_layout(Type::int8, laid.num_out, num_in, paired);
-    matrix_.data = data_.get(), matrix_.formats = formats_.data(), matrix_.num_formats = static_cast<int>(formats_.size());
+    matrix_.data = data_.get(), matrix_.formats = formats_.data(),
+    matrix_.num_formats = static_cast<int>(formats_.size());
     put_bias(bias, laid.num_out);
 }
 
@@ -142,7 +145,8 @@ bool as_half(float x, uint16_t& half) {
     const int dropped = exponent >= -14 ? 13 : 13 + (-14 - exponent);  // denormal halves have fewer bits
     if (mantissa & ((1u << dropped) - 1)) return false;
     const uint32_t kept = mantissa >> dropped;
-    half = static_cast<uint16_t>(sign | (exponent >= -14 ? static_cast<uint32_t>(exponent + 15) << 10 | (kept & 0x3ffu) : kept));
+    half = static_cast<uint16_t>(
+        sign | (exponent >= -14 ? static_cast<uint32_t>(exponent + 15) << 10 | (kept & 0x3ffu) : kept));
     return true;
 }
 
@@ -167,12 +171,14 @@ void put_codes(const uint8_t* codes, char* to) {
 
 // One output of a panel, to be written. Outputs share no byte, so threads may write any of them side by side.
 struct Lane {
-    // Copies, and what follows from the format: what is written through a char* might be any of them, and would be read again.
+    // Copies, and what follows from the format: what is written through a char* might be any of them, and would be read
+    // again.
     const Format f;
     char* const data;
     const int lane;
     const size_t unit_bytes = f.unit_bytes(), head_bytes = f.head_bytes();
-    const size_t codes_at = f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes() + 4 * static_cast<size_t>(lane % 8);
+    const size_t codes_at =
+        f.level_bytes() + static_cast<size_t>(lane / 8) * f.code_bytes() + 4 * static_cast<size_t>(lane % 8);
     void (*const put)(const uint8_t*, char*) = f.bits == 2   ? put_codes<2>
                                                : f.bits == 3 ? put_codes<3>
                                                : f.bits == 4 ? put_codes<4>
@@ -204,9 +210,9 @@ struct Lane {
 };
 
 bool are_alike(const Format& a, const Format& b) {
-    return a.bits == b.bits && a.groups == b.groups && a.head_units == b.head_units && a.number_bytes == b.number_bytes &&
-           a.two_levels == b.two_levels && a.offset == b.offset && a.zero == b.zero && a.looks_up == b.looks_up &&
-           std::memcmp(a.table, b.table, sizeof a.table) == 0;
+    return a.bits == b.bits && a.groups == b.groups && a.head_units == b.head_units &&
+           a.number_bytes == b.number_bytes && a.two_levels == b.two_levels && a.offset == b.offset &&
+           a.zero == b.zero && a.looks_up == b.looks_up && std::memcmp(a.table, b.table, sizeof a.table) == 0;
 }
 
 }  // namespace
@@ -318,11 +324,12 @@ bool Packed::round_stored(Team& team, int first, int count, const StoredRows& ro
                           void (*round_group)(const float*, int, int, const RoundedGroup&), bool& fits) {
     const Matrix& m = matrix_;
     const StoredType* const type = stored_type(rows.type);
-    if (!type || m.num_in % (type->num_units * UNIT) != 0 || group % UNIT != 0 || group > MOST_GROUP || m.num_in % group != 0)
+    if (!type || m.num_in % (type->num_units * UNIT) != 0 || group % UNIT != 0 || group > MOST_GROUP ||
+        m.num_in % group != 0)
         return false;
     const Format& f = m.format_of(place_of(first).first);
-    if (&f != &m.format_of(place_of(first + count - 1).first) || f.bits != 4 || f.offset != Offset::zeros || f.two_levels ||
-        f.groups != 1 || f.head_units * UNIT != group)
+    if (&f != &m.format_of(place_of(first + count - 1).first) || f.bits != 4 || f.offset != Offset::zeros ||
+        f.two_levels || f.groups != 1 || f.head_units * UNIT != group)
         return false;
     const int num_blocks = m.num_in / (type->num_units * UNIT);
     const size_t num_groups = static_cast<size_t>(m.num_in / group), width = static_cast<size_t>(m.num_in);
@@ -333,7 +340,8 @@ bool Packed::round_stored(Team& team, int first, int count, const StoredRows& ro
         thread_local std::vector<uint16_t> scales;
         weights.resize(width), codes.resize(width), zeros.resize(num_groups), scales.resize(num_groups);
         for (int b = 0; b < num_blocks; ++b)
-            type->dequantise(data + static_cast<size_t>(b) * type->num_bytes, weights.data() + b * type->num_units * UNIT);
+            type->dequantise(data + static_cast<size_t>(b) * type->num_bytes,
+                             weights.data() + b * type->num_units * UNIT);
         float product = 0.0f;  // NaN where a weight is no number
         for (const float weight : weights) product += weight * 0.0f;
         if (!(product == 0.0f)) return false;
@@ -354,7 +362,8 @@ bool Packed::round_stored(Team& team, int first, int count, const StoredRows& ro
         for (int u = 0; u < m.num_in / UNIT; ++u) lane.put_unit(lane.unit(u), codes.data() + u * UNIT);
         return true;
     };
-    const bool is_good = each_stored(team, first, count, rows, static_cast<size_t>(num_blocks) * type->num_bytes, pack_row);
+    const bool is_good =
+        each_stored(team, first, count, rows, static_cast<size_t>(num_blocks) * type->num_bytes, pack_row);
     fits = all_fit;
     return is_good;
 }
@@ -416,8 +425,7 @@ void Packed::pack_panel(const std::vector<Part>& parts, int panel, uint32_t* out
             const size_t left = row_bytes - at;
             if (rows[lane] && left >= sizeof words)  // told apart for the compiler, which then copies 64 bytes at once
                 std::memcpy(words, rows[lane] + at, sizeof words);
-            else if (rows[lane])
-                std::memcpy(words, rows[lane] + at, left);
+            else if (rows[lane]) std::memcpy(words, rows[lane] + at, left);
             const int count = std::min(STEPS, matrix_.num_steps - first);
             uint32_t* to = out + static_cast<size_t>(first) * PANEL + lane;
             for (int s = 0; s < count; ++s, to += PANEL) *to = words[s];

@@ -23,8 +23,8 @@ struct Section {
     Format format;  // without its panels
 };
 
-// codes [rows, num_in]. scales, subtracted: float32 numbers of heads, [rows, heads, head_groups]; subtracted is null where
-// all have one zero point. levels: integers of units, [rows, units, groups], null without a second level.
+// codes [rows, num_in]. scales, subtracted: float32 numbers of heads, [rows, heads, head_groups]; subtracted is null
+// where all have one zero point. levels: integers of units, [rows, units, groups], null without a second level.
 struct QuantisedRows {
     const uint8_t* codes;
     const float *scales, *subtracted;
@@ -32,8 +32,8 @@ struct QuantisedRows {
     const uint8_t* minimum_levels;
 };
 
-// Rows of a file as it stores them. type: see stored.h. file: its descriptor. start: the first byte of row 0. numbers: of the
-// wanted rows, in order; null = all from row 0 on.
+// Rows of a file as it stores them. type: see stored.h. file: its descriptor. start: the first byte of row 0. numbers:
+// of the wanted rows, in order; null = all from row 0 on.
 struct StoredRows {
     int type, file;
     size_t start;
@@ -50,21 +50,22 @@ size_t packed_bytes(const std::vector<Section>& sections, int num_in, bool paire
 
 class Packed {
   public:
-    // paired: exactly two parts of equal height (gate, up), 16 outputs of each in a panel; otherwise the parts follow each
-    // other. bias: float32 over all outputs in the order of the parts, or null. give_back: the pages of the source are
-    // returned to the system as they are packed, and its owner must not read it again.
+    // paired: exactly two parts of equal height (gate, up), 16 outputs of each in a panel; otherwise the parts follow
+    // each other. bias: float32 over all outputs in the order of the parts, or null. give_back: the pages of the source
+    // are returned to the system as they are packed, and its owner must not read it again.
     Packed(Team& team, Type type, const std::vector<Part>& parts, int num_in, bool paired, const float* bias,
            bool give_back);
-    // Quantised weights, which `fill` brings. sections: outputs in the order of the parts, with a format for each; all but
-    // the last have a multiple of 32 outputs, and a paired matrix is one section.
+    // Quantised weights, which `fill` brings. sections: outputs in the order of the parts, with a format for each; all
+    // but the last have a multiple of 32 outputs, and a paired matrix is one section.
     Packed(const std::vector<Section>& sections, int num_in, bool paired, const float* bias);
-    // Rows [first, first + count) of all parts in order. Returns false where a number of a head does not fit into float16.
+    // Rows [first, first + count) of all parts in order. Returns false where a number of a head does not fit into
+    // float16.
     bool fill(Team& team, int first, int count, const QuantisedRows& rows);
-    // The same rows, read from a file and packed by all threads at once; of a paired matrix rows of one part. Returns false where
-    // they cannot be read, are packed otherwise than their type is, or have numbers that are not finite.
+    // The same rows, read from a file and packed by all threads at once; of a paired matrix rows of one part. Returns
+    // false where they cannot be read, are packed otherwise than their type is, or have numbers that are not finite.
     bool fill_stored(Team& team, int first, int count, const StoredRows& rows);
-    // Rows of a file, too, each rounded to 4 bits in these groups first (Kernels::round_group); `fits` is false where a scale
-    // does not fit into float16.
+    // Rows of a file, too, each rounded to 4 bits in these groups first (Kernels::round_group); `fits` is false where a
+    // scale does not fit into float16.
     bool round_stored(Team& team, int first, int count, const StoredRows& rows, int group,
                       void (*round_group)(const float*, int, int, const RoundedGroup&), bool& fits);
     Packed(const Packed&) = delete;
@@ -81,8 +82,8 @@ class Packed {
     };
 
     std::pair<int, int> place_of(int index) const;  // panel and lane of an output
-    // Reads `count` rows of a file, each panel on one thread, and calls pack_row with the data and the output of each row, until
-    // it returns false.
+    // Reads `count` rows of a file, each panel on one thread, and calls pack_row with the data and the output of each
+    // row, until it returns false.
     bool each_stored(Team& team, int first, int count, const StoredRows& rows, size_t row_bytes,
                      const std::function<bool(const uint8_t*, int)>& pack_row);
     void put_bias(const float* bias, int num_out);

@@ -18,7 +18,8 @@ constexpr size_t PAGE = size_t{1} << 12;
 
 }  // namespace
 
-// The rest behind the last whole huge page lies in small pages: another huge page would add a third to an expert of gpt-oss-20b.
+// The rest behind the last whole huge page lies in small pages: another huge page would add a third to an expert of
+// gpt-oss-20b.
 size_t allocated_bytes(size_t bytes) { return up_to(std::max<size_t>(bytes, 1), bytes >= HUGE_PAGE ? PAGE : 64); }
 
 // Large blocks are mapped one by one: in a heap there would be gaps between them, up to a huge page before each.
@@ -26,7 +27,8 @@ void* allocate(size_t bytes) {
 #if defined(__linux__)
     if (bytes >= HUGE_PAGE) {
         const size_t size = allocated_bytes(bytes);
-        void* const mapped = mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void* const mapped =
+            mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (mapped == MAP_FAILED) return nullptr;
         char* const from = static_cast<char*>(mapped);
         const size_t skipped = -reinterpret_cast<uintptr_t>(from) % HUGE_PAGE;

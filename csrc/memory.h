@@ -8,7 +8,7 @@ namespace forerun {
 
 inline size_t up_to(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-void* allocate(size_t bytes);            // uses huge pages where the system has them; null where there is no memory
+void* allocate(size_t bytes);  // uses huge pages where the system has them; null where there is no memory
 void* allocate_zeros(size_t bytes);
 void release(void* data, size_t bytes);  // as many as were asked for
 size_t allocated_bytes(size_t bytes);    // that the system gives for so many

@@ -25,7 +25,8 @@ HeadShape shape_of(const AttentionPart& a) { return {a.heads, a.kv_heads, a.head
 
 // ------------------------------------------------------------------------------------------------------------ buffers
 
-BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats, size_t state_floats) {
+BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats,
+                         size_t state_floats) {
     const auto steps = [&](int n) {  // at most
         return static_cast<size_t>(steps_of(weights_are_quantised ? Type::int8 : model.type, n));
     };
@@ -86,8 +87,8 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     return sizes;
 }
 
-size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows, int context,
-                  int num_threads) {
+size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows,
+                  int context, int num_threads) {
     const size_t threads = static_cast<size_t>(num_threads);
     size_t parts = 0, states = 0;
     int widest = model.hidden_size;
@@ -95,7 +96,9 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
         if (block.mlp) widest = std::max(widest, block.mlp->size);
         if (block.experts) widest = std::max(widest, block.experts->parts[0].size);
         if (block.experts && block.experts->shared) widest = std::max(widest, block.experts->shared->size);
-        if (block.recurrence) widest = std::max(widest, block.recurrence->inner()), states = std::max(states, most_state_floats(*block.recurrence, num_rows));
+        if (block.recurrence)
+            widest = std::max(widest, block.recurrence->inner()),
+            states = std::max(states, most_state_floats(*block.recurrence, num_rows));
         if (!block.attention) continue;
         const AttentionPart& a = *block.attention;
         widest = std::max({widest, a.q_size(), a.reads});
@@ -106,14 +109,24 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
     const BufferSizes s = buffer_sizes(model, weights_are_quantised, num_rows, parts, states);
     const size_t own = buffer_sizes(model, weights_are_quantised, std::min(num_rows, few_rows), 0, 0).each_own;
     size_t bytes = 0;
-    for (size_t count : {s.residual, s.branch, s.qkv, s.inputs, s.ffn, s.parts, threads * s.each_normed, threads * own,
-                         threads * s.each_attention, s.experts_in, s.scores, s.experts_out, s.shared_out, s.experts_words,
-                         s.experts_inner, s.groups, s.layer_inputs, s.state_gates, threads * s.each_state})
+    for (size_t count :
+         {s.residual, s.branch, s.qkv, s.inputs, s.ffn, s.parts, threads * s.each_normed, threads * own,
+          threads * s.each_attention, s.experts_in, s.scores, s.experts_out, s.shared_out, s.experts_words,
+          s.experts_inner, s.groups, s.layer_inputs, s.state_gates, threads * s.each_state})
         bytes += count > 0 ? allocated_bytes(4 * count) : 0;
     // What `product` keeps for each thread: the sums of a panel, and prepared inputs.
-    const Matrix w{weights_are_quantised ? Type::int8 : model.type, false, 0, widest,
-                   steps_of(weights_are_quantised ? Type::int8 : model.type, widest), 0, nullptr, nullptr, nullptr, 0};
-    const size_t kept = allocated_bytes(4 * sum_floats(num_rows)) + allocated_bytes(kernels.prepared_bytes(w, num_rows));
+    const Matrix w{weights_are_quantised ? Type::int8 : model.type,
+                   false,
+                   0,
+                   widest,
+                   steps_of(weights_are_quantised ? Type::int8 : model.type, widest),
+                   0,
+                   nullptr,
+                   nullptr,
+                   nullptr,
+                   0};
+    const size_t kept =
+        allocated_bytes(4 * sum_floats(num_rows)) + allocated_bytes(kernels.prepared_bytes(w, num_rows));
     return bytes + threads * kept * (s.experts_in > 0 ? 2 : 1);  // `products` keeps as much
 }
 
@@ -124,7 +137,8 @@ std::vector<int> Model::kinds_of(const Pass& pass) const {
         if (!parts_.blocks[static_cast<size_t>(layer)].attention) continue;
         int& kind = kinds[shape_of_[static_cast<size_t>(layer)]];
         const int own = pass.kinds[keys_of(layer)];
-        if (kind >= 0 && kind != own) throw std::invalid_argument("blocks with equal heads and windows need rows of one kind");
+        if (kind >= 0 && kind != own)
+            throw std::invalid_argument("blocks with equal heads and windows need rows of one kind");
         kind = own;
     }
     return kinds;
@@ -133,7 +147,8 @@ std::vector<int> Model::kinds_of(const Pass& pass) const {
 // How a block's keys lie in the cache of a pass.
 KeyOrder Model::order_of(int block, const Pass& pass) const {
     const int dim = parts_.blocks[static_cast<size_t>(block)].attention->head_dim;
-    if (pass.kept == Type::int8 && dim + REFINED > MOST_KEY_DIM) throw std::invalid_argument("heads are too large for bytes");
+    if (pass.kept == Type::int8 && dim + REFINED > MOST_KEY_DIM)
+        throw std::invalid_argument("heads are too large for bytes");
     if (pass.kept != Type::int8 || !pass.refined) return {dim, nullptr};
     return {dim + REFINED, orders_[static_cast<size_t>(block)].data()};
 }
@@ -150,7 +165,8 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
     const std::vector<int> kinds = kinds_of(pass);
     for (size_t i = 0; i < shapes_.size(); ++i) {
         const HeadShape& shape = shapes_[i];
-        const auto& runs = shape.sees == Sees::source ? pass.sources : pass.runs[static_cast<size_t>(std::max(0, kinds[i]))];
+        const auto& runs =
+            shape.sees == Sees::source ? pass.sources : pass.runs[static_cast<size_t>(std::max(0, kinds[i]))];
         b.work.push_back(attention_work(runs, shape, num_threads));
         part_floats = std::max(part_floats, b.work.back().num_floats);
     }
@@ -177,8 +193,10 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
     b.groups.resize(parts_.blocks.size());
     for (int i : pass.layers) {
         const Block& block = parts_.blocks[static_cast<size_t>(i)];
-        const size_t choices = block.experts ? static_cast<size_t>(pass.num_rows) * static_cast<size_t>(block.experts->chosen) : 0;
-        b.groups[static_cast<size_t>(i)].chosen.resize(choices), b.groups[static_cast<size_t>(i)].shares.resize(choices);
+        const size_t choices =
+            block.experts ? static_cast<size_t>(pass.num_rows) * static_cast<size_t>(block.experts->chosen) : 0;
+        b.groups[static_cast<size_t>(i)].chosen.resize(choices),
+            b.groups[static_cast<size_t>(i)].shares.resize(choices);
     }
     b.normed_stride = sizes.each_normed, b.normed = room.normed.floats(threads * sizes.each_normed);
     b.own_stride = sizes.each_own, b.own = sizes.each_own ? room.own.words(threads * sizes.each_own) : nullptr;
@@ -193,8 +211,8 @@ Inputs Model::head_inputs(Room& room, const Matrix& head, int num_rows) const {
 
 // -------------------------------------------------------------------------------------------------------------- passes
 
-// The order of a key head's dimensions by the size that their biases give keys at any rotation, the largest first; the first
-// ones are repeated at the end. Without biases the order stays.
+// The order of a key head's dimensions by the size that their biases give keys at any rotation, the largest first; the
+// first ones are repeated at the end. Without biases the order stays.
 static std::vector<uint16_t> key_order(const AttentionPart& a) {
     const int half = a.turned / 2;
     const auto pair_of = [&](int i) {
@@ -211,7 +229,9 @@ static std::vector<uint16_t> key_order(const AttentionPart& a) {
         std::vector<uint16_t> own(static_cast<size_t>(a.head_dim));
         for (size_t i = 0; i < own.size(); ++i) own[i] = static_cast<uint16_t>(i);
         std::vector<float> sizes;
-        for (int i = 0; i < a.head_dim; ++i) sizes.push_back(pair_of(i) == i ? square(i) : square(std::min(i, pair_of(i))) + square(std::max(i, pair_of(i))));
+        for (int i = 0; i < a.head_dim; ++i)
+            sizes.push_back(pair_of(i) == i ? square(i)
+                                            : square(std::min(i, pair_of(i))) + square(std::max(i, pair_of(i))));
         std::stable_sort(own.begin(), own.end(), [&](uint16_t i, uint16_t j) { return sizes[i] > sizes[j]; });
         order.insert(order.end(), own.begin(), own.end());
         for (size_t i = 0; i < REFINED; ++i) order.push_back(own[i % own.size()]);
@@ -224,14 +244,16 @@ static void check_features(const FeatureParts& f, int width) {
     if (f.layers.w) check_join(f.layers, f.size);
     if ((f.sides.w && f.sides.w->num_out != width) || (f.layers.w && f.layers.w->num_out != width * (f.act ? 2 : 1)))
         throw std::invalid_argument("features are as wide as a row");
-    if (!f.layers.w && f.size != width) throw std::invalid_argument("features that no matrix makes are as wide as a row");
+    if (!f.layers.w && f.size != width)
+        throw std::invalid_argument("features that no matrix makes are as wide as a row");
 }
 
 Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors, Lent lent)
     : backend_(backend), parts_(std::move(parts)), lent_(std::move(lent)), vectors_(std::move(vectors)) {
     if (parts_.features) check_features(*parts_.features, parts_.hidden_size);
     const bool embeds = parts_.features && parts_.features->begins != Begins::features;
-    if (embeds && embedder().parts_.hidden_size != parts_.hidden_size) throw std::invalid_argument("a head's embedding is as wide as a row");
+    if (embeds && embedder().parts_.hidden_size != parts_.hidden_size)
+        throw std::invalid_argument("a head's embedding is as wide as a row");
     const auto count = [&](const Matrix* w) {
         bytes_ += w->bytes();
         is_any_quantised_ |= is_quantised(w->type);
@@ -254,12 +276,14 @@ Model::Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>>
         }
         if (block.mlp) count(block.mlp->up);
         if (block.mlp && block.mlp->has_down) count(block.mlp->down);
-        else if (block.mlp && block.mlp->up->num_out != parts_.hidden_size) throw std::invalid_argument("a part is as wide as a row");
+        else if (block.mlp && block.mlp->up->num_out != parts_.hidden_size)
+            throw std::invalid_argument("a part is as wide as a row");
         if (block.experts) {
             for (const MlpPart& part : block.experts->parts) {
                 const size_t before = bytes_;
                 count(part.up), count(part.down);
-                if (&part - block.experts->parts.data() >= block.experts->chosen) bytes_ = before;  // a row reads no more
+                if (&part - block.experts->parts.data() >= block.experts->chosen)
+                    bytes_ = before;  // a row reads no more
             }
             if (block.experts->shared) count(block.experts->shared->up), count(block.experts->shared->down);
         }
@@ -295,22 +319,27 @@ void Model::enter(const Pass& pass, int row, float* x) const {
         static thread_local std::vector<float> position;
         const size_t width = static_cast<size_t>(parts_.hidden_size);
         position.resize(width);
-        const size_t at = static_cast<size_t>(pass.positions[row] + parts_.position_offset) * width * bytes_of(parts_.type);
-        backend_.kernels.from_type(static_cast<const char*>(parts_.positions.rows) + at, parts_.hidden_size, parts_.type, position.data());
+        const size_t at =
+            static_cast<size_t>(pass.positions[row] + parts_.position_offset) * width * bytes_of(parts_.type);
+        backend_.kernels.from_type(static_cast<const char*>(parts_.positions.rows) + at, parts_.hidden_size,
+                                   parts_.type, position.data());
         for (size_t i = 0; i < width; ++i) x[i] += position[i];
     }
     if (parts_.embed_norm) norm_row(backend_.kernels, *parts_.embed_norm, x, parts_.hidden_size, x);
 }
 
 void Model::check(const Pass& pass) const {
-    if (pass.rotations.size() != parts_.rotations.size()) throw std::invalid_argument("every kind of rotation needs a table");
+    if (pass.rotations.size() != parts_.rotations.size())
+        throw std::invalid_argument("every kind of rotation needs a table");
     const bool reads_tokens = !pass.input || parts_.layer_inputs || joins_tokens();
     const Table& embedding = embedder().parts_.embedding;
-    if (reads_tokens && !embedding.is_there()) throw std::logic_error("the model has no embedding and was given no rows");
+    if (reads_tokens && !embedding.is_there())
+        throw std::logic_error("the model has no embedding and was given no rows");
     for (size_t i = 0; i < pass.layers.size(); ++i) {
         const auto& attention = parts_.blocks[static_cast<size_t>(pass.layers[i])].attention;
         const int width = parts_.hidden_size * (begins(Begins::read) && pass.layers[i] == 0 ? 2 : 1);
-        if (attention && attention->reads != width) throw std::invalid_argument("a block reads rows of another width than there are");
+        if (attention && attention->reads != width)
+            throw std::invalid_argument("a block reads rows of another width than there are");
         if (attention && attention->sees == Sees::source && pass.sources.size() != pass.runs[0].size())
             throw std::invalid_argument("every run of a decoder that sees a source needs one");
         if (!attention) continue;
@@ -328,7 +357,8 @@ void Model::check(const Pass& pass) const {
         if (reads_tokens && (pass.tokens[row] < 0 || pass.tokens[row] >= embedding.num_rows))
             throw std::out_of_range("there is no token with the id " + std::to_string(pass.tokens[row]));
         const int64_t at = pass.positions[row] + parts_.position_offset;
-        if (pass.positions[row] < 0 || pass.positions[row] >= end || (positions.is_there() && (at < 0 || at >= positions.num_rows)))
+        if (pass.positions[row] < 0 || pass.positions[row] >= end ||
+            (positions.is_there() && (at < 0 || at >= positions.num_rows)))
             throw std::out_of_range("there is no position " + std::to_string(pass.positions[row]));
     }
 }
@@ -371,10 +401,12 @@ void Model::remember(const Pass& pass, const std::vector<const float*>& layer_ro
 // Begins a head's pass. stream, read: receive the first block's input and what its attention reads in place of it.
 Pass Model::begun(const Pass& given, std::vector<float>& stream, std::vector<float>& read) const {
     const FeatureParts& f = *parts_.features;
-    const size_t width = static_cast<size_t>(parts_.hidden_size), num_floats = static_cast<size_t>(given.num_rows) * width;
+    const size_t width = static_cast<size_t>(parts_.hidden_size),
+                 num_floats = static_cast<size_t>(given.num_rows) * width;
     std::vector<float> embedded(num_floats), zeros(given.input ? 0 : num_floats);
     const float* const features = given.input ? given.input : zeros.data();
-    for (int row = 0; row < given.num_rows; ++row) embedder().embed(given.tokens[row], embedded.data() + static_cast<size_t>(row) * width);
+    for (int row = 0; row < given.num_rows; ++row)
+        embedder().embed(given.tokens[row], embedded.data() + static_cast<size_t>(row) * width);
     stream.resize(num_floats);
     Pass pass = given;
     pass.input = stream.data();
@@ -417,7 +449,8 @@ std::vector<int> Model::run(const Pass& pass) {
         };
         size_t tap = 0;
         const auto write_taps = [&](int last) {  // of all blocks up to `last` that are not written yet
-            for (; tap < pass.taps.size() && pass.taps[tap].first <= last; ++tap) copy(b.residual, pass.taps[tap].second);
+            for (; tap < pass.taps.size() && pass.taps[tap].first <= last; ++tap)
+                copy(b.residual, pass.taps[tap].second);
         };
         for_rows([&](int row, size_t at) {
             float* const x = b.residual + at;
@@ -454,7 +487,8 @@ void Model::run_block(int thread, int index, const Pass& pass, Buffers& b) {
     if (block.mlp && !is_fed) add_activated(thread, block, b);
     const bool is_beside = is_fed && block.experts;  // the experts add what both give
     const Inputs inner = is_fed ? b.inputs_of(*block.mlp->down, b.ffn) : Inputs{};
-    if (is_beside) product(backend_, thread, *block.mlp->down, inner, stored(b.shared_out, static_cast<size_t>(b.width)));
+    if (is_beside)
+        product(backend_, thread, *block.mlp->down, inner, stored(b.shared_out, static_cast<size_t>(b.width)));
     else if (is_fed) add_branch(thread, block, block.post_mlp, *block.mlp->down, inner, b);
     if (block.experts) {
         run_experts(thread, index, block, b);
@@ -474,13 +508,15 @@ void Model::make_layer_inputs(int thread, const Pass& pass, Buffers& b) {
     const int width = own.size * static_cast<int>(parts_.blocks.size());
     const float scale = 1.0f / std::sqrt(static_cast<float>(b.width)), half = std::sqrt(0.5f);
     backend_.team.tiles(thread, b.num_rows, [&](int row) { embed(pass.tokens[row], b.row(b.branch, row)); });
-    times_rows(thread, b.branch, b.width, std::nullopt, *own.projection, stored(b.layer_inputs, static_cast<size_t>(width)), b);
+    times_rows(thread, b.branch, b.width, std::nullopt, *own.projection,
+               stored(b.layer_inputs, static_cast<size_t>(width)), b);
     float* const looked_up = b.normed + b.normed_stride * static_cast<size_t>(thread);
     backend_.team.tiles(thread, b.num_rows, [&](int row) {
         float* const x = b.layer_inputs + static_cast<size_t>(row) * static_cast<size_t>(width);
         unpack(own.table, pass.tokens[row], width, looked_up);
         for (int i = 0; i < width; ++i) x[i] *= scale;
-        for (int at = 0; at < width && own.norm; at += own.size) norm_row(backend_.kernels, *own.norm, x + at, own.size, x + at);
+        for (int at = 0; at < width && own.norm; at += own.size)
+            norm_row(backend_.kernels, *own.norm, x + at, own.size, x + at);
         for (int i = 0; i < width; ++i) x[i] = (x[i] + looked_up[i] * own.scale) * half;
     });
 }
@@ -494,7 +530,8 @@ void Model::add_layer_input(int thread, int index, const Block& block, Buffers& 
     backend_.team.tiles(thread, inner.num_blocks(), [&](int k) {
         for (int row = inner.block_start(k); row < inner.block_start(k + 1); ++row) {
             float* const gate = b.qkv + static_cast<size_t>(row) * size;
-            const float* const inputs = b.layer_inputs + static_cast<size_t>(row) * all + static_cast<size_t>(index) * size;
+            const float* const inputs =
+                b.layer_inputs + static_cast<size_t>(row) * all + static_cast<size_t>(index) * size;
             backend_.kernels.act_mul(own.act, gate, inputs, own.size, gate);
             backend_.kernels.put_row(inner, row, gate, own.size);
         }
@@ -511,7 +548,8 @@ void Model::add_layer_input(int thread, int index, const Block& block, Buffers& 
 void Model::add_activated(int thread, const Block& block, Buffers& b) {
     static thread_local std::vector<float> ones;
     ones.resize(static_cast<size_t>(b.width), 1.0f);
-    times_rows(thread, b.residual, b.width, block.pre_mlp, *block.mlp->up, stored(b.branch, static_cast<size_t>(b.width)), b);
+    times_rows(thread, b.residual, b.width, block.pre_mlp, *block.mlp->up,
+               stored(b.branch, static_cast<size_t>(b.width)), b);
     backend_.team.tiles(thread, b.num_rows, [&](int row) {
         float* const x = b.row(b.branch, row);
         backend_.kernels.act_mul(block.mlp->act, x, ones.data(), b.width, x);
@@ -524,8 +562,8 @@ void Model::keep_keys(int thread, int index, const Pass& pass, Buffers& b) {
     const Block& block = parts_.blocks[static_cast<size_t>(index)];
     const AttentionPart& a = *block.attention;
     const bool reads_pass = pass.read && (index == pass.layers[0] || begins(Begins::context));
-    times_rows(thread, reads_pass ? pass.read : b.residual, a.reads, reads_pass ? std::nullopt : block.pre_attention, *a.qkv,
-               stored(b.qkv, static_cast<size_t>(a.qkv_size())), b);
+    times_rows(thread, reads_pass ? pass.read : b.residual, a.reads, reads_pass ? std::nullopt : block.pre_attention,
+               *a.qkv, stored(b.qkv, static_cast<size_t>(a.qkv_size())), b);
     backend_.team.tiles(thread, pass.num_rows, [&](int row) { rotate_and_write(a, index, pass, b, row); });
 }
 
@@ -536,20 +574,37 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
     const size_t stride = static_cast<size_t>(a.qkv_size());
     keep_keys(thread, index, pass, b);
     const int from = keys_of(index);
-    const Attention attention{pass.kept,   b.qkv,      stride,   pass.keys[from], pass.values[from], a.heads, a.kv_heads,
-                              a.head_dim,  order_of(from, pass), a.window,   a.softcap, nullptr,          0,                  b.inputs_of(*a.o, b.inputs),
-                              a.sees,      a.biases, a.sinks, a.gated ? b.qkv + a.q_size() : nullptr};
+    const Attention attention{pass.kept,
+                              b.qkv,
+                              stride,
+                              pass.keys[from],
+                              pass.values[from],
+                              a.heads,
+                              a.kv_heads,
+                              a.head_dim,
+                              order_of(from, pass),
+                              a.window,
+                              a.softcap,
+                              nullptr,
+                              0,
+                              b.inputs_of(*a.o, b.inputs),
+                              a.sees,
+                              a.biases,
+                              a.sinks,
+                              a.gated ? b.qkv + a.q_size() : nullptr};
     const AttentionWork& work = b.work[shape_of_[static_cast<size_t>(index)]];
     float* const scratch = b.attention + b.attention_stride * static_cast<size_t>(thread);
     backend_.team.tiles(thread, static_cast<int>(work.items.size()), [&](int i) {
         const AttentionItem& item = work.items[static_cast<size_t>(i)];
         if (item.first < item.last)
-            kernels.attention(attention, *item.run, item.heads, item.first, item.last, item.range, b.parts + item.parts, scratch);
+            kernels.attention(attention, *item.run, item.heads, item.first, item.last, item.range, b.parts + item.parts,
+                              scratch);
     });
     if (!work.queries.empty())
         backend_.team.tiles(thread, static_cast<int>(work.queries.size()), [&](int i) {
             const AttentionQuery& query = work.queries[static_cast<size_t>(i)];
-            kernels.combine(attention, query.row, query.head, b.parts + query.parts, query.num_parts, query.stride, scratch);
+            kernels.combine(attention, query.row, query.head, b.parts + query.parts, query.num_parts, query.stride,
+                            scratch);
         });
     add_branch(thread, block, block.post_attention, *a.o, b.inputs_of(*a.o, b.inputs), b);
 }
@@ -558,7 +613,8 @@ void Model::run_attention(int thread, int index, const Pass& pass, Buffers& b) {
 void Model::feed(int thread, const Block& block, Buffers& b) {
     const MlpPart& mlp = *block.mlp;
     const Inputs inner = b.inputs_of(*mlp.down, b.ffn);
-    times_rows(thread, b.residual, parts_.hidden_size, block.pre_mlp, *mlp.up, activated_as(inner, mlp.act, mlp.gated), b);
+    times_rows(thread, b.residual, parts_.hidden_size, block.pre_mlp, *mlp.up, activated_as(inner, mlp.act, mlp.gated),
+               b);
 }
 
 // The product of rows behind their norm, where they have one.
@@ -578,13 +634,14 @@ void Model::times_rows(int thread, const float* rows, int width, const std::opti
         return product(backend_, thread, w, x, to, [&] { put_rows(0, b.num_rows); });
     }
     // Rows of one block share cache lines, so a block belongs to one thread.
-    backend_.team.tiles(thread, x.num_blocks(), [&](int block) { put_rows(x.block_start(block), x.block_start(block + 1)); });
+    backend_.team.tiles(thread, x.num_blocks(),
+                        [&](int block) { put_rows(x.block_start(block), x.block_start(block + 1)); });
     product(backend_, thread, w, x, to);
 }
 
 // Adds a part's last product to the residual stream: behind its norm, or before the norm of the sum.
-void Model::add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,
-                       Buffers& b) {
+void Model::add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w,
+                       const Inputs& x, Buffers& b) {
     Team& team = backend_.team;
     const bool norms_branch = post && !block.norms_sum, norms_sum = post && block.norms_sum;
     if (!norms_branch && block.branch_scale == 1.0f) {
@@ -618,7 +675,8 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
     float *const key = q + a.keys_at(), *const value = key + a.kv_size();
     const float *cos = nullptr, *sin = nullptr;
     if (a.rotation >= 0) {
-        cos = pass.rotations[static_cast<size_t>(a.rotation)].first + static_cast<size_t>(pass.positions[row]) * 2 * static_cast<size_t>(a.turned);
+        cos = pass.rotations[static_cast<size_t>(a.rotation)].first +
+              static_cast<size_t>(pass.positions[row]) * 2 * static_cast<size_t>(a.turned);
         sin = cos + a.turned;
     }
     const auto norm = [&](float* x, int num_heads, const std::optional<Norm>& norm) {
@@ -648,11 +706,14 @@ void Model::rotate_and_write(const AttentionPart& a, int index, const Pass& pass
     const int at = run->cached + run->pending + row - run->first_row;
     const size_t heads = static_cast<size_t>(run->rows[at]) * static_cast<size_t>(a.kv_heads);
     const KeyOrder order = order_of(index, pass);
-    k.keep_keys(key, a.kv_heads, dim, order, pass.kept, static_cast<char*>(pass.keys[index]) + heads * key_bytes(pass.kept, order));
-    k.keep_values(value, a.kv_heads, dim, pass.kept, static_cast<char*>(pass.values[index]) + heads * value_bytes(pass.kept, dim));
+    k.keep_keys(key, a.kv_heads, dim, order, pass.kept,
+                static_cast<char*>(pass.keys[index]) + heads * key_bytes(pass.kept, order));
+    k.keep_values(value, a.kv_heads, dim, pass.kept,
+                  static_cast<char*>(pass.values[index]) + heads * value_bytes(pass.kept, dim));
 }
 
-// ------------------------------------------------------------------------------------------------ behind the last block
+// ------------------------------------------------------------------------------------------------ behind the last
+// block
 
 void Model::norm(const float* hidden, int num_rows, float* out) {
     const size_t width = static_cast<size_t>(parts_.hidden_size);
@@ -689,7 +750,8 @@ void Model::logits(const float* hidden, int num_rows, int num_ids, float* out) {
     });
 }
 
-void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values, float* probs) {
+void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values,
+                   float* probs) {
     const Matrix head = first_of(this->head(), num_ids);
     Room& room = room_.get();
     std::lock_guard<std::mutex> lock(room.turn);
@@ -704,7 +766,8 @@ void Model::argmax(const float* hidden, const std::vector<int>& rows, int num_id
             backend_.kernels.put_row(x, i, hidden + row * static_cast<size_t>(width), width);
         });
         const size_t first = static_cast<size_t>(thread) * static_cast<size_t>(num_rows);
-        product(backend_, thread, head, x, best_of(best.data() + first, probs ? odds.data() + first : nullptr, parts_.range));
+        product(backend_, thread, head, x,
+                best_of(best.data() + first, probs ? odds.data() + first : nullptr, parts_.range));
     });
     for (int row = 0; row < num_rows; ++row) {
         Best winner = best[static_cast<size_t>(row)];
@@ -740,7 +803,8 @@ struct Model::Next {
     Probs probs;
 };
 
-std::vector<Model::Next> Model::likeliest(const float* hidden, const std::vector<int>& rows, int num_ids, bool is_told) {
+std::vector<Model::Next> Model::likeliest(const float* hidden, const std::vector<int>& rows, int num_ids,
+                                          bool is_told) {
     std::vector<int64_t> ids(rows.size());
     std::vector<float> values(rows.size()), chances(rows.size(), 1.0f);
     argmax(hidden, rows, num_ids, ids.data(), values.data(), is_told ? chances.data() : nullptr);
@@ -788,17 +852,18 @@ std::vector<Model::Next> Model::drawn(const float* hidden, const std::vector<int
         if (!make_probs(kernels, row, n, draw.filters, own.probs)) return;
         const std::vector<int64_t>& ids = own.probs.ids;
         const float* const weights = own.probs.dense ? own.probs.dense->data() : own.probs.listed.data();
-        const int64_t place = place_drawn(kernels, draw, depth, weights, ids, own.probs.dense ? n : static_cast<int64_t>(ids.size()));
+        const int64_t place =
+            place_drawn(kernels, draw, depth, weights, ids, own.probs.dense ? n : static_cast<int64_t>(ids.size()));
         if (place >= 0) own.id = ids.empty() ? place : ids[static_cast<size_t>(place)], own.chance = weights[place];
     };
-    backend_.team.run(num * static_cast<size_t>(n) * sizeof(float) < ALONE_BYTES, [&](int thread) {
-        backend_.team.tiles(thread, static_cast<int>(num), one);
-    });
+    backend_.team.run(num * static_cast<size_t>(n) * sizeof(float) < ALONE_BYTES,
+                      [&](int thread) { backend_.team.tiles(thread, static_cast<int>(num), one); });
     return next;
 }
 
-bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const std::vector<const float*>& layer_rows,
-                      const std::vector<Stop>& stops, const std::vector<Draw>& draws, std::vector<Continued>& found) {
+bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids,
+                      const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops,
+                      const std::vector<Draw>& draws, std::vector<Continued>& found) {
     const size_t num_runs = lengths.size(), width = static_cast<size_t>(parts_.hidden_size);
     const size_t num_floats = static_cast<size_t>(first.num_rows) * width;
     std::vector<float> hidden(num_floats), survival(num_runs, 1.0f);
@@ -835,8 +900,9 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
         own_draws.clear();
         for (size_t i : going)
             if (!draws.empty()) own_draws.push_back(&draws[i]);
-        std::vector<Next> next = draws.empty() ? likeliest(hidden.data(), rows, num_ids, is_told)
-                                               : drawn(hidden.data(), rows, num_ids, own_draws, static_cast<uint64_t>(depth - 1), is_told);
+        std::vector<Next> next =
+            draws.empty() ? likeliest(hidden.data(), rows, num_ids, is_told)
+                          : drawn(hidden.data(), rows, num_ids, own_draws, static_cast<uint64_t>(depth - 1), is_told);
         for (size_t k = 0; k < going.size(); ++k) {
             if (next[k].id < 0) return false;
             const size_t i = going[k];
@@ -861,8 +927,10 @@ bool Model::run_ahead(const Pass& first, const std::vector<int>& lengths, int nu
             rows.push_back(row_of[i] = static_cast<int>(row));
             for (size_t kind = 0; kind < pass.runs.size(); ++kind)
                 pass.runs[kind].push_back({rows.back(), 1, at, 0, first.runs[kind][i].rows, nullptr});
-            if (!first.sources.empty()) pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
-            if (!first.states.empty()) pass.states.push_back(first.states[i].part(run.num_rows + depth - 1, 1, rows.back()));
+            if (!first.sources.empty())
+                pass.sources.push_back({rows.back(), 1, first.sources[i].cached, 0, first.sources[i].rows, nullptr});
+            if (!first.states.empty())
+                pass.states.push_back(first.states[i].part(run.num_rows + depth - 1, 1, rows.back()));
             const int64_t id = found[i].ids.back();
             tokens.push_back(is_head ? lent_.ids[static_cast<size_t>(id)] : id);
             positions.push_back(at);

@@ -16,13 +16,14 @@
 
 namespace forerun {
 
-// One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]. sources: for each run, the rows of a
-// source that its blocks see, as cached rows. rotations: for each kind of the model, cos and sin by position, [.., 2, turned
-// dimensions], and the number of positions. keys, values: one pool for each block, and the bytes of their rows. kinds: for each
-// pool, which runs have its rows. states, state_pools: of recurrent blocks, by run and by block. input: the first block's input,
-// null = embeddings of the tokens. read: what the first block's attention reads, null = the stream behind its norm. hidden:
-// receives the result, behind the final norm if is_normed. taps: ascending pairs (k, memory that receives the residual stream
-// before block k). All rows are float32 [num_rows, hidden_size], but rows of `read` are as wide as attention reads them.
+// One ragged pass through some blocks, in ascending order. tokens, positions [num_rows]. sources: for each run, the
+// rows of a source that its blocks see, as cached rows. rotations: for each kind of the model, cos and sin by position,
+// [.., 2, turned dimensions], and the number of positions. keys, values: one pool for each block, and the bytes of
+// their rows. kinds: for each pool, which runs have its rows. states, state_pools: of recurrent blocks, by run and by
+// block. input: the first block's input, null = embeddings of the tokens. read: what the first block's attention reads,
+// null = the stream behind its norm. hidden: receives the result, behind the final norm if is_normed. taps: ascending
+// pairs (k, memory that receives the residual stream before block k). All rows are float32 [num_rows, hidden_size], but
+// rows of `read` are as wide as attention reads them.
 struct Pass {
     int num_rows;
     const int64_t *tokens, *positions;
@@ -52,12 +53,14 @@ struct BufferSizes {
     size_t each_normed, each_own, each_attention, each_state;
 };
 
-// weights_are_quantised: whether some matrix is: its inputs take more. state_floats: of each thread, for recurrent blocks.
-BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats, size_t state_floats);
+// weights_are_quantised: whether some matrix is: its inputs take more. state_floats: of each thread, for recurrent
+// blocks.
+BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, int num_rows, size_t part_floats,
+                         size_t state_floats);
 
 // The bytes of the buffers of a model after a pass of so many rows behind a context, an upper bound.
-size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows, int context,
-                  int num_threads);
+size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_are_quantised, int num_rows,
+                  int context, int num_threads);
 
 class Model;
 
@@ -67,9 +70,9 @@ struct Lent {
     std::vector<int64_t> ids;
 };
 
-// When a run that is continued greedily ends before its length: behind id k (from 0) if the product of the shares of all ids
-// so far is below least[k], or there is no least[k]. shares[i]: how often an id is right whose probability is at least i of
-// the ascending edges.
+// When a run that is continued greedily ends before its length: behind id k (from 0) if the product of the shares of
+// all ids so far is below least[k], or there is no least[k]. shares[i]: how often an id is right whose probability is
+// at least i of the ascending edges.
 struct Stop {
     std::vector<float> edges, shares, least;
 };
@@ -83,8 +86,8 @@ struct Draw {
     uint32_t round;
 };
 
-// What follows a run: ids; where they are asked for, the probability of each; and the distribution that each was drawn from,
-// which is empty where nothing was drawn.
+// What follows a run: ids; where they are asked for, the probability of each; and the distribution that each was drawn
+// from, which is empty where nothing was drawn.
 struct Continued {
     std::vector<int64_t> ids;
     std::vector<float> chances;
@@ -93,33 +96,36 @@ struct Continued {
 
 class Model {
   public:
-    // vectors: weights of norms that the parts point to and that nobody else keeps. Throws std::invalid_argument for matrices of
-    // a head that do not fit its rows.
+    // vectors: weights of norms that the parts point to and that nobody else keeps. Throws std::invalid_argument for
+    // matrices of a head that do not fit its rows.
     Model(Backend& backend, ModelParts parts, std::vector<std::vector<float>> vectors, Lent lent = {});
 
     // Returns how many experts some row chose, for each block with experts, in the order of the layers.
-    // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none, and WrongNumbers
-    // for pools of other heads. The layers must be some of the blocks, and the runs have rows that are there.
+    // Throws std::out_of_range for a token that is no row of the embedding, or a position that has none, and
+    // WrongNumbers for pools of other heads. The layers must be some of the blocks, and the runs have rows that are
+    // there.
     std::vector<int> forward(const Pass& pass);
     // Final norm of rows [num_rows, hidden_size], float32.
     void norm(const float* hidden, int num_rows, float* out);
     // Rows of the final hidden states [num_rows, hidden_size] -> float32 logits [num_rows, outputs of the head].
     // num_ids: of the first outputs alone; the rest of the head is not read.
     void logits(const float* hidden, int num_rows, int num_ids, float* out);
-    // Finds the largest of the first num_ids logits of some rows and its id, without writing the other logits. Ties go to
-    // the lowest id; a NaN counts as the largest, the first one if there are several. probs: null, or the softmax of these
-    // logits at each id.
+    // Finds the largest of the first num_ids logits of some rows and its id, without writing the other logits. Ties go
+    // to the lowest id; a NaN counts as the largest, the first one if there are several. probs: null, or the softmax of
+    // these logits at each id.
     void argmax(const float* hidden, const std::vector<int>& rows, int num_ids, int64_t* ids, float* values,
                 float* probs = nullptr);
     // Continues each run: ids[k] follows the run's tokens and ids[0 .. k-1], which are fed one by one.
-    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the last, and so
-    // must its states.
-    // draws: for each run, or none at all = the likeliest ids. Stops and returns false where a logit is NaN. A head takes the
-    // features of the tokens as input, or makes them from `layer_rows` (see `features`); for an id just found, the head's own
-    // row before it serves as features. stops: for each run, or none at all; with stops every id's probability is returned.
-    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids, const std::vector<const float*>& layer_rows,
-                   const std::vector<Stop>& stops, const std::vector<Draw>& draws, std::vector<Continued>& found);
-    // Writes a head's features to `out` [num_rows, hidden_size], from its target's rows by layer [num_rows, features.size].
+    // lengths [runs], each at least 1: how many ids are wanted; a run must have cache rows for all of them but the
+    // last, and so must its states. draws: for each run, or none at all = the likeliest ids. Stops and returns false
+    // where a logit is NaN. A head takes the features of the tokens as input, or makes them from `layer_rows` (see
+    // `features`); for an id just found, the head's own row before it serves as features. stops: for each run, or none
+    // at all; with stops every id's probability is returned.
+    bool run_ahead(const Pass& first, const std::vector<int>& lengths, int num_ids,
+                   const std::vector<const float*>& layer_rows, const std::vector<Stop>& stops,
+                   const std::vector<Draw>& draws, std::vector<Continued>& found);
+    // Writes a head's features to `out` [num_rows, hidden_size], from its target's rows by layer [num_rows,
+    // features.size].
     void features(const std::vector<const float*>& layer_rows, int num_rows, float* out) const;
     // Writes keys and values of the features that a head makes from its target's rows, as context of its blocks.
     void remember(const Pass& pass, const std::vector<const float*>& layer_rows);
@@ -161,14 +167,14 @@ class Model {
     void add_layer_input(int thread, int index, const Block& block, Buffers& b);
     void unpack(const Table& table, int64_t row, int width, float* x) const;
     void run_experts(int thread, int index, const Block& block, Buffers& b);
-    void times_rows(int thread, const float* rows, int width, const std::optional<Norm>& norm, const Matrix& w, const Output& to,
-                    Buffers& b);
+    void times_rows(int thread, const float* rows, int width, const std::optional<Norm>& norm, const Matrix& w,
+                    const Output& to, Buffers& b);
     void add_branch(int thread, const Block& block, const std::optional<Norm>& post, const Matrix& w, const Inputs& x,
                     Buffers& b);
     struct Next;
     std::vector<Next> likeliest(const float* hidden, const std::vector<int>& rows, int num_ids, bool is_told);
-    std::vector<Next> drawn(const float* hidden, const std::vector<int>& rows, int num_ids, const std::vector<const Draw*>& draws,
-                            uint64_t depth, bool is_told);
+    std::vector<Next> drawn(const float* hidden, const std::vector<int>& rows, int num_ids,
+                            const std::vector<const Draw*>& draws, uint64_t depth, bool is_told);
     void join_branch(int thread, const Block& block, const std::optional<Norm>& post, Buffers& b);
     void rotate_and_write(const AttentionPart& a, int index, const Pass& pass, Buffers& b, int row) const;
     KeyOrder order_of(int block, const Pass& pass) const;
@@ -179,11 +185,11 @@ class Model {
     ModelParts parts_;
     Lent lent_;
     std::vector<std::vector<float>> vectors_;
-    std::vector<HeadShape> shapes_;    // of attention, each once
-    std::vector<size_t> shape_of_;     // by block
+    std::vector<HeadShape> shapes_;              // of attention, each once
+    std::vector<size_t> shape_of_;               // by block
     std::vector<std::vector<uint16_t>> orders_;  // of keys, by block; of what has none they are empty
-    std::vector<float> zeros_;         // the inputs of no token
-    size_t bytes_ = 0;                 // weights that a pass reads
+    std::vector<float> zeros_;                   // the inputs of no token
+    size_t bytes_ = 0;                           // weights that a pass reads
     bool is_any_quantised_ = false;
     PerProcess<Room> room_;
 };

@@ -2,8 +2,8 @@
 //
 // A forked child has one thread and a copy of all memory as it was at the fork: a lock that another thread held stays
 // locked for ever, a condition variable counts sleepers that do not exist, and data behind a lock may be half written.
-// So all state with a lock is in one block on the heap, and a child that needs the state makes a new block. The old block
-// is never freed, because it cannot even be destroyed safely; its pages stay shared with the parent.
+// So all state with a lock is in one block on the heap, and a child that needs the state makes a new block. The old
+// block is never freed, because it cannot even be destroyed safely; its pages stay shared with the parent.
 #pragma once
 
 #include <atomic>

@@ -1,9 +1,10 @@
-// Layers that keep a state in place of rows of keys and values: what a pass goes through of each run, and what the kernel of the
-// gated delta rule reads and writes. src/forerun/kv/states.py says which states and rows these are.
+// Layers that keep a state in place of rows of keys and values: what a pass goes through of each run, and what the
+// kernel of the gated delta rule reads and writes. src/forerun/kv/states.py says which states and rows these are.
 //
-// A state is known at positions that are multiples of STATE_TOKENS, and the tokens from there to the next such position are a
-// *stretch*: what they do is computed from the state that the stretch begins with. Which tokens are in a stretch follows
-// from positions alone, so the bits of a row and of a state do not depend on what a pass begins with or how it is composed.
+// A state is known at positions that are multiples of STATE_TOKENS, and the tokens from there to the next such position
+// are a *stretch*: what they do is computed from the state that the stretch begins with. Which tokens are in a stretch
+// follows from positions alone, so the bits of a row and of a state do not depend on what a pass begins with or how it
+// is composed.
 #pragma once
 
 #include <vector>
@@ -14,8 +15,8 @@ namespace forerun {
 
 constexpr int STATE_TOKENS = 16;  // of blocks.py: states are written where so many tokens are whole
 
-// The states of a layer and the inputs of tokens behind them. history: the last conv - 1 inputs before each state, the oldest
-// first. Inputs are float32 or bfloat16, all else is float32.
+// The states of a layer and the inputs of tokens behind them. history: the last conv - 1 inputs before each state, the
+// oldest first. Inputs are float32 or bfloat16, all else is float32.
 struct StatePool {
     float* states;  // [states, heads, key_dim, value_dim]
     void* history;  // [states, conv - 1, width]
@@ -28,15 +29,15 @@ struct StateSave {
     int num_tokens, state;
 };
 
-// Tokens that are computed from one state. Tokens of one path have consecutive slots, which keep their keys and what they add
-// to a state until no later stretch needs them. Stretches that begin behind different tokens of one stretch are computed one
-// after the other, and the last of them takes its place.
+// Tokens that are computed from one state. Tokens of one path have consecutive slots, which keep their keys and what
+// they add to a state until no later stretch needs them. Stretches that begin behind different tokens of one stretch
+// are computed one after the other, and the last of them takes its place.
 struct Stretch {
     // The stretch, and the token of it, that the state is behind; -1: it is the first state of the run.
     int from, from_token;
-    int save;              // where that state is written, -1 = nowhere
-    int first, count;      // its tokens, among StateRun::order
-    int slot, level;       // of its first token; of its state
+    int save;          // where that state is written, -1 = nowhere
+    int first, count;  // its tokens, among StateRun::order
+    int slot, level;   // of its first token; of its state
 };
 
 // The tokens of a run as kernels see them: the tokens behind its first state, and then its own rows.
@@ -49,7 +50,7 @@ struct StateTokens {
     int num_stretches;
     const int* order;           // tokens by stretch, ascending
     const int *slots, *depths;  // of each token; depths: in its stretch
-    const int* paths;           // [tokens, STATE_TOKENS] slots of the tokens of its stretch that it stands behind, then its own
+    const int* paths;  // [tokens, STATE_TOKENS] slots of the tokens of its stretch that it stands behind, then its own
     int num_slots, num_levels, most_tokens;  // most_tokens: of a stretch
 
     FORERUN_INLINE const int* path(int token) const { return paths + static_cast<size_t>(token) * STATE_TOKENS; }
@@ -71,13 +72,26 @@ struct StateRun {
 
     int num_tokens() const { return static_cast<int>(behind.size()) + num_rows; }
     StateTokens tokens() const {
-        return {first_row, static_cast<int>(behind.size()), first, behind.data(), parents.data(), stretches.data(), static_cast<int>(stretches.size()),
-                order.data(), slots.data(), depths.data(), paths.data(), num_slots, num_levels, most_tokens};
+        return {first_row,
+                static_cast<int>(behind.size()),
+                first,
+                behind.data(),
+                parents.data(),
+                stretches.data(),
+                static_cast<int>(stretches.size()),
+                order.data(),
+                slots.data(),
+                depths.data(),
+                paths.data(),
+                num_slots,
+                num_levels,
+                most_tokens};
     }
 
     // Cuts the tokens into stretches.
     void arrange();
-    // Own rows [from, from + count) of a chain, where those before have been run: behind the last state that they have left.
+    // Own rows [from, from + count) of a chain, where those before have been run: behind the last state that they have
+    // left.
     StateRun part(int from, int count, int first_row) const;
 };
 
@@ -86,19 +100,21 @@ struct StateInputs {
     Type type;
     int width, conv;
     StatePool pool;
-    const void* zeros;   // an input of them
-    const float* rows;   // [rows, stride] of the pass, which begin with inputs in their type
+    const void* zeros;  // an input of them
+    const float* rows;  // [rows, stride] of the pass, which begin with inputs in their type
     size_t stride;
 
     FORERUN_INLINE size_t row_bytes() const { return static_cast<size_t>(width) * bytes_of(type); }
     // token: -1 is the last one that the state has seen, and so on.
     FORERUN_INLINE const void* of(const StateTokens& run, int token) const {
         if (token >= run.num_behind) return rows + static_cast<size_t>(run.first_row + token - run.num_behind) * stride;
-        if (token >= 0) return static_cast<const char*>(pool.inputs) + static_cast<size_t>(run.behind[token]) * row_bytes();
+        if (token >= 0)
+            return static_cast<const char*>(pool.inputs) + static_cast<size_t>(run.behind[token]) * row_bytes();
         return run.first < 0 ? zeros : history(run.first, conv - 1 + token);
     }
     FORERUN_INLINE char* history(int state, int i) const {
-        return static_cast<char*>(pool.history) + (static_cast<size_t>(state) * static_cast<size_t>(conv - 1) + static_cast<size_t>(i)) * row_bytes();
+        return static_cast<char*>(pool.history) +
+               (static_cast<size_t>(state) * static_cast<size_t>(conv - 1) + static_cast<size_t>(i)) * row_bytes();
     }
     // The inputs that a token's convolution reads, the oldest first.
     FORERUN_INLINE void window(const StateTokens& run, int token, const void** to) const {
@@ -109,13 +125,16 @@ struct StateInputs {
     }
 };
 
-// The heads of a block with a gated delta rule. head_step: from a value head to the next one that reads the same key head.
+// The heads of a block with a gated delta rule. head_step: from a value head to the next one that reads the same key
+// head.
 struct StateHeads {
     int key_heads, value_heads, key_dim, value_dim;
     int head_step;
 
     FORERUN_INLINE int share() const { return value_heads / key_heads; }  // value heads of a key head
-    FORERUN_INLINE int value_head(int key_head, int i) const { return (head_step == 1 ? key_head * share() : key_head) + i * head_step; }
+    FORERUN_INLINE int value_head(int key_head, int i) const {
+        return (head_step == 1 ? key_head * share() : key_head) + i * head_step;
+    }
 };
 
 // Some of the value heads that read one key head, [first, last) of these, for one run.
@@ -132,8 +151,8 @@ struct DeltaRule {
     const float *dt_bias, *decay;  // [value heads]; decay: what the softplus is multiplied by
     const float* norm;             // [value_dim], null = there is none
     float norm_eps;
-    const float* gates;            // [rows, 2 value heads]: b, then a
-    Inputs next;                   // of the product behind it
+    const float* gates;  // [rows, 2 value heads]: b, then a
+    Inputs next;         // of the product behind it
 };
 
 // Floats that a thread needs for an item.

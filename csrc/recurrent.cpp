@@ -1,4 +1,5 @@
-// Recurrent blocks in a pass: one phase over rows that keeps their inputs, and one over runs and heads that does all the rest.
+// Recurrent blocks in a pass: one phase over rows that keeps their inputs, and one over runs and heads that does all
+// the rest.
 #include <algorithm>
 #include <cstring>
 
@@ -23,7 +24,8 @@ const StateRun& run_of(const std::vector<StateRun>& runs, int row) {
     return *run;
 }
 
-StateInputs inputs_of(const RecurrencePart& r, const StatePool& pool, Type type, const float* rows, const std::vector<float>& zeros) {
+StateInputs inputs_of(const RecurrencePart& r, const StatePool& pool, Type type, const float* rows,
+                      const std::vector<float>& zeros) {
     return {type, r.width, r.conv, pool, zeros.data(), rows, static_cast<size_t>(r.input_size())};
 }
 
@@ -48,9 +50,11 @@ void Model::run_recurrence(int thread, int index, const Pass& pass, Buffers& b) 
     const Block& block = parts_.blocks[static_cast<size_t>(index)];
     const RecurrencePart& r = *block.recurrence;
     const StatePool& pool = pass.state_pools[index];
-    times_rows(thread, b.residual, b.width, block.pre_attention, *r.input, stored(b.qkv, static_cast<size_t>(r.input_size())), b);
+    times_rows(thread, b.residual, b.width, block.pre_attention, *r.input,
+               stored(b.qkv, static_cast<size_t>(r.input_size())), b);
     if (r.gates)
-        times_rows(thread, b.residual, b.width, block.pre_attention, *r.gates, stored(b.state_gates, static_cast<size_t>(r.num_gates())), b);
+        times_rows(thread, b.residual, b.width, block.pre_attention, *r.gates,
+                   stored(b.state_gates, static_cast<size_t>(r.num_gates())), b);
     keep_inputs(thread, r, pool, pass, b);
     if (r.is_short) run_short_conv(thread, r, pool, pass, b);
     else run_delta_rule(thread, r, pool, pass, b);
@@ -58,8 +62,10 @@ void Model::run_recurrence(int thread, int index, const Pass& pass, Buffers& b) 
 }
 
 // Rounds what is convolved of each row to the type in which it is kept, where it is, and keeps it.
-void Model::keep_inputs(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const {
-    const size_t stride = static_cast<size_t>(r.input_size()), width = static_cast<size_t>(r.width), num_gates = static_cast<size_t>(r.num_gates());
+void Model::keep_inputs(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass,
+                        Buffers& b) const {
+    const size_t stride = static_cast<size_t>(r.input_size()), width = static_cast<size_t>(r.width),
+                 num_gates = static_cast<size_t>(r.num_gates());
     const Type type = pass.inputs();
     backend_.team.tiles(thread, pass.num_rows, [&](int row) {
         float* const x = b.qkv + static_cast<size_t>(row) * stride;
@@ -71,25 +77,39 @@ void Model::keep_inputs(int thread, const RecurrencePart& r, const StatePool& po
         const size_t bytes = width * bytes_of(type);
         std::memcpy(static_cast<char*>(pool.inputs) + static_cast<size_t>(place) * bytes, x, bytes);
         if (num_gates > 0)
-            std::memcpy(pool.gates + static_cast<size_t>(place) * num_gates, b.state_gates + static_cast<size_t>(row) * num_gates, num_gates * sizeof(float));
+            std::memcpy(pool.gates + static_cast<size_t>(place) * num_gates,
+                        b.state_gates + static_cast<size_t>(row) * num_gates, num_gates * sizeof(float));
     });
 }
 
-void Model::run_delta_rule(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const {
+void Model::run_delta_rule(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass,
+                           Buffers& b) const {
     const Norm* const norm = r.norm ? &*r.norm : nullptr;
-    const DeltaRule rule{r.heads, inputs_of(r, pool, pass.inputs(), b.qkv, zeros_), r.taps, r.dt_bias, r.decay, norm ? norm->weight : nullptr,
-                         norm ? norm->eps : 0.0f, b.state_gates, b.inputs_of(*r.o, b.inputs)};
-    const int parts = parts_of_head(r.heads, pass.states.size(), backend_.team.num_threads()), per_run = r.heads.key_heads * parts;
+    const DeltaRule rule{r.heads,
+                         inputs_of(r, pool, pass.inputs(), b.qkv, zeros_),
+                         r.taps,
+                         r.dt_bias,
+                         r.decay,
+                         norm ? norm->weight : nullptr,
+                         norm ? norm->eps : 0.0f,
+                         b.state_gates,
+                         b.inputs_of(*r.o, b.inputs)};
+    const int parts = parts_of_head(r.heads, pass.states.size(), backend_.team.num_threads()),
+              per_run = r.heads.key_heads * parts;
     const int num_heads = r.heads.share() / parts;
     float* const scratch = b.state + b.state_stride * static_cast<size_t>(thread);
     keep_history(thread, r, pool, pass, b);
     backend_.team.tiles(thread, static_cast<int>(pass.states.size()) * per_run, [&](int i) {
         const int part = i % parts;
-        backend_.kernels.delta_rule(rule, {pass.states[static_cast<size_t>(i / per_run)].tokens(), i % per_run / parts, part * num_heads, (part + 1) * num_heads}, scratch);
+        backend_.kernels.delta_rule(rule,
+                                    {pass.states[static_cast<size_t>(i / per_run)].tokens(), i % per_run / parts,
+                                     part * num_heads, (part + 1) * num_heads},
+                                    scratch);
     });
 }
 
-void Model::run_short_conv(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const {
+void Model::run_short_conv(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass,
+                           Buffers& b) const {
     const Inputs next = b.inputs_of(*r.o, b.inputs);
     const StateInputs inputs = inputs_of(r, pool, pass.inputs(), b.qkv, zeros_);
     float* const sum = b.normed + b.normed_stride * static_cast<size_t>(thread);
@@ -109,14 +129,17 @@ void Model::run_short_conv(int thread, const RecurrencePart& r, const StatePool&
 }
 
 // Writes the last inputs before each state that a run leaves, which are no branch of a tree.
-void Model::keep_history(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass, Buffers& b) const {
+void Model::keep_history(int thread, const RecurrencePart& r, const StatePool& pool, const Pass& pass,
+                         Buffers& b) const {
     const StateInputs inputs = inputs_of(r, pool, pass.inputs(), b.qkv, zeros_);
-    const bool saves = std::any_of(pass.states.begin(), pass.states.end(), [](const StateRun& run) { return !run.saves.empty(); });
+    const bool saves =
+        std::any_of(pass.states.begin(), pass.states.end(), [](const StateRun& run) { return !run.saves.empty(); });
     backend_.team.tiles(thread, saves ? static_cast<int>(pass.states.size()) : 0, [&](int i) {
         const StateTokens run = pass.states[static_cast<size_t>(i)].tokens();
         for (const StateSave& save : pass.states[static_cast<size_t>(i)].saves)
             for (int j = 0; j < r.conv - 1; ++j)
-                std::memcpy(inputs.history(save.state, j), inputs.of(run, save.num_tokens - (r.conv - 1) + j), inputs.row_bytes());
+                std::memcpy(inputs.history(save.state, j), inputs.of(run, save.num_tokens - (r.conv - 1) + j),
+                            inputs.row_bytes());
     });
 }
 

@@ -1,9 +1,10 @@
 // Keys and values that a cache has as bytes (rounding.h), on every instruction set.
 //
-// A query is rounded to bytes as well, and multiplied with keys as a row is with weights of 8 bits: the keys of a block are turned
-// into the layout of such weights. The factors of values, weight times scale, are rounded to bytes relative to the largest in
-// the block, and four keys are added at once. All sums within a block are exact integers, so the order in which they are added
-// decides nothing, and a lane that a query does not see changes nothing: it is multiplied by 0.
+// A query is rounded to bytes as well, and multiplied with keys as a row is with weights of 8 bits: the keys of a block
+// are turned into the layout of such weights. The factors of values, weight times scale, are rounded to bytes relative
+// to the largest in the block, and four keys are added at once. All sums within a block are exact integers, so the
+// order in which they are added decides nothing, and a lane that a query does not see changes nothing: it is multiplied
+// by 0.
 #pragma once
 
 #include "quantised.h"
@@ -39,14 +40,15 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
     static constexpr bool DENORMALS_ARE_ZERO = false, ADDS_BLOCKS = true;
     static constexpr int QUERIES = 8, AT_ONCE = WIDE_REGISTERS ? 4 : 2;  // whose sums fit into the registers
 
-    char* keys;              // [units][64 / 8][8 words][8 keys], as `dot` takes them
-    uint16_t* key_scales;    // [units][64]
-    int8_t* values;          // [64 / 4][units][128]: of four neighbouring keys, in the order of `put_fours`
-    uint16_t* value_scales;  // [groups][64]
+    char* keys;                     // [units][64 / 8][8 words][8 keys], as `dot` takes them
+    uint16_t* key_scales;           // [units][64]
+    int8_t* values;                 // [64 / 4][units][128]: of four neighbouring keys, in the order of `put_fours`
+    uint16_t* value_scales;         // [groups][64]
     const int8_t* rows[KEY_BLOCK];  // of values
     Whole<KEY_DIM> key_dim;
 
-    RoundedTile(float* memory, const Attention& a) : Dimensions<DIM>(a.head_dim), keys(reinterpret_cast<char*>(memory)), key_dim(a.order.key_dim) {
+    RoundedTile(float* memory, const Attention& a)
+        : Dimensions<DIM>(a.head_dim), keys(reinterpret_cast<char*>(memory)), key_dim(a.order.key_dim) {
         key_scales = reinterpret_cast<uint16_t*>(keys + key_units() * UNIT * KEY_BLOCK);
         values = reinterpret_cast<int8_t*>(key_scales + key_units() * KEY_BLOCK);
         value_scales = reinterpret_cast<uint16_t*>(values + num_units() * UNIT * KEY_BLOCK);
@@ -64,7 +66,9 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
 
     // ------------------------------------------------------------------------------------------------ a block
 
-    char* words_of(int unit, int lane) const { return keys + (unit * (KEY_BLOCK / 8) + lane / 8) * 8 * UNIT + lane % 8 * 4; }
+    char* words_of(int unit, int lane) const {
+        return keys + (unit * (KEY_BLOCK / 8) + lane / 8) * 8 * UNIT + lane % 8 * 4;
+    }
     // Whatever is behind the last dimension, in the last word or in memory, is multiplied by 0.
     void put_key(int unit, int lane, const int8_t* key) const {
         const int num_words = (key_dim - unit * UNIT + 3) / 4;
@@ -77,11 +81,11 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
             count = lane % 8 == 0 && lane + 8 <= last ? 8 : 1;
             for (int i = lane; i < lane + count; ++i) {
                 this->fetch_key(i, 0, key_dim + 2 * units);
-                for (int u = 0; u < units; ++u) std::memcpy(key_scales + u * KEY_BLOCK + i, from[i] + key_dim + 2 * u, 2);
+                for (int u = 0; u < units; ++u)
+                    std::memcpy(key_scales + u * KEY_BLOCK + i, from[i] + key_dim + 2 * u, 2);
             }
             for (int u = 0; u < units; ++u) {
-                if (count == 8 && u < whole)
-                    turn_words(from + lane, u * UNIT, words_of(u, lane));
+                if (count == 8 && u < whole) turn_words(from + lane, u * UNIT, words_of(u, lane));
                 else
                     for (int i = lane; i < lane + count; ++i) put_key(u, i, from[i]);
             }
@@ -101,13 +105,15 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
         const int8_t* const at[] = {rest[0], rest[1], rest[2], rest[3]};
         put_fours(at, to);
     }
-    // The lanes before the first have been put already. Lanes of a four that are not there have the values of one that is.
+    // The lanes before the first have been put already. Lanes of a four that are not there have the values of one that
+    // is.
     void put_values(int first, int last, const int8_t* const* from) {
         const int num_groups = value_groups(dim);
         for (int lane = first; lane < last; ++lane) {
             this->fetch_value(lane, 0, dim + 2 * num_groups);
             rows[lane] = from[lane];
-            for (int g = 0; g < num_groups; ++g) std::memcpy(value_scales + g * KEY_BLOCK + lane, from[lane] + dim + 2 * g, 2);
+            for (int g = 0; g < num_groups; ++g)
+                std::memcpy(value_scales + g * KEY_BLOCK + lane, from[lane] + dim + 2 * g, 2);
         }
         for (int lane = last; lane % 4 != 0; ++lane) rows[lane] = rows[last - 1];
         for (int lane = first / 4 * 4; lane < last; lane += 4) put_four(lane, rows + lane);
@@ -137,7 +143,8 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
                 dot<Codes<8>, 0, UNIT_WORDS>(words_of(u, i * LANES), NO_TABLE, x[u], sums);
                 for (int w = 0; w < WIDTH; ++w) {
                     const F16 scale = load(key_scales + u * KEY_BLOCK + (i + w) * LANES);
-                    for (int n = 0; n < N; ++n) found[w][n] = madd(f16(x[u][n].scale) * scale, to_float(sums[w][n]), found[w][n]);
+                    for (int n = 0; n < N; ++n)
+                        found[w][n] = madd(f16(x[u][n].scale) * scale, to_float(sums[w][n]), found[w][n]);
                 }
             }
             for (int w = 0; w < WIDTH; ++w)
@@ -156,14 +163,17 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
         return weight;
     }
 
-    // Rounds weights times the scales of a group of values; a code of 1 stands for steps[n], which is NaN where one is no number.
+    // Rounds weights times the scales of a group of values; a code of 1 stands for steps[n], which is NaN where one is
+    // no number.
     template <int N>
-    void round_weights(const Weights* weights, const Seen* seen, int end, const uint16_t* scales, uint8_t (*codes)[KEY_BLOCK], float* steps) const {
+    void round_weights(const Weights* weights, const Seen* seen, int end, const uint16_t* scales,
+                       uint8_t (*codes)[KEY_BLOCK], float* steps) const {
         F16 products[N][VECTORS], factors[VECTORS];
         alignas(64) float tops[LANES] = {}, inverses[LANES];
         for (int i = 0; i < VECTORS; ++i) factors[i] = i * LANES < end ? load(scales + i * LANES) : f16(0.0f);
         for (int n = 0; n < N; ++n) {
-            for (int i = 0; i < VECTORS; ++i) products[n][i] = i * LANES < end ? load(weights[n].of + i * LANES) * factors[i] : f16(0.0f);
+            for (int i = 0; i < VECTORS; ++i)
+                products[n][i] = i * LANES < end ? load(weights[n].of + i * LANES) * factors[i] : f16(0.0f);
             hide(seen[n], products[n], 0.0f);
             F16 most = f16(0.0f);
             for (int i = 0; i < VECTORS; ++i) most = max(products[n][i], most);
@@ -185,7 +195,8 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
     }
 
     template <int N>
-    void add_unit(int u, Seen seen, const uint8_t (*codes)[KEY_BLOCK], const float* steps, const float* scales, State* states) const {
+    void add_unit(int u, Seen seen, const uint8_t (*codes)[KEY_BLOCK], const float* steps, const float* scales,
+                  State* states) const {
         I16 sums[N][2];
         for (int n = 0; n < N; ++n) sums[n][0] = sums[n][1] = no_sums();
         for (int four = seen.first / 4; 4 * four < seen.last; ++four) {
@@ -208,7 +219,8 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
     }
 
     template <int N>
-    void add_units(int u, Seen seen, const uint8_t (*codes)[KEY_BLOCK], const float* steps, const float* scales, State* states) const {
+    void add_units(int u, Seen seen, const uint8_t (*codes)[KEY_BLOCK], const float* steps, const float* scales,
+                   State* states) const {
         constexpr int FIRST = N < AT_ONCE ? N : AT_ONCE, REST = N - FIRST;
         add_unit<FIRST>(u, seen, codes, steps, scales, states);
         if constexpr (REST > 0) add_units<REST>(u, seen, codes + FIRST, steps + FIRST, scales + FIRST, states + FIRST);
@@ -219,7 +231,8 @@ struct RoundedTile : Dimensions<DIM>, NextBlock<int8_t> {
         float steps[N];
         for (int u = 0; u < num_units(); ++u) {
             if (u * UNIT % VALUE_GROUP == 0)
-                round_weights<N>(weights, seen, any.last, value_scales + u * UNIT / VALUE_GROUP * KEY_BLOCK, codes, steps);
+                round_weights<N>(weights, seen, any.last, value_scales + u * UNIT / VALUE_GROUP * KEY_BLOCK, codes,
+                                 steps);
             add_units<N>(u, any, codes, steps, scales, states);
         }
     }

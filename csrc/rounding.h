@@ -1,5 +1,5 @@
-// Rounds groups of weights to 4 or 8 bits, and keys and values to bytes; ops/quantising.py and kv/rounded.py say how, and do the
-// same operations where there is no kernel.
+// Rounds groups of weights to 4 or 8 bits, and keys and values to bytes; ops/quantising.py and kv/rounded.py say how,
+// and do the same operations where there is no kernel.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,8 @@ inline void round_to_eight(const float* x, int group, const RoundedGroup& to) {
     F16 most = f16(0.0f);
     for (int i = 0; i < group; i += LANES) most = max(most, max(load(x + i), f16(0.0f) - load(x + i)));
     const F16 step = f16(positive(largest(most) / 127.0f, *to.scale));
-    for (int i = 0; i < group; i += LANES) store(codes + i, within(nearest(load(x + i) / step), -127.0f, 127.0f) + f16(128.0f));
+    for (int i = 0; i < group; i += LANES)
+        store(codes + i, within(nearest(load(x + i) / step), -127.0f, 127.0f) + f16(128.0f));
     put_codes(codes, group, to.codes);
     *to.zero = 128;
 }
@@ -67,7 +68,8 @@ inline void round_to_four(const float* x, int group, const RoundedGroup& to) {
     put_codes(codes[best], group, to.codes);
 }
 
-// Rounds a group of numbers to bytes. Returns the value of code 1, in the bits of bfloat16; NaN where a number is not finite.
+// Rounds a group of numbers to bytes. Returns the value of code 1, in the bits of bfloat16; NaN where a number is not
+// finite.
 inline uint16_t keep_group(const float* x, int num, int8_t* codes) {
     const auto part = [&](int i) { return load_first(x + i, num - i < LANES ? num - i : LANES); };
     F16 most = f16(0.0f), faults = f16(0.0f);
@@ -98,7 +100,8 @@ inline void keep_keys(const float* x, int num_heads, int head_dim, const KeyOrde
             float numbers[UNIT];
             for (int i = 0; i < num; ++i) {
                 numbers[i] = x[own ? own[first + i] : first + i];
-                if (first >= head_dim) numbers[i] -= static_cast<float>(codes[i]) * bf16_to_float(scales[0]);  // what is left
+                if (first >= head_dim)
+                    numbers[i] -= static_cast<float>(codes[i]) * bf16_to_float(scales[0]);  // what is left
             }
             scales[first / UNIT] = keep_group(numbers, num, codes + first);
         }

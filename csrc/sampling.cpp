@@ -1,9 +1,9 @@
 // Temperature, top-k, min-p, top-p and softmax of one row: natively what _probs and _argmax of
 // src/forerun/sampling/pipeline.py do.
 //
-// A row is read once to find its largest logit and the largest of every 64 ids. Whatever a filter asks afterwards (which
-// values are above this one?) only opens the blocks that can hold an answer, so a peaked row of 100,000 ids costs
-// little more than one pass over its memory.
+// A row is read once to find its largest logit and the largest of every 64 ids. Whatever a filter asks afterwards
+// (which values are above this one?) only opens the blocks that can hold an answer, so a peaked row of 100,000 ids
+// costs little more than one pass over its memory.
 #include "sampling.h"
 
 #include <algorithm>
@@ -140,7 +140,7 @@ Cut cut_among(const Context& c, float* values, int64_t n, uint64_t above, uint64
 
 // Mass by buckets of depth below the largest logit, opened block by block from the top until they hold the goal.
 int fill_buckets(const Context& c, const float* values, const float* weights, int64_t n, const float* largest,
-                        uint64_t goal, uint64_t& above) {
+                 uint64_t goal, uint64_t& above) {
     uint64_t* mass = at_least(c.space.mass, NUM_BUCKETS);
     std::fill_n(mass, NUM_BUCKETS, 0);
     float opened = INFINITY;
@@ -162,7 +162,7 @@ int fill_buckets(const Context& c, const float* values, const float* weights, in
 
 // The shortest prefix of the sorted values whose mass reaches the goal. largest: of every 64 values.
 Cut nucleus(const Context& c, const float* values, const float* weights, int64_t n, const float* largest,
-                   uint64_t goal) {
+            uint64_t goal) {
     float* chosen = at_least(c.space.sorted, n);
     if (n <= FEW) {
         std::copy_n(values, n, chosen);
@@ -295,12 +295,10 @@ bool make_probs(const SamplingKernels& kernels, const float* row, int64_t n, con
     const Scan scan = kernels.scan(row, n, at_least(c.space.block_largest, blocks_of(n)));
     if (!scan.ordered || !std::isfinite(scan.largest)) return false;
     const Scale scale = {scan.largest, filters.temperature};
-    const bool has_top_k = 0 < filters.top_k && filters.top_k < n, has_min_p = filters.log_min_p > -INFINITY;
+    const bool has_top_k = 0 < filters.top_k && filters.top_k<n, has_min_p = filters.log_min_p> - INFINITY;
     if (!has_top_k && !has_min_p) {
-        if (filters.top_p < 1)
-            probs_by_mass(c, row, scale, filters, probs);
-        else
-            probs_without_filters(c, row, scale, probs);
+        if (filters.top_p < 1) probs_by_mass(c, row, scale, filters, probs);
+        else probs_without_filters(c, row, scale, probs);
         return true;
     }
     float threshold = filters.log_min_p;

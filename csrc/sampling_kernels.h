@@ -1,8 +1,8 @@
 // The inner loops of sampling, written once and compiled for each instruction set.
 //
-// Only loops over plain arrays stand here: a template of the standard library that was first instantiated with AVX-512 would
-// be shared with other sets. Multiplications and additions are never fused (-ffp-contract=off), so that all sets, and numpy,
-// return the same bits.
+// Only loops over plain arrays stand here: a template of the standard library that was first instantiated with AVX-512
+// would be shared with other sets. Multiplications and additions are never fused (-ffp-contract=off), so that all sets,
+// and numpy, return the same bits.
 #pragma once
 
 #include <cmath>
@@ -193,7 +193,7 @@ inline void buckets(const float* values, const float* weights, int64_t n, double
 
 // ------------------------------------------------------------------------------------------------ the match noise
 
-constexpr int WIDTH = sizeof(Wide) / 8;        // counters in one vector, each in 64 bits, the upper half ignored
+constexpr int WIDTH = sizeof(Wide) / 8;           // counters in one vector, each in 64 bits, the upper half ignored
 constexpr int NUM_WIDE = SCAN_BLOCK / 4 / WIDTH;  // vectors in one block of ids
 
 FORERUN_INLINE void philox_rounds(Wide (&c)[4][NUM_WIDE], Noise noise) {

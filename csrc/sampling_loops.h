@@ -9,7 +9,7 @@
 
 namespace forerun {
 
-constexpr int SCAN_BLOCK = 64;   // values whose largest is remembered, so that later passes can skip them
+constexpr int SCAN_BLOCK = 64;     // values whose largest is remembered, so that later passes can skip them
 constexpr int NUM_BUCKETS = 8192;  // of logits below the largest, when top-p looks for its threshold
 constexpr float BUCKETS_PER_UNIT = 256.0f;
 

@@ -1,17 +1,20 @@
 // What the kernels are written in: sixteen floats and their operations, the same for every instruction set.
 //
 // A file of simd/ defines for its set
-//     F16       sixteen floats, with f16, load, store, + - * /, madd, nmadd, max, less_than, shift_to_exponent, add_bits,
+//     F16       sixteen floats, with f16, load, store, + - * /, madd, nmadd, max, less_than, shift_to_exponent,
+//     add_bits,
 //               any_at_least, load_bf16, narrow, sum, largest, first_words, transpose;
 //     Pairs     sixteen pairs of bfloat16, with load_pairs, spread_pair, add_pairs, low_halves, high_halves and
 //               PAIR_PRODUCTS (simd/float_pairs.h where no instruction multiplies them);
-//     I16       sixteen integers, with to_float and dot, and load_halves, load_powers, load_signed, load_unsigned, round_codes, for
+//     I16       sixteen integers, with to_float and dot, and load_halves, load_powers, load_signed, load_unsigned,
+//     round_codes, for
 //               quantised numbers, and BYTE_TILES, which says whether there is byte_tiles.h;
 //     Marks, Wide, VECTOR_BYTES, any and times, for sampling.
-// Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of its own.
-// All of it is in a namespace named after the instruction set, so that the linker never confuses two sets. A lane always does
-// the same operations in the same order, whatever the other lanes hold; row invariance depends on that. `madd` rounds once, by an
-// instruction or without one (ROUNDS_ONCE), so all sets have the same bits (docs/development/portable-bits.md).
+// Each file of isa/ includes one of them, its tiles of attention and then the kernels, and is compiled with flags of
+// its own. All of it is in a namespace named after the instruction set, so that the linker never confuses two sets. A
+// lane always does the same operations in the same order, whatever the other lanes hold; row invariance depends on
+// that. `madd` rounds once, by an instruction or without one (ROUNDS_ONCE), so all sets have the same bits
+// (docs/development/portable-bits.md).
 #pragma once
 
 #include <cstdint>
@@ -24,8 +27,8 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-// What __builtin_prefetch is told: into the second cache where lines are consumed faster than the first can ask for them.
-// On a Xeon of 2023 that made products of 1 to 8 rows 5 % faster.
+// What __builtin_prefetch is told: into the second cache where lines are consumed faster than the first can ask for
+// them. On a Xeon of 2023 that made products of 1 to 8 rows 5 % faster.
 constexpr int NEAR_CACHE = WIDE_REGISTERS ? 2 : 3;
 
 // Loads numbers of either type from memory as floats: a row of weights, keys or values.
@@ -44,7 +47,8 @@ inline F16 load_first(const T* p, int n) {
 struct Once {
     FORERUN_INLINE static F16 add(F16 a, F16 b, F16 c) { return madd(a, b, c); }
 };
-// The same of two bfloat16, whose product a float32 holds: a multiplication and an addition, unless a number leaves the range of float32.
+// The same of two bfloat16, whose product a float32 holds: a multiplication and an addition, unless a number leaves the
+// range of float32.
 struct Exact {
     template <class T>
     FORERUN_INLINE static T add(const T& a, const T& b, const T& c) {
@@ -90,7 +94,8 @@ inline F16 exp(F16 x) {
     return less_than(x, f16(88.3f), in_range, x * f16(__builtin_inff()));  // infinite above, and NaN for NaN
 }
 
-// Returns e^x for x <= 0, within 1.3 in 100,000: as above, with a polynomial of degree 4; NaN for what is more than 1, and NaN.
+// Returns e^x for x <= 0, within 1.3 in 100,000: as above, with a polynomial of degree 4; NaN for what is more than 1,
+// and NaN.
 inline F16 rough_exp(F16 x) {
     const F16 magic = f16(12582912.0f);
     const F16 shifted = madd(x, f16(1.44269504088896341f), magic);

@@ -20,30 +20,36 @@ using std::optional, std::string;
 
 // ------------------------------------------------------------------------------------------------------------ refusals
 
-// The fields that are read here or decide nothing here (tables of rotations come from Python). Any other field, also one that is
-// new in blocks.py, must have its default.
+// The fields that are read here or decide nothing here (tables of rotations come from Python). Any other field, also
+// one that is new in blocks.py, must have its default.
 const std::map<string, std::set<string>> READ = {
     {"Norm", {"kind", "eps", "offset", "weight", "bias", "span"}},
-    {"Rope", {"theta", "kind", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "dims", "pairs",
-              "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor",
-              "truncate", "far"}},
-    {"Attention", {"heads", "kv_heads", "head_dim", "scale", "window", "rope", "q_norm", "k_norm", "v_norm", "qkv_bias",
-                   "o_bias", "softcap", "sinks", "reads", "sees", "position_scale", "bias", "k_is_v", "shares_kv_of",
-                   "gate"}},
-    {"Recurrence", {"kind", "conv", "key_heads", "value_heads", "key_dim", "value_dim", "norm", "decay", "biases", "grouped"}},
+    {"Rope",
+     {"theta", "kind", "factor", "low_freq_factor", "high_freq_factor", "original_max_positions", "dims", "pairs",
+      "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_factor", "long_factor",
+      "truncate", "far"}},
+    {"Attention", {"heads",  "kv_heads",       "head_dim", "scale",  "window",       "rope",  "q_norm",
+                   "k_norm", "v_norm",         "qkv_bias", "o_bias", "softcap",      "sinks", "reads",
+                   "sees",   "position_scale", "bias",     "k_is_v", "shares_kv_of", "gate"}},
+    {"Recurrence",
+     {"kind", "conv", "key_heads", "value_heads", "key_dim", "value_dim", "norm", "decay", "biases", "grouped"}},
     {"Buckets", {"num", "max_distance", "both_ways"}},
     {"Mlp", {"size", "act", "gated", "bias", "down"}},
-    {"Experts", {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
-                 "reads_stream", "score_scale", "scaled", "choice_bias", "sum_eps"}},
+    {"Experts",
+     {"num", "chosen", "mlp", "shared", "shared_gate", "router_norm", "score", "normalise", "scale", "router_bias",
+      "reads_stream", "score_scale", "scaled", "choice_bias", "sum_eps"}},
     {"LayerInput", {"size", "act", "norm"}},
-    {"Block", {"pre_attention", "attention", "recurrence", "post_attention", "pre_mlp", "mlp", "experts", "post_mlp", "norm_at", "parallel",
-               "branch_scale", "out_scale", "per_layer_input", "post_dense", "pre_experts", "post_experts"}},
+    {"Block",
+     {"pre_attention", "attention", "recurrence", "post_attention", "pre_mlp", "mlp", "experts", "post_mlp", "norm_at",
+      "parallel", "branch_scale", "out_scale", "per_layer_input", "post_dense", "pre_experts", "post_experts"}},
     {"Positions", {"num", "offset", "kind"}},
-    {"Spec", {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
-              "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder",
-              "own_embedding", "features"}},
-    {"Features", {"num_ids", "size", "num", "joined", "bias", "act", "row_norms", "whole_norm", "side_norms", "context_norm", "input", "input_bias", "normed_stream",
-                  "feeds", "eps", "largest"}},
+    {"Spec",
+     {"model_type", "vocab_size", "hidden_size", "max_positions", "blocks", "final_norm", "embed_scale", "embed_norm",
+      "positions", "head", "tied", "head_bias", "logit_softcap", "logit_scale", "encoder", "own_embedding",
+      "features"}},
+    {"Features",
+     {"num_ids", "size", "num", "joined", "bias", "act", "row_norms", "whole_norm", "side_norms", "context_norm",
+      "input", "input_bias", "normed_stream", "feeds", "eps", "largest"}},
 };
 
 // What a field stands for, for people.
@@ -73,7 +79,8 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
     if (type == "Attention" && number("head_dim") % 2 != 0)
         return no("pairs of dimensions where head_dim is odd, as " + std::to_string(number("head_dim")));
     if (type == "Attention" && (number("kv_heads") < 1 || number("heads") % number("kv_heads") != 0))
-        return no("heads=" + std::to_string(number("heads")) + " that are no multiple of kv_heads=" + std::to_string(number("kv_heads")));
+        return no("heads=" + std::to_string(number("heads")) +
+                  " that are no multiple of kv_heads=" + std::to_string(number("kv_heads")));
     if (type == "Attention" && nb::cast<string>(object.attr("sees")) == "encoder")
         for (const char* name : {"window", "rope", "k_norm", "v_norm", "shares_kv_of"})
             if (!object.attr(name).is_none()) return no(string(name) + " of an encoder's keys and values");
@@ -89,7 +96,8 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
         const nb::object norm = object.attr("norm");
         if (!norm.is_none() && (nb::cast<string>(norm.attr("kind")) != "rms" || nb::cast<bool>(norm.attr("bias"))))
             return no("norm but RMS, without a bias, of what is read of a state");
-        if (number("value_dim") % 2 != 0) return no("states with an odd value_dim, as " + std::to_string(number("value_dim")));
+        if (number("value_dim") % 2 != 0)
+            return no("states with an odd value_dim, as " + std::to_string(number("value_dim")));
     }
     if (type == "Block" && !object.attr("experts").is_none() && nb::cast<bool>(object.attr("parallel")))
         return no("experts beside attention");
@@ -98,22 +106,26 @@ optional<string> refusal_of_values(const string& type, nb::handle object) {
         const string input = nb::cast<string>(object.attr("input"));
         if (input == "read" && !yes("side_norms")) return no("features that attention reads without a norm");
         if (!yes("joined") && (yes("row_norms") || yes("whole_norm"))) return no("norms of rows that no matrix joins");
-        if ((input == "context") == object.attr("context_norm").is_none()) return no("context without a norm, or a norm of one that is not there");
+        if ((input == "context") == object.attr("context_norm").is_none())
+            return no("context without a norm, or a norm of one that is not there");
         if (!object.attr("act").is_none() && (!yes("joined") || ACTS.count(nb::cast<string>(object.attr("act"))) == 0))
             return no("activation of features that no matrix makes, or other than silu, gelu, gelu_tanh and relu");
     }
     if (type == "Mlp" && !yes("down") && yes("gated")) return no("feed-forward part with a gate and no last matrix");
     if (type == "Experts")
         for (const char* name : {"mlp", "shared"})
-            if (!object.attr(name).is_none() && !nb::cast<bool>(object.attr(name).attr("down"))) return no("experts without a last matrix");
+            if (!object.attr(name).is_none() && !nb::cast<bool>(object.attr(name).attr("down")))
+                return no("experts without a last matrix");
     if (type == "Block" && !object.attr("mlp").is_none() && !nb::cast<bool>(object.attr("mlp").attr("down")))
-        if (!object.attr("experts").is_none() || yes("parallel")) return no("feed-forward part without a last matrix beside another part");
+        if (!object.attr("experts").is_none() || yes("parallel"))
+            return no("feed-forward part without a last matrix beside another part");
     if (type == "Features" && !nb::cast<bool>(object.attr("joined")) && number("num") != 1)
         return no("features of several rows that no matrix joins");
     if (type == "Mlp" || type == "LayerInput") {
         const string act = nb::cast<string>(object.attr("act"));
         const bool is_gated = type == "Mlp" && nb::cast<bool>(object.attr("gated"));
-        if (ACTS.count(act) == 0 && !(is_gated && act == GATED_ACT)) return no("activation " + act + (act == GATED_ACT ? " without a gate" : ""));
+        if (ACTS.count(act) == 0 && !(is_gated && act == GATED_ACT))
+            return no("activation " + act + (act == GATED_ACT ? " without a gate" : ""));
     }
     return {};
 }
@@ -135,7 +147,8 @@ optional<string> refusal_of(nb::handle object) {
     return refusal_of_values(type, object);
 }
 
-// -------------------------------------------------------------------------------------------------------------- reading
+// --------------------------------------------------------------------------------------------------------------
+// reading
 
 int whole(nb::handle object, const char* name, int otherwise = 0) {
     const nb::object value = object.attr(name);
@@ -171,7 +184,8 @@ class Reader {
         m.final_norm = norm(spec.attr("final_norm"), "model.norm", hidden_);
         m.embed_scale = rounded(real(spec, "embed_scale"));
         m.range = {real(spec, "logit_scale"), real(spec, "logit_softcap")};
-        m.embedding = {maybe(places_ ? &places_->matrices : nullptr, "embedding"), table("model.embed_tokens.weight"), m.vocab_size};
+        m.embedding = {maybe(places_ ? &places_->matrices : nullptr, "embedding"), table("model.embed_tokens.weight"),
+                       m.vocab_size};
         const nb::object features = spec.attr("features");
         if (!features.is_none()) {
             m.features = this->features(features);
@@ -183,7 +197,8 @@ class Reader {
         if (!positions.is_none()) {
             m.position_offset = whole(positions, "offset");
             m.positions = {nullptr, table("model.embed_positions.weight"), whole(positions, "num") + m.position_offset};
-            if (places_ && !m.positions.rows) throw std::invalid_argument("there is no weight model.embed_positions.weight");
+            if (places_ && !m.positions.rows)
+                throw std::invalid_argument("there is no weight model.embed_positions.weight");
         }
         if (yes(spec, "head") || m.features) {  // of a head without one it is the target's
             m.head = maybe(places_ ? &places_->matrices : nullptr, "head");
@@ -200,7 +215,8 @@ class Reader {
         const bool has_post = !b.attr("post_attention").is_none();
         found.pre_attention = norm(b.attr("pre_attention"), at + "input_layernorm", hidden_);
         found.post_attention = norm(b.attr("post_attention"), at + "post_attention_layernorm", hidden_);
-        found.pre_mlp = norm(b.attr("pre_mlp"), at + (has_post ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden_);
+        found.pre_mlp = norm(b.attr("pre_mlp"),
+                             at + (has_post ? "pre_feedforward_layernorm" : "post_attention_layernorm"), hidden_);
         found.post_mlp = norm(b.attr("post_mlp"), at + "post_feedforward_layernorm", hidden_);
         found.norms_sum = text(b, "norm_at") == "sum";
         found.parallel = yes(b, "parallel");
@@ -214,7 +230,8 @@ class Reader {
         found.post_experts = norm(b.attr("post_experts"), at + "post_feedforward_layernorm_2", hidden_);
         const nb::object input = b.attr("per_layer_input");
         if (!input.is_none())
-            found.layer_input = LayerInputPart{whole(input, "size"), act_of(text(input, "act")), matrix(at + "layer_gate"), matrix(at + "layer_up"),
+            found.layer_input = LayerInputPart{whole(input, "size"), act_of(text(input, "act")),
+                                               matrix(at + "layer_gate"), matrix(at + "layer_up"),
                                                norm(input.attr("norm"), at + "post_per_layer_input_norm", hidden_)};
         found.out_scale = yes(b, "out_scale") && places_ ? *vector(at + "layer_scalar.weight") : 1.0f;
         return found;
@@ -223,15 +240,26 @@ class Reader {
     FeatureParts features(nb::handle f) {
         FeatureParts found{};
         found.num_ids = whole(f, "num_ids"), found.size = whole(f, "size"), found.num = whole(f, "num");
-        const auto norm_of = [&](const string& name, bool is_there) { return is_there && places_ ? vector(name + ".weight") : nullptr; };
+        const auto norm_of = [&](const string& name, bool is_there) {
+            return is_there && places_ ? vector(name + ".weight") : nullptr;
+        };
         const float eps = real(f, "eps");
         const string input = text(f, "input");
-        found.begins = input == "product" ? Begins::product : input == "read" ? Begins::read : input == "features" ? Begins::features : Begins::context;
+        found.begins = input == "product"    ? Begins::product
+                       : input == "read"     ? Begins::read
+                       : input == "features" ? Begins::features
+                                             : Begins::context;
         if (!f.attr("act").is_none()) found.act = act_of(text(f, "act"));
-        found.layers = {{}, eps, yes(f, "joined") ? matrix("fc") : nullptr, norm_of("input_norm", yes(f, "whole_norm")), real(f, "largest")};
-        for (int i = 0; i < found.num; ++i) found.layers.norms.push_back(norm_of("fc_norm." + std::to_string(i), yes(f, "row_norms")));
+        found.layers = {{},
+                        eps,
+                        yes(f, "joined") ? matrix("fc") : nullptr,
+                        norm_of("input_norm", yes(f, "whole_norm")),
+                        real(f, "largest")};
+        for (int i = 0; i < found.num; ++i)
+            found.layers.norms.push_back(norm_of("fc_norm." + std::to_string(i), yes(f, "row_norms")));
         found.sides = {{}, eps, found.begins == Begins::product ? matrix("input") : nullptr};
-        for (const char* side : {"embedding_norm", "hidden_norm"}) found.sides.norms.push_back(norm_of(side, yes(f, "side_norms")));
+        for (const char* side : {"embedding_norm", "hidden_norm"})
+            found.sides.norms.push_back(norm_of(side, yes(f, "side_norms")));
         found.context_norm = norm(f.attr("context_norm"), "hidden_norm", hidden_);
         found.normed_stream = yes(f, "normed_stream"), found.feeds_normed = text(f, "feeds") == "normed";
         return found;
@@ -239,11 +267,12 @@ class Reader {
 
     LayerInputs layer_inputs(nb::handle input, int vocab_size) {
         const int size = whole(input, "size");
-        const Table rows{maybe(places_ ? &places_->matrices : nullptr, "model.layer_embedding"), table("model.embed_tokens_per_layer.weight"),
-                         vocab_size};
-        if (places_ && !rows.is_there()) throw std::invalid_argument("there is no weight model.embed_tokens_per_layer.weight");
-        return {size, rows, rounded(static_cast<float>(std::sqrt(static_cast<double>(size)))), matrix("model.layer_inputs"),
-                norm(input.attr("norm"), "model.per_layer_projection_norm", size)};
+        const Table rows{maybe(places_ ? &places_->matrices : nullptr, "model.layer_embedding"),
+                         table("model.embed_tokens_per_layer.weight"), vocab_size};
+        if (places_ && !rows.is_there())
+            throw std::invalid_argument("there is no weight model.embed_tokens_per_layer.weight");
+        return {size, rows, rounded(static_cast<float>(std::sqrt(static_cast<double>(size)))),
+                matrix("model.layer_inputs"), norm(input.attr("norm"), "model.per_layer_projection_norm", size)};
     }
 
     AttentionPart attention(nb::handle a, const string& at) {
@@ -282,7 +311,8 @@ class Reader {
         found.is_short = text(r, "kind") == "short_conv";
         found.conv = whole(r, "conv"), found.width = nb::cast<int>(r.attr("width")(hidden_));
         const int key_heads = whole(r, "key_heads");
-        found.heads = {key_heads, whole(r, "value_heads"), whole(r, "key_dim"), whole(r, "value_dim"), yes(r, "grouped") ? 1 : key_heads};
+        found.heads = {key_heads, whole(r, "value_heads"), whole(r, "key_dim"), whole(r, "value_dim"),
+                       yes(r, "grouped") ? 1 : key_heads};
         const string own = at + (found.is_short ? "conv." : "linear_attn.");
         found.input = matrix(at + "state_in"), found.o = matrix(at + "o");
         found.norm = norm(r.attr("norm"), own + "norm", found.heads.value_dim);
@@ -295,7 +325,8 @@ class Reader {
         found.decay = vector(own + "A_log.weight");
         if (text(r, "decay") == "log") {
             std::vector<float> decay(static_cast<size_t>(found.heads.value_heads));
-            for (size_t i = 0; i < decay.size(); ++i) decay[i] = static_cast<float>(-std::exp(static_cast<double>(found.decay[i])));
+            for (size_t i = 0; i < decay.size(); ++i)
+                decay[i] = static_cast<float>(-std::exp(static_cast<double>(found.decay[i])));
             vectors.push_back(std::move(decay));
             found.decay = vectors.back().data();
         }
@@ -316,24 +347,33 @@ class Reader {
     Biases biases(nb::handle bias, const string& own) {
         if (bias.is_none()) return {};
         if (nb::isinstance<nb::int_>(bias)) return biases_.at(nb::cast<size_t>(bias));
-        return {places_ ? vector(own + "relative_attention_bias.by_distance") : nullptr, whole(bias, "max_distance") + KEY_BLOCK};
+        return {places_ ? vector(own + "relative_attention_bias.by_distance") : nullptr,
+                whole(bias, "max_distance") + KEY_BLOCK};
     }
 
     MlpPart mlp(nb::handle m, const string& at) {
         const bool has_down = yes(m, "down");
-        return {whole(m, "size"), act_of(text(m, "act")), yes(m, "gated"), matrix(at + "gate_up"), has_down ? matrix(at + "down") : nullptr, has_down};
+        return {whole(m, "size"),
+                act_of(text(m, "act")),
+                yes(m, "gated"),
+                matrix(at + "gate_up"),
+                has_down ? matrix(at + "down") : nullptr,
+                has_down};
     }
 
     ExpertsPart experts(nb::handle e, const string& at) {
         ExpertsPart found{};
         found.num = whole(e, "num"), found.chosen = whole(e, "chosen");
-        for (int i = 0; i < found.num; ++i) found.parts.push_back(mlp(e.attr("mlp"), at + "experts." + std::to_string(i) + "."));
+        for (int i = 0; i < found.num; ++i)
+            found.parts.push_back(mlp(e.attr("mlp"), at + "experts." + std::to_string(i) + "."));
         if (!e.attr("shared").is_none()) found.shared = mlp(e.attr("shared"), at + "shared_expert.");
         found.router = matrix(at + "router");
         if (yes(e, "shared_gate")) found.shared_gate = matrix(at + "shared_gate");
         found.router_norm = norm(e.attr("router_norm"), at + "router_norm", hidden_);
         const string score = text(e, "score");
-        found.scores = score == "softmax" ? Scores::softmax : score == "sigmoid" ? Scores::sigmoid : Scores::softmax_of_chosen;
+        found.scores = score == "softmax"   ? Scores::softmax
+                       : score == "sigmoid" ? Scores::sigmoid
+                                            : Scores::softmax_of_chosen;
         found.normalises = yes(e, "normalise"), found.scale = real(e, "scale");
         found.reads_stream = yes(e, "reads_stream"), found.score_scale = real(e, "score_scale");
         found.choice_bias = yes(e, "choice_bias") && places_ ? vector(at + "choice_bias.weight") : nullptr;
@@ -424,7 +464,8 @@ Act act_of(const string& name) {
 
 optional<string> refusal(nb::handle spec) { return refusal_of(spec); }
 
-std::pair<ModelParts, std::vector<std::vector<float>>> read_spec(nb::handle spec, Type type, const WeightPlaces* places) {
+std::pair<ModelParts, std::vector<std::vector<float>>> read_spec(nb::handle spec, Type type,
+                                                                 const WeightPlaces* places) {
     if (const auto reason = refusal(spec)) throw std::invalid_argument(*reason);
     Reader reader(type, places);
     ModelParts parts = reader.model(spec);

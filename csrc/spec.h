@@ -26,8 +26,9 @@ Act act_of(const std::string& name);
 // Why these kernels do not compute a model, in a sentence without an end; none where they do.
 std::optional<std::string> refusal(nanobind::handle spec);
 
-// A model's parts, and weights of norms that were made for them, which they point to. places: null = sizes alone. Throws std::invalid_argument
-// for a model that is refused, and for a weight that is missing.
-std::pair<ModelParts, std::vector<std::vector<float>>> read_spec(nanobind::handle spec, Type type, const WeightPlaces* places);
+// A model's parts, and weights of norms that were made for them, which they point to. places: null = sizes alone.
+// Throws std::invalid_argument for a model that is refused, and for a weight that is missing.
+std::pair<ModelParts, std::vector<std::vector<float>>> read_spec(nanobind::handle spec, Type type,
+                                                                 const WeightPlaces* places);
 
 }  // namespace forerun

@@ -110,7 +110,8 @@ void q2_k(const uint8_t* data, UnpackedBlock& out) {
 
 void q3_k(const uint8_t* data, UnpackedBlock& out) {
     put_quarters(data + 32, out.codes);
-    for (int i = 0; i < 8 * UNIT; ++i) out.codes[i] = static_cast<uint8_t>(out.codes[i] | (data[i % UNIT] >> i / UNIT & 1) << 2);
+    for (int i = 0; i < 8 * UNIT; ++i)
+        out.codes[i] = static_cast<uint8_t>(out.codes[i] | (data[i % UNIT] >> i / UNIT & 1) << 2);
     const uint8_t *low = data + 96, *high = data + 104;
     for (int i = 0; i < 16; ++i) {
         const int level = (low[i % 8] >> i / 8 * 4 & 15) | (high[i % 4] >> i / 4 * 2 & 3) << 4;
@@ -130,8 +131,9 @@ void iq4_xs(const uint8_t* data, UnpackedBlock& out) {
     }
 }
 
-// The scale 2^(exponent - 128), for a table of doubled numbers up to 12, is a float of that exponent less 1. Below 2 it would be
-// less than the least normal one, and from 253 on its weights are infinite: 0 for zeros, else what is no finite number.
+// The scale 2^(exponent - 128), for a table of doubled numbers up to 12, is a float of that exponent less 1. Below 2 it
+// would be less than the least normal one, and from 253 on its weights are infinite: 0 for zeros, else what is no
+// finite number.
 void mxfp4(const uint8_t* data, UnpackedBlock& out) {
     put_nibbles(data + 1, 16, out.codes);
     uint8_t any = 0;
@@ -167,11 +169,13 @@ void iq3_s(const uint8_t* data, UnpackedBlock& out) {
         const int four = data[2 + i] | (data[66 + i / 8] >> i % 8 & 1) << 8;
         put_four(IQ3_S_FOURS + 4 * four, data[74 + i / 2] >> i % 2 * 4, out.codes + 4 * i);
     }
-    for (int u = 0; u < 8; ++u) out.scale_levels[u][0] = static_cast<int8_t>(2 * (data[106 + u / 2] >> u % 2 * 4 & 15) + 1);
+    for (int u = 0; u < 8; ++u)
+        out.scale_levels[u][0] = static_cast<int8_t>(2 * (data[106 + u / 2] >> u % 2 * 4 & 15) + 1);
 }
 
 float from_half(uint16_t half) {
-    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 0x3ffu;
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, exponent = half >> 10 & 31,
+                   mantissa = half & 0x3ffu;
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(mantissa) * 0x1p-24f;
     const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
     float found;
@@ -244,14 +248,16 @@ void StoredType::dequantise(const uint8_t* data, float* out) const {
     UnpackedBlock block;
     unpack(data, block);
     const float zero = static_cast<float>(format.zero);
-    const float subtracted = format.offset == Offset::minimums ? number_of(block.subtracted, format.number_bytes) : 0.0f;
+    const float subtracted =
+        format.offset == Offset::minimums ? number_of(block.subtracted, format.number_bytes) : 0.0f;
     const int span = UNIT / format.groups;
     for (int u = 0; u < num_units; ++u)
         for (int g = 0; g < format.groups; ++g) {
             const int number = u / format.head_units * format.head_groups() + (format.two_levels ? 0 : g);
             const float scale = number_of(block.scales[number], format.number_bytes);
             const float own = format.two_levels ? static_cast<float>(block.scale_levels[u][g]) * scale : scale;
-            const float least = format.two_levels ? static_cast<float>(block.minimum_levels[u][g]) * subtracted : subtracted;
+            const float least =
+                format.two_levels ? static_cast<float>(block.minimum_levels[u][g]) * subtracted : subtracted;
             const int first = u * UNIT + g * span;
             for (int i = first; i < first + span; ++i) {
                 const float code = static_cast<float>(format.looks_up ? format.table[block.codes[i]] : block.codes[i]);

@@ -12,8 +12,8 @@ constexpr int MOST_UNITS = 8;  // of a block
 
 constexpr int MOST_NUMBERS = 4;
 
-// A block, unpacked: codes without a sign, the bits of its numbers as its type's format has them (see Format::number_bytes), and
-// the integers of its units.
+// A block, unpacked: codes without a sign, the bits of its numbers as its type's format has them (see
+// Format::number_bytes), and the integers of its units.
 struct UnpackedBlock {
     uint8_t codes[MOST_UNITS * UNIT];
     uint32_t scales[MOST_NUMBERS], subtracted;

@@ -34,8 +34,8 @@ inline void hide(Seen seen, F16* lanes_of, float value) {
     }
 }
 
-// The running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: in the tile's layout. biases: of
-// the keys of the block that it sees now, or null.
+// The running state of one query row and head: maximum, sum, weighted values [padded_dim]. q: in the tile's layout.
+// biases: of the keys of the block that it sees now, or null.
 struct State {
     const void* q;
     float max, sum;
@@ -43,14 +43,14 @@ struct State {
     const float* biases;
 };
 
-// The first lanes of the block after this one. Each is fetched while the same lane is read here: 256 lines of memory asked
-// for at once would wait for each other.
+// The first lanes of the block after this one. Each is fetched while the same lane is read here: 256 lines of memory
+// asked for at once would wait for each other.
 template <class T>
 struct NextBlock {
-    static constexpr bool ADDS_BLOCKS = false;  // whether all values of a block are added at once
-    static constexpr int QUERIES = 4;  // that share each load of keys and values
+    static constexpr bool ADDS_BLOCKS = false;              // whether all values of a block are added at once
+    static constexpr int QUERIES = 4;                       // that share each load of keys and values
     static F16 weight_of(F16 score) { return exp(score); }  // below the largest
-    static constexpr int LINE = 64 / sizeof(T);  // numbers in a line of memory
+    static constexpr int LINE = 64 / sizeof(T);             // numbers in a line of memory
     const T *next_keys[KEY_BLOCK], *next_values[KEY_BLOCK];
     int num_next = 0;
 
@@ -103,7 +103,7 @@ inline int ancestor_at(const Run& run, int row, int own_depth, int depth) {
 // Where the rows of a pool have the key and the value of one head.
 template <class T>
 struct Kept {
-    const T *keys, *values;  // of row 0
+    const T *keys, *values;            // of row 0
     int64_t key_stride, value_stride;  // from a row to the next
 
     Kept(const Attention& a, int kv_head) {
@@ -116,17 +116,19 @@ struct Kept {
     const T* value(int32_t row) const { return values + row * value_stride; }
 };
 
-// Where the rows of lanes [first, last) have their keys and values, of the block that begins at position `start`. All of
-// them are cached.
+// Where the rows of lanes [first, last) have their keys and values, of the block that begins at position `start`. All
+// of them are cached.
 template <class T>
-void find_cached(const Attention& a, const Run& run, int kv_head, int start, int first, int last, const T** keys, const T** values) {
+void find_cached(const Attention& a, const Run& run, int kv_head, int start, int first, int last, const T** keys,
+                 const T** values) {
     const Kept<T> kept(a, kv_head);
     const int32_t* const rows = run.rows + start;
-    for (int lane = first; lane < last; ++lane) keys[lane] = kept.key(rows[lane]), values[lane] = kept.value(rows[lane]);
+    for (int lane = first; lane < last; ++lane)
+        keys[lane] = kept.key(rows[lane]), values[lane] = kept.value(rows[lane]);
 }
 
-// Has the cached rows of the block that begins at position `start` prefetched while the one before it is read: they lie far
-// apart, so the processor does not prefetch them itself.
+// Has the cached rows of the block that begins at position `start` prefetched while the one before it is read: they lie
+// far apart, so the processor does not prefetch them itself.
 template <class Tile>
 void fetch_next(const Attention& a, const Run& run, Tile& tile, int kv_head, int start) {
     const int left = run.cached - start;

@@ -15,7 +15,7 @@ namespace FORERUN_ISA {
 
 constexpr int LANES = 16;
 constexpr bool WIDE_REGISTERS = false;  // whether an F16 is one register
-constexpr bool ROUNDS_ONCE = true;  // whether an instruction rounds a product and its sum once
+constexpr bool ROUNDS_ONCE = true;      // whether an instruction rounds a product and its sum once
 
 struct F16 {
     __m256 lo, hi;
@@ -27,9 +27,7 @@ inline F16 operator+(F16 a, F16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_a
 inline F16 operator-(F16 a, F16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
 inline F16 operator/(F16 a, F16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-inline F16 madd(F16 a, F16 b, F16 c) {
-    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
-}
+inline F16 madd(F16 a, F16 b, F16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 inline F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline F16 less_than(F16 a, F16 b, F16 then, F16 otherwise) {
     return {_mm256_blendv_ps(otherwise.lo, then.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
@@ -84,7 +82,8 @@ inline F16 first_words(const void* p, int n) {
 
 FORERUN_INLINE void transpose_eight(__m256 (&x)[8]) {
     __m256 t[8];
-    for (int i = 0; i < 8; i += 2) t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    for (int i = 0; i < 8; i += 2)
+        t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]), t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
     for (int i = 0; i < 8; i += 4) {
         x[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44), x[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
         x[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44), x[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
@@ -203,7 +202,9 @@ typedef int32_t Marks __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint64_t Wide __attribute__((vector_size(VECTOR_BYTES)));
 FORERUN_INLINE bool any(const Marks& marks) { return _mm256_movemask_epi8((__m256i)marks) != 0; }
 // The products of the lower 32 bits of each number.
-FORERUN_INLINE void times(const Wide& a, const Wide& b, Wide& out) { out = (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+FORERUN_INLINE void times(const Wide& a, const Wide& b, Wide& out) {
+    out = (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+}
 
 }  // namespace FORERUN_ISA
 }  // namespace forerun

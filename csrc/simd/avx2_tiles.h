@@ -1,4 +1,5 @@
-// For few queries: keys are turned in registers where they are used, eight at a time. Scores have the bits of turned_tile.h.
+// For few queries: keys are turned in registers where they are used, eight at a time. Scores have the bits of
+// turned_tile.h.
 #pragma once
 
 #include "turned_tile.h"
@@ -22,9 +23,12 @@ struct TurningTile : TurnedTile<T, DIM> {
     // Adds the products of one of eight keys' words and of the dimensions of N queries that it holds.
     template <int N>
     FORERUN_INLINE static void add_word(__m256 word, const State* states, int d, __m256 (&sums)[N]) {
-        const auto query = [&](int n, int i) { return _mm256_broadcast_ss(static_cast<const float*>(states[n].q) + d + i); };
+        const auto query = [&](int n, int i) {
+            return _mm256_broadcast_ss(static_cast<const float*>(states[n].q) + d + i);
+        };
         if constexpr (PAIRS) {
-            const __m256 odd = _mm256_and_ps(word, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+            const __m256 odd =
+                _mm256_and_ps(word, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u))));
             const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(word), 16));
 #pragma GCC unroll 4
             for (int n = 0; n < N; ++n) sums[n] = _mm256_fmadd_ps(odd, query(n, 0), sums[n]);

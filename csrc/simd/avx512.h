@@ -1,4 +1,5 @@
-// AVX-512: an F16 is one register; pairs of bfloat16 (BF16) and of bytes by fours (VNNI) are multiplied in one instruction.
+// AVX-512: an F16 is one register; pairs of bfloat16 (BF16) and of bytes by fours (VNNI) are multiplied in one
+// instruction.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +16,7 @@ namespace FORERUN_ISA {
 
 constexpr int LANES = 16;
 constexpr bool WIDE_REGISTERS = true;  // whether an F16 is one register
-constexpr bool ROUNDS_ONCE = true;  // whether an instruction rounds a product and its sum once
+constexpr bool ROUNDS_ONCE = true;     // whether an instruction rounds a product and its sum once
 
 struct F16 {
     __m512 v;
@@ -60,7 +61,8 @@ inline float largest(F16 a) {
 
 // The first n words of 32 bits, and zeros behind.
 inline F16 first_words(const void* p, int n) {
-    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi32(static_cast<__mmask16>(n >= LANES ? 0xffffu : (1u << n) - 1), p))};
+    return {
+        _mm512_castsi512_ps(_mm512_maskz_loadu_epi32(static_cast<__mmask16>(n >= LANES ? 0xffffu : (1u << n) - 1), p))};
 }
 
 // Transposes 16 x 16 floats in place.
@@ -115,13 +117,17 @@ struct I16 {
 };
 inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline F16 nmadd(F16 a, F16 b, F16 c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a * b
-inline F16 load_halves(const char* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline F16 load_halves(const char* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 inline __m128i load_bytes(const char* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 inline F16 load_signed(const char* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes(p)))}; }
 inline F16 load_unsigned(const char* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_bytes(p)))}; }
 
 // The exponents of floats that are powers of two, or 0.
-inline F16 load_powers(const char* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load_bytes(p)), 23))}; }
+inline F16 load_powers(const char* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(load_bytes(p)), 23))};
+}
 
 inline __m512i spread_table(const int8_t* table) {
     return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
@@ -133,7 +139,8 @@ inline __m512i signed_codes(const char* codes, int j, __m512i table) {
     constexpr int BITS = CODES::BITS;
     const auto line = [&](int i) {
         const __m256i* lines = reinterpret_cast<const __m256i*>(codes) + i;
-        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(lines)), _mm256_loadu_si256(lines + BITS), 1);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(lines)), _mm256_loadu_si256(lines + BITS),
+                                  1);
     };
     if constexpr (BITS == 8) {
         return line(j);
@@ -160,8 +167,9 @@ inline __m512i weight_codes(const char* codes, int j, __m512i table) {
     return CODES::BITS == 8 ? more_by_128(found) : found;
 }
 
-// Sixteens of outputs that are taken at once: two share each input that is loaded, and so many sums stand side by side that none
-// waits for the one before it. Two groups of scales in a unit make shorter sums, and leave no registers for more.
+// Sixteens of outputs that are taken at once: two share each input that is loaded, and so many sums stand side by side
+// that none waits for the one before it. Two groups of scales in a unit make shorter sums, and leave no registers for
+// more.
 template <int GROUPS>
 constexpr int SIXTEENS = GROUPS == 1 ? 2 : 1;
 constexpr bool SMALL_TABLES = false;  // whether there is another `dot` for them
@@ -176,7 +184,8 @@ inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I1
     const __m512i numbers = CODES::LOOKED_UP ? more_by_128(spread_table(table)) : _mm512_setzero_si512();
     for (int r = 0; r < ROWS; ++r) {
         const float sum_x = LAST - FIRST == UNIT_WORDS ? x[r].sum : x[r].halves[FIRST > 0];
-        const __m512i begin = CODES::SIGNED ? _mm512_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm512_setzero_si512();
+        const __m512i begin =
+            CODES::SIGNED ? _mm512_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm512_setzero_si512();
         for (int n = 0; n < N; ++n) sums[n][r].v = begin;
     }
 #pragma GCC unroll 8
@@ -198,7 +207,9 @@ inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I1
 inline I16 no_sums() { return {_mm512_setzero_si512()}; }
 inline I16 load_fours(const int8_t* p) { return {_mm512_loadu_si512(p)}; }
 // Adds the products of four codes without a sign and sixteen fours of codes.
-inline I16 add_fours(I16 sums, int32_t weights, I16 fours) { return {_mm512_dpbusd_epi32(sums.v, _mm512_set1_epi32(weights), fours.v)}; }
+inline I16 add_fours(I16 sums, int32_t weights, I16 fours) {
+    return {_mm512_dpbusd_epi32(sums.v, _mm512_set1_epi32(weights), fours.v)};
+}
 inline void put_bytes(F16 a, uint8_t* to) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }

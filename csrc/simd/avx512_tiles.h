@@ -1,4 +1,5 @@
-// Keys and values in the layouts of the instruction that multiplies pairs of bfloat16, which halves the multiplications; or turned.
+// Keys and values in the layouts of the instruction that multiplies pairs of bfloat16, which halves the
+// multiplications; or turned.
 #pragma once
 
 #include <immintrin.h>
@@ -42,7 +43,8 @@ struct PairLayout : NextBlock<uint16_t> {
         const __mmask16 some = static_cast<__mmask16>((1u << count) - 1);
         for (int i = 0; i < LANES; ++i) {
             fetch_key(lane + i, 2 * d, 2 * (d + count));
-            block[i] = {_mm512_castsi512_ps(rows[i] ? _mm512_maskz_loadu_epi32(some, rows[i] + 2 * d) : _mm512_setzero_si512())};
+            block[i] = {_mm512_castsi512_ps(rows[i] ? _mm512_maskz_loadu_epi32(some, rows[i] + 2 * d)
+                                                    : _mm512_setzero_si512())};
         }
         transpose(block);
     }
@@ -122,7 +124,8 @@ struct PairTile : PairLayout {
             const int count = dim / 2 - d < LANES ? dim / 2 - d : LANES;
             F16 block[LANES];
             words_of_keys(lane, d, count, rows, block);
-            for (int i = 0; i < count; ++i) store(reinterpret_cast<float*>(keys + (d + i) * KEY_BLOCK + lane), block[i]);
+            for (int i = 0; i < count; ++i)
+                store(reinterpret_cast<float*>(keys + (d + i) * KEY_BLOCK + lane), block[i]);
         }
     }
     void put_keys(int first, int last, const uint16_t* const* rows) const {
@@ -168,7 +171,8 @@ struct PairTile : PairLayout {
             const __m512i keep = _mm512_set1_epi32(static_cast<int>(mask));
             __m512bh value[CHUNKS];
             for (int c = 0; c < CHUNKS; ++c)
-                value[c] = (__m512bh)_mm512_and_si512(_mm512_loadu_si512(values + pair * padded_dim + d + c * LANES), keep);
+                value[c] =
+                    (__m512bh)_mm512_and_si512(_mm512_loadu_si512(values + pair * padded_dim + d + c * LANES), keep);
             for (int n = 0; n < N; ++n) {
                 int word;
                 std::memcpy(&word, weights[n].of + 2 * pair, 4);

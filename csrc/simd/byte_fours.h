@@ -18,8 +18,8 @@ inline I16 add_fours(I16 sums, int32_t weights, const I16& fours) {
     return sums;
 }
 
-// The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to six rows take
-// the two registers of outputs at once, more rows one after the other.
+// The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to six
+// rows take the two registers of outputs at once, more rows one after the other.
 template <class CODES, int FIRST, int LAST, int N, int ROWS>
 inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
     constexpr int AT_ONCE = ROWS > 6 ? 1 : 2, BITS = CODES::BITS;
@@ -27,7 +27,8 @@ inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I1
     for (int from = 0; from < 2; from += AT_ONCE) {
         for (int r = 0; r < ROWS; ++r) {
             const float sum_x = LAST - FIRST == UNIT_WORDS ? x[r].sum : x[r].halves[FIRST > 0];
-            const __m256i begin = CODES::SIGNED ? _mm256_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm256_setzero_si256();
+            const __m256i begin =
+                CODES::SIGNED ? _mm256_set1_epi32(-128 * static_cast<int>(sum_x)) : _mm256_setzero_si256();
             for (int n = 0; n < AT_ONCE; ++n) sums[0][r].v[from + n] = begin;
         }
         const RoundedUnit* rows = x;

@@ -11,8 +11,8 @@ constexpr bool SMALL_TABLES = true;
 template <class CODES>
 constexpr bool UNPACKS = CODES::BITS != 4 || CODES::LOOKED_UP;
 
-// The rows that share decoded codes. To decode 4 bits again for four more costs less than what four rows gain by loading each
-// input once for two registers of outputs.
+// The rows that share decoded codes. To decode 4 bits again for four more costs less than what four rows gain by
+// loading each input once for two registers of outputs.
 template <class CODES>
 constexpr int MOST_ROWS = CODES::BITS == 4 ? 4 : 8;
 template <class CODES>
@@ -20,7 +20,10 @@ constexpr int MOST_ROWS<Unpacked<CODES>> = 4;
 
 // The words whose sums of pairs fit into 16 bits.
 template <class CODES>
-constexpr int SPAN = CODES::SIGNED && !CODES::SMALL ? 1 : CODES::SMALL || CODES::BITS == 5 ? 4 : CODES::BITS == 6 ? 2 : 8;
+constexpr int SPAN = CODES::SIGNED && !CODES::SMALL     ? 1
+                     : CODES::SMALL || CODES::BITS == 5 ? 4
+                     : CODES::BITS == 6                 ? 2
+                                                        : 8;
 
 inline __m256i numbers_of(const int8_t* table, bool is_small) {
     const __m256i numbers = spread_table(table);
@@ -35,8 +38,8 @@ inline I16 add_fours(I16 sums, int32_t weights, const I16& fours) {
     return sums;
 }
 
-// The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to four rows take
-// the two registers of outputs at once, more rows one after the other.
+// The exact sums over words [FIRST, LAST) of sixteen outputs, for ROWS rows; of codes of 8 bits less 128. Up to four
+// rows take the two registers of outputs at once, more rows one after the other.
 template <class CODES, int FIRST, int LAST, int N, int ROWS>
 inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
     constexpr int BITS = CODES::BITS;
@@ -51,28 +54,32 @@ inline void dot(const char* codes, const int8_t* table, const RoundedUnit* x, I1
 #pragma GCC unroll 8
         for (int j = FIRST; j < LAST; ++j) {
             __m256i code[AT_ONCE];
-            for (int n = 0; n < AT_ONCE; ++n) code[n] = weight_codes<CODES>(codes + (from + n) * BITS * UNIT, j, numbers);
-            const bool begins = (j - FIRST) % SPAN<CODES> == 0, ends = (j - FIRST + 1) % SPAN<CODES> == 0 || j + 1 == LAST;
+            for (int n = 0; n < AT_ONCE; ++n)
+                code[n] = weight_codes<CODES>(codes + (from + n) * BITS * UNIT, j, numbers);
+            const bool begins = (j - FIRST) % SPAN<CODES> == 0,
+                       ends = (j - FIRST + 1) % SPAN<CODES> == 0 || j + 1 == LAST;
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) {
                 int32_t word;
                 std::memcpy(&word, rows[r].codes + 4 * j, 4);
                 const __m256i input = _mm256_set1_epi32(word);
                 for (int n = 0; n < AT_ONCE; ++n) {
-                    const __m256i product = SIGNED
-                                                ? _mm256_maddubs_epi16(_mm256_abs_epi8(code[n]), _mm256_sign_epi8(input, code[n]))
-                                                : _mm256_maddubs_epi16(code[n], input);
+                    const __m256i product =
+                        SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(code[n]), _mm256_sign_epi8(input, code[n]))
+                               : _mm256_maddubs_epi16(code[n], input);
                     pairs[r][n] = begins ? product : _mm256_add_epi16(pairs[r][n], product);
                     if (ends) {
                         const __m256i four = _mm256_madd_epi16(pairs[r][n], _mm256_set1_epi16(1));
-                        sums[0][r].v[from + n] = j - FIRST < SPAN<CODES> ? four : _mm256_add_epi32(sums[0][r].v[from + n], four);
+                        sums[0][r].v[from + n] =
+                            j - FIRST < SPAN<CODES> ? four : _mm256_add_epi32(sums[0][r].v[from + n], four);
                     }
                     if (CODES::SMALL && j + 1 == LAST) {
                         const float sum_x = LAST - FIRST == UNIT_WORDS ? x[r].sum : x[r].halves[FIRST > 0];
                         const __m256i lifted = _mm256_set1_epi32(LEAST_SMALL * static_cast<int>(sum_x));
                         sums[0][r].v[from + n] = _mm256_add_epi32(sums[0][r].v[from + n], lifted);
                     }
-                    // Else the compiler reorders the sums and computes all products first, for which there are no registers.
+                    // Else the compiler reorders the sums and computes all products first, for which there are no
+                    // registers.
                     __m256i& sum = ends ? sums[0][r].v[from + n] : pairs[r][n];
                     __asm__("" : "+x"(sum));
                 }
@@ -88,8 +95,8 @@ inline __m256i odd_bytes(__m256i x) { return _mm256_srai_epi16(x, 8); }
 template <class CODES>
 struct Operands;  // quantised.h
 
-// Many rows share unpacked codes of sixteen outputs, a byte each. Where these have a sign, they and the rows are widened to 16 bits,
-// whose products are added in half as many operations.
+// Many rows share unpacked codes of sixteen outputs, a byte each. Where these have a sign, they and the rows are
+// widened to 16 bits, whose products are added in half as many operations.
 template <class CODES>
 struct Operands<Unpacked<CODES>> {
     static constexpr bool IS_WIDE = CODES::SIGNED && !CODES::SMALL;
@@ -128,11 +135,15 @@ struct Operands<Unpacked<CODES>> {
         for (int j = BEGIN; j < END; ++j) {
             __m256i code[2] = {lines[0][j], lines[1][j]};
             __asm__("" : "+x"(code[0]), "+x"(code[1]));  // and these would be loaded again for each row
-            const bool begins = (j - BEGIN) % SPAN<CODES> == 0, ends = (j - BEGIN + 1) % SPAN<CODES> == 0 || j + 1 == END;
+            const bool begins = (j - BEGIN) % SPAN<CODES> == 0,
+                       ends = (j - BEGIN + 1) % SPAN<CODES> == 0 || j + 1 == END;
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; ++r) {
                 int32_t word;
-                std::memcpy(&word, IS_WIDE ? reinterpret_cast<const int8_t*>(&wide_rows[row + r][j % 2][j / 2]) : x[r].codes + 4 * j, 4);
+                std::memcpy(
+                    &word,
+                    IS_WIDE ? reinterpret_cast<const int8_t*>(&wide_rows[row + r][j % 2][j / 2]) : x[r].codes + 4 * j,
+                    4);
                 const __m256i input = _mm256_set1_epi32(word);
                 for (int n = 0; n < 2; ++n) {
                     __m256i& total = sums[0][r].v[n];

@@ -1,5 +1,5 @@
-// Products of pairs of bfloat16 take denormal numbers for zeros. The instruction of AVX-512 always does, and other sets set the
-// processor so while they multiply floats in its place.
+// Products of pairs of bfloat16 take denormal numbers for zeros. The instruction of AVX-512 always does, and other sets
+// set the processor so while they multiply floats in its place.
 #pragma once
 
 #if defined(__SSE2__)

@@ -1,5 +1,5 @@
-// Products of pairs of bfloat16 where no instruction has them: by floats, the second of a pair first, as the instruction adds
-// them. `low_halves` and `high_halves` widen sixteen pairs.
+// Products of pairs of bfloat16 where no instruction has them: by floats, the second of a pair first, as the
+// instruction adds them. `low_halves` and `high_halves` widen sixteen pairs.
 #pragma once
 
 #include "denormals.h"
@@ -20,7 +20,9 @@ inline Pairs spread_pair(uint32_t pair) {
     std::memcpy(&y, &high, 4);
     return {f16(x), f16(y)};
 }
-inline F16 add_pairs(F16 acc, const Pairs& w, const Pairs& x) { return madd(w.first, x.first, madd(w.second, x.second, acc)); }
+inline F16 add_pairs(F16 acc, const Pairs& w, const Pairs& x) {
+    return madd(w.first, x.first, madd(w.second, x.second, acc));
+}
 
 }  // namespace FORERUN_ISA
 }  // namespace forerun

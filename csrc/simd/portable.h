@@ -63,7 +63,8 @@ inline F16 operator*(F16 a, F16 b) {
 inline F16 operator/(F16 a, F16 b) {
     return lanewise([&](int i) { return a.v[i] / b.v[i]; });
 }
-// a * b + c by two operations, four floats at a time: left to itself GCC 12 keeps sixteen apart in the loops that add products.
+// a * b + c by two operations, four floats at a time: left to itself GCC 12 keeps sixteen apart in the loops that add
+// products.
 typedef float Four __attribute__((vector_size(16), aligned(4)));
 FORERUN_INLINE F16 multiply_and_add(const F16& a, const F16& b, const F16& c) {
     F16 out;
@@ -212,7 +213,8 @@ inline __m128i weight_codes(const char* codes, int j, const int8_t* table) {
     const auto load_line = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 32 * i)); };
     if constexpr (BITS == 8) return load_line(j);
     constexpr int LOW = num_low_bits(BITS), PER_LINE = 8 / LOW;
-    __m128i low = _mm_and_si128(_mm_srli_epi16(load_line(j / PER_LINE), LOW * (j % PER_LINE)), _mm_set1_epi8(static_cast<char>((1 << LOW) - 1)));
+    __m128i low = _mm_and_si128(_mm_srli_epi16(load_line(j / PER_LINE), LOW * (j % PER_LINE)),
+                                _mm_set1_epi8(static_cast<char>((1 << LOW) - 1)));
     if constexpr (CODES::LOOKED_UP) {
         int8_t bytes[16];
         _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), low);
@@ -228,8 +230,8 @@ inline __m128i weight_codes(const char* codes, int j, const int8_t* table) {
     return low;
 }
 
-// The exact sums over words [FIRST, LAST) of sixteen outputs: codes are widened to 16 bits once for all rows, and two products are
-// added by one instruction.
+// The exact sums over words [FIRST, LAST) of sixteen outputs: codes are widened to 16 bits once for all rows, and two
+// products are added by one instruction.
 template <class CODES, int FIRST, int LAST, int N, int ROWS>
 inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I16 (&sums)[N][ROWS]) {
     constexpr bool SIGNED = CODES::SIGNED;
@@ -255,11 +257,13 @@ inline void dot(const char* packed, const int8_t* table, const RoundedUnit* x, I
                 const __m128i four = _mm_cvtsi32_si128(word), pairs = _mm_srai_epi16(_mm_unpacklo_epi8(four, four), 8);
                 const __m128i inputs = _mm_unpacklo_epi64(pairs, pairs);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) totals[i] = _mm_add_epi32(totals[i], _mm_madd_epi16(wide[h][j - FIRST][i], inputs));
+                for (int i = 0; i < 4; ++i)
+                    totals[i] = _mm_add_epi32(totals[i], _mm_madd_epi16(wide[h][j - FIRST][i], inputs));
             }
             for (int q = 0; q < 2; ++q) {
                 const __m128 a = _mm_castsi128_ps(totals[2 * q]), b = _mm_castsi128_ps(totals[2 * q + 1]);
-                const __m128i even = _mm_castps_si128(_mm_shuffle_ps(a, b, 0x88)), odd = _mm_castps_si128(_mm_shuffle_ps(a, b, 0xdd));
+                const __m128i even = _mm_castps_si128(_mm_shuffle_ps(a, b, 0x88)),
+                              odd = _mm_castps_si128(_mm_shuffle_ps(a, b, 0xdd));
                 _mm_storeu_si128(reinterpret_cast<__m128i*>(sums[0][r].v + 8 * h + 4 * q), _mm_add_epi32(even, odd));
             }
         }
@@ -305,7 +309,8 @@ inline I16 add_fours(I16 sums, int32_t weights, const I16& fours) {
     return sums;
 }
 inline void put_bytes(F16 a, uint8_t* to) {
-    for (int i = 0; i < LANES; ++i) to[i] = static_cast<uint8_t>(to_bits(a.v[i] + 12582912.0f) & 0xff);  // as in round_codes
+    for (int i = 0; i < LANES; ++i)
+        to[i] = static_cast<uint8_t>(to_bits(a.v[i] + 12582912.0f) & 0xff);  // as in round_codes
 }
 // 32 bytes of four rows, byte by byte; order_sums puts sums of them into the order of the dimensions.
 inline void put_fours(const int8_t* const* rows, int8_t* to) {

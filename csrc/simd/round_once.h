@@ -1,9 +1,10 @@
 // a * b + c rounded once, on processors that have no instruction for it.
 //
-// A product of two float32 is exact in float64. Its sum with a third is rounded to 53 bits there and then to 24, which is one
-// rounding too many only where the first ends halfway between two float32, or where the result is denormal. There the sum is
-// rounded to odd first, behind which the second rounding is right (Boldo and Melquiond 2008, "Emulation of FMA and correctly
-// rounded sums: proved algorithms using rounding to odd"). With numbers of a model that is one sum in 2^29.
+// A product of two float32 is exact in float64. Its sum with a third is rounded to 53 bits there and then to 24, which
+// is one rounding too many only where the first ends halfway between two float32, or where the result is denormal.
+// There the sum is rounded to odd first, behind which the second rounding is right (Boldo and Melquiond 2008,
+// "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd"). With numbers of a model that
+// is one sum in 2^29.
 #pragma once
 
 #include <cstdint>
@@ -38,17 +39,20 @@ inline __m128 round_four(__m128 a, __m128 b, __m128 c, __m128i& marks) {
     const __m128d high = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(_mm_movehl_ps(a, a)), _mm_cvtps_pd(_mm_movehl_ps(b, b))),
                                     _mm_cvtps_pd(_mm_movehl_ps(c, c)));
     const __m128 x = _mm_castpd_ps(low), y = _mm_castpd_ps(high);
-    const __m128i last = _mm_castps_si128(_mm_shuffle_ps(x, y, 0x88)), first = _mm_castps_si128(_mm_shuffle_ps(x, y, 0xdd));
-    const __m128i is_half = _mm_cmpeq_epi32(_mm_and_si128(last, _mm_set1_epi32(0x1fffffff)), _mm_set1_epi32(0x10000000));
+    const __m128i last = _mm_castps_si128(_mm_shuffle_ps(x, y, 0x88)),
+                  first = _mm_castps_si128(_mm_shuffle_ps(x, y, 0xdd));
+    const __m128i is_half =
+        _mm_cmpeq_epi32(_mm_and_si128(last, _mm_set1_epi32(0x1fffffff)), _mm_set1_epi32(0x10000000));
     // 0 < |sum| < 2^-126: the first word, less 1 and without its sign, is less than 0x380fffff, compared without a sign
     const __m128i size = _mm_and_si128(first, _mm_set1_epi32(0x7fffffff));
-    const __m128i is_tiny = _mm_cmplt_epi32(_mm_add_epi32(size, _mm_set1_epi32(0x7fffffff)), _mm_set1_epi32(-0x47f00001));
+    const __m128i is_tiny =
+        _mm_cmplt_epi32(_mm_add_epi32(size, _mm_set1_epi32(0x7fffffff)), _mm_set1_epi32(-0x47f00001));
     marks = _mm_or_si128(marks, _mm_or_si128(is_half, is_tiny));
     return _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
 }
 
-// out = a * b + c, sixteen of each. Within a loop it would take the registers of all else: passes of 4 bits took 1.06 times as long
-// as with two roundings, and 1.03 by calls.
+// out = a * b + c, sixteen of each. Within a loop it would take the registers of all else: passes of 4 bits took 1.06
+// times as long as with two roundings, and 1.03 by calls.
 __attribute__((noinline)) inline void round_once(const float* a, const float* b, const float* c, float* out) {
     __m128i marks = _mm_setzero_si128();
     __m128 sums[4];

@@ -1,7 +1,7 @@
 // Keys turned once, so that a vector holds a number of 16 keys and a score is one sum; in the operations of every set.
 //
-// Everything is multiplied as floats. Pairs of bfloat16 have the bits that an instruction gives for pairs (avx512_tiles.h): the odd
-// one of a pair is added first, and denormals are zeros.
+// Everything is multiplied as floats. Pairs of bfloat16 have the bits that an instruction gives for pairs
+// (avx512_tiles.h): the odd one of a pair is added first, and denormals are zeros.
 #pragma once
 
 #include "../linear.h"
@@ -11,8 +11,8 @@
 namespace forerun {
 namespace FORERUN_ISA {
 
-// The sixteen floats of a vector in memory. A compiler that copies a whole F16 of two registers keeps it in memory all along, and a
-// sum took twice as long.
+// The sixteen floats of a vector in memory. A compiler that copies a whole F16 of two registers keeps it in memory all
+// along, and a sum took twice as long.
 inline float* floats_of(F16& vector) { return reinterpret_cast<float*>(&vector); }
 
 template <class T, int DIM = 0>
@@ -20,11 +20,10 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     using Dimensions<DIM>::dim, Dimensions<DIM>::padded_dim;
     using Stored = T;
     static constexpr bool PAIRS = sizeof(T) == 2, DENORMALS_ARE_ZERO = PAIRS;
-    float* keys;                    // [dim][64]; of pairs, the odd dimension is before the even one
-    const T* values[KEY_BLOCK];     // stay where they are
+    float* keys;                 // [dim][64]; of pairs, the odd dimension is before the even one
+    const T* values[KEY_BLOCK];  // stay where they are
 
-    TurnedTile(float* memory, const Attention& a)
-        : Dimensions<DIM>(a.head_dim), keys(memory) {}
+    TurnedTile(float* memory, const Attention& a) : Dimensions<DIM>(a.head_dim), keys(memory) {}
 
     // The dimensions in the order of the keys.
     const void* query(const float* q, const uint16_t*, float* memory) const {
@@ -80,10 +79,8 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
     // Of V vectors of keys, from one on.
     template <int N, int V>
     void score(const State* states, int first, F16 (*scores)[VECTORS]) const {
-        if constexpr (ROUNDS_ONCE || !PAIRS)
-            score_by<Once, N, V>(states, first, scores);
-        else
-            with_pairs([&](auto how) { score_by<decltype(how), N, V>(states, first, scores); });
+        if constexpr (ROUNDS_ONCE || !PAIRS) score_by<Once, N, V>(states, first, scores);
+        else with_pairs([&](auto how) { score_by<decltype(how), N, V>(states, first, scores); });
     }
     template <class How, int N, int V>
     FORERUN_INLINE void score_by(const State* states, int first, F16 (*scores)[VECTORS]) const {
@@ -135,7 +132,8 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
         return WIDE_REGISTERS || N == 1 ? 4 : N == 2 ? 2 : 1;
     }
 
-    // Adds a lane that is seen, or zeros in place of one that is not and may be NaN. last_chunk: the dimensions of the last chunk.
+    // Adds a lane that is seen, or zeros in place of one that is not and may be NaN. last_chunk: the dimensions of the
+    // last chunk.
     template <class How, int N, int CHUNKS>
     FORERUN_INLINE void add_lane(int d, int lane, bool is_seen, int last_chunk, const Weights* weights,
                                  F16 (&sums)[N][CHUNKS]) const {
@@ -143,7 +141,8 @@ struct TurnedTile : Dimensions<DIM>, NextBlock<T> {
         F16 value[CHUNKS];
 #pragma GCC unroll 4
         for (int c = 0; c < CHUNKS; ++c)
-            value[c] = is_seen ? load_first(values[lane] + d + c * LANES, c + 1 < CHUNKS ? LANES : last_chunk) : f16(0.0f);
+            value[c] =
+                is_seen ? load_first(values[lane] + d + c * LANES, c + 1 < CHUNKS ? LANES : last_chunk) : f16(0.0f);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             const F16 weight = f16(weights[n].of[lane]);

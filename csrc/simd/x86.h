@@ -24,7 +24,8 @@ inline float largest_of_eight(__m256 half) {
 inline void round_codes(const float* x, int8_t* codes, float* sums) {
     __m256i whole[4];
     for (int i = 0; i < 4; ++i) whole[i] = _mm256_cvtps_epi32(_mm256_loadu_ps(x + 8 * i));
-    const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    const __m256i mixed =
+        _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(mixed, order));
     const __m256i pairs = _mm256_hadd_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
@@ -54,8 +55,8 @@ inline void turn_words(const int8_t* const* rows, int at, char* to) {
     }
 }
 
-// 32 bytes of four rows, byte by byte, in the order in which the processor makes it; order_sums puts sums of them into the
-// order of the dimensions.
+// 32 bytes of four rows, byte by byte, in the order in which the processor makes it; order_sums puts sums of them into
+// the order of the dimensions.
 inline void put_fours(const int8_t* const* rows, int8_t* to) {
     const auto row = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i])); };
     const __m256i a = _mm256_unpacklo_epi8(row(0), row(1)), b = _mm256_unpackhi_epi8(row(0), row(1));
