@@ -58,6 +58,7 @@ TOOLS :=
 # The extension, in src/forerun. It is made with the set-up, and again when its sources change.
 NATIVE := $(VENV)/native
 CSRC := $(shell find csrc -type f)
+CPP := $(filter %.h %.cpp %.inc,$(CSRC))
 
 # The kernels of every instruction set are tested by tests that name it. What an engine does with those that FORERUN_ISA
 # names is one file: of it `make test` runs two drafters, and `make parity` all, and loads models, too.
@@ -85,7 +86,7 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-light test-isas check lint native parity clients bench docs clean torch-index
+.PHONY: help demo test test-fast test-light test-isas check lint format native parity clients bench docs clean torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -135,7 +136,12 @@ check: lint  ## lint, formatting, types, import order
 lint: $(TEST_READY) $(NATIVE)
 	$(BIN)/ruff check src tests docs examples benchmarks
 	$(BIN)/ruff format --check src tests docs examples benchmarks
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/lint-imports --no-logo
+
+format: $(TEST_READY)  ## write Python and C++ as check wants them
+	$(BIN)/ruff format src tests docs examples benchmarks
+	$(BIN)/clang-format -i $(CPP)
 
 native: $(TEST_READY)  ## compile what has changed of the C++ extension, and write its stub
 	$(REBUILD)
