@@ -1,0 +1,1 @@
+"""Training of draft models and of heads, on texts that their target wrote."""
