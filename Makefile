@@ -86,7 +86,8 @@ unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-light test-isas check lint format native parity clients bench docs clean torch-index
+.PHONY: help demo test test-fast test-light test-isas check lint format native parity clients bench pages docs clean \
+	torch-index
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -160,6 +161,9 @@ clients: $(RUN_READY) $(NATIVE)  ## clients of other projects, as they are, agai
 bench: $(RUN_READY) $(NATIVE)  ## plain decoding against each drafter, on this machine
 	@$(TRY_SMOLLM2) || true
 	$(BIN)/forerun bench latency $(if $(ARGS),$(ARGS),$(SHIPPED_INSTEAD))
+
+pages: $(TEST_READY) $(NATIVE)  ## what documents say of the code: tables of options, counts, lists, pictures
+	PYTHONPATH=src $(BIN)/python docs/site/pages.py
 
 docs: $(DOCS_READY)  ## the documentation as a site, in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -91,7 +91,7 @@ def command(
 ) -> None:
     """Make the tables and figures of the paper on speculative decoding again, beside what it prints.
 
-    The paper is Leviathan, Kalman, Matias 2023 (arXiv 2211.17192); docs/theory.md explains where digits differ.
+    The paper is Leviathan, Kalman, Matias 2023 (arXiv 2211.17192); docs/study/theory.md explains where digits differ.
     """
     asked = PaperPlan(names=tuple(dict.fromkeys(names or ())), **plan)
     run(asked, flags.engine_config(engine) if measure else None)

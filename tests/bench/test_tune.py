@@ -140,7 +140,7 @@ def test_counts_are_those_of_a_real_run_with_shorter_drafts() -> None:
             assert found.num_tokens == sum(len(detail.accepted) + 1 for detail in rounds[k])
             assert found.num_rounds == pytest.approx(len(rounds[k]), rel=0.06)
             assert found.num_nodes == pytest.approx(sum(len(detail.tokens) for detail in rounds[k]), rel=0.12)
-        if draft == "model":  # the mean over the long rounds has too few of the good ones (docs/tuning.md)
+        if draft == "model":  # the mean over the long rounds has too few of the good ones (docs/use/tuning.md)
             mean = fmean(1 + min(2, len(detail.accepted)) for detail in rounds[LONGEST])
             assert mean < 0.95 * found.tokens_per_pass
 

@@ -114,7 +114,7 @@ def test_a_card_says_who_computes_on_it() -> None:
     """A card that only torch can use says why, with what to do."""
     card = doctor.Card("A card", "9.0", 80 * 10**9, 79 * 10**9, None)
     for problem, expected in (
-        (None, "with own kernels (docs/gpu.md)"),
+        (None, "with own kernels (docs/use/gpu.md)"),
         (
             "needs Triton, which is not here",
             "torch's operators alone, since ops='cuda' needs Triton, which is not here",

@@ -1,4 +1,4 @@
-"""The nine tests that document 001 (D10) asks for, under its names; docs/serving.md says what each is about.
+"""The nine tests that document 001 (D10) asks for, under its names; docs/study/serving.md says what each is about.
 
 The last three run on the shipped pair here, and at the shapes of Llama 3.2 1B and 3B in `make parity`.
 """

@@ -28,14 +28,14 @@ def test_each_has_a_function_and_a_version() -> None:
 
 
 def test_their_page_has_the_versions_that_are_installed() -> None:
-    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "clients.md").read_text(encoding="utf-8")
     for name, wanted in VERSIONS.items():
         assert set(wanted) <= {"pip", "npm"}
         for package in [one for packages in wanted.values() for one in packages]:
             found = PINNED.fullmatch(package)
             assert found, f"{package} of {name} has no exact version"
             if name != NODE and found["name"] != "zod":
-                assert found["version"] in page, f"docs/clients.md has no {package}"
+                assert found["version"] in page, f"docs/use/clients.md has no {package}"
 
 
 def test_one_that_is_not_known_is_refused() -> None:

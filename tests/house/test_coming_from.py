@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,59 +19,16 @@ from forerun.cli.main import app, main
 from forerun.config import EngineConfig
 from forerun.registry import PeerOption
 from forerun.types import SamplingParams
+from house.site import pages
 
 PAGE = Path(__file__).parents[2] / peers.DOCUMENT
 ROOT: Any = typer.main.get_command(app)
-PEERS = list(dict.fromkeys(row.peer for row in peers.peer_options()))
-ON_A_COMMAND_LINE = ("vLLM", "SGLang", "llama.cpp")  # the others are used from Python
-FIELDS = {"LLM": set(EngineConfig.__dataclass_fields__), "SamplingParams": set(SamplingParams.__dataclass_fields__)}
+PEERS = pages.peers()
 ALIASES = {
     *("draft_model", "num_speculative_tokens", "speculative_config", "use_speculative_decoding"),
     *("batching_mode", "use_cuda_graphs"),
 }
 ANNOUNCED = {"forerun plan"}  # may be missing still
-HEADER = ["| option there | here | remark |", "|---|---|---|"]
-
-
-def commands(command: Any, path: str = "forerun") -> Iterator[tuple[str, Any]]:
-    yield path, command
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from commands(inner, f"{path} {name}")
-
-
-def parameters(command: Any) -> dict[str, str]:
-    """Name -> how the document writes it: a flag, or an argument in capitals."""
-    return {p.name: p.opts[0] if p.param_type_name == "option" else p.name.upper() for p in command.params}
-
-
-COMMANDS: Mapping[str, Any] = dict(commands(ROOT))
-FLAGS = {path: parameters(command) for path, command in COMMANDS.items()}
-
-
-def written(entry: str, row: PeerOption) -> str:
-    """An entry of `ours` as the document writes it: flags of forerun generate, or keywords of Python."""
-    name, _, value = entry.partition("=")
-    if entry.startswith(("forerun ", "LLM.")):
-        return f"`{entry}`"
-    if row.peer not in ON_A_COMMAND_LINE:
-        home = next(home for home, fields in FIELDS.items() if name in fields)
-        shown = f'"{value}"' if value else "..."
-        return f"`{home}({name}={shown})`"
-    if name == "prompt":
-        return "the argument `PROMPTS`"
-    home = "forerun generate" if name in FLAGS["forerun generate"] else "forerun chat"
-    text = f"`{f'{FLAGS[home][name]} {value}'.strip()}`"
-    return text if home == "forerun generate" else f"{text} of `{home}`"
-
-
-def table(peer: str) -> list[str]:
-    lines = list(HEADER)
-    for row in peers.peer_options():
-        if row.peer == peer:
-            theirs = ", ".join(f"`{spelling}`" for spelling in row.theirs)
-            here = ", ".join(written(entry, row) for entry in row.ours) or "not here"
-            lines.append(f"| {theirs} | {here} | {row.note} |".replace("|  |", "| |"))
-    return lines
 
 
 def section(peer: str) -> str:
@@ -111,7 +67,7 @@ def exists(entry: str) -> bool:
     """Whether a name of ours is there; a draft's method and its options included."""
     name, _, value = entry.partition("=")
     if entry.startswith("forerun "):
-        return entry in COMMANDS
+        return entry in pages.COMMANDS
     if entry.startswith("LLM."):
         return hasattr(forerun.LLM, name.removeprefix("LLM."))
     if name == "draft" and value.partition(":")[0] in registry.names("forerun.drafters"):
@@ -122,8 +78,8 @@ def exists(entry: str) -> bool:
         return value in importlib.import_module("forerun.verify").rules()
     if name in EngineConfig.__dataclass_fields__ and value and "/" not in value:
         return bool(EngineConfig.make(**{name: value}))
-    is_field = any(name in fields for fields in FIELDS.values())
-    return is_field or any(name in names or f"{name}s" in names for names in FLAGS.values())
+    is_field = any(name in fields for fields in pages.FIELDS.values())
+    return is_field or any(name in names or f"{name}s" in names for names in pages.FLAGS.values())
 
 
 @pytest.mark.parametrize(
@@ -139,14 +95,16 @@ def test_what_a_row_offers_exists(row: PeerOption) -> None:
 
 @pytest.mark.parametrize("peer", PEERS)
 def test_the_document_has_the_table(peer: str) -> None:
-    """Row for row, both ways; where it fails, the difference shows the lines to put in."""
+    """In the section of the peer; `make pages` writes it."""
     lines = [line for line in section(peer).splitlines() if line.startswith("|")]
-    assert lines == table(peer)
+    assert lines == pages.peer_table(peer).splitlines()
 
 
 def test_the_document_has_no_other_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert sum(line.startswith("|") for line in text.splitlines()) == sum(len(table(peer)) for peer in PEERS)
+    assert sum(line.startswith("|") for line in text.splitlines()) == sum(
+        len(pages.peer_table(peer).splitlines()) for peer in PEERS
+    )
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -155,7 +113,11 @@ def test_what_has_the_same_name_exists(peer: str) -> None:
     (paragraph,) = re.findall(r"^Same name here: (.*?)\n\n", section(peer), re.M | re.S)
     names = re.findall(r"`([^`]+)`", paragraph)
     assert names
-    ours = {flag for flags in FLAGS.values() for flag in flags.values()} | set.union(*FIELDS.values()) | ALIASES
+    ours = (
+        {flag for flags in pages.FLAGS.values() for flag in flags.values()}
+        | set.union(*pages.FIELDS.values())
+        | ALIASES
+    )
     theirs = {spelling for row in peers.peer_options() if row.peer == peer for spelling in row.theirs}
     for name in names:
         assert name in ours or name in {"prompt", "messages"}, name

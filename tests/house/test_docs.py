@@ -33,12 +33,11 @@ import typer.main
 from forerun.cli.main import app, main
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("", "api", "development", "methods", "tutorials")
-PAGES = [page for folder in FOLDERS for page in (ROOT / "docs" / folder).glob("*.md")]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(PAGES)]
 HISTORY = sorted((ROOT / "docs/development/history").glob("*.md"))  # read, not run: its commands are of their time
+PAGES = sorted(set((ROOT / "docs").rglob("*.md")) - set(HISTORY))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 FENCE = re.compile(
-    r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>.+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+    r"^(?:<!-- (?P<mark>[a-z]+)(?:: (?P<value>[^\n]+?))? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 LANGUAGES = {
     "python": {"file", "needs"},

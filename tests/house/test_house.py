@@ -244,7 +244,7 @@ def test_the_public_names_exist_and_are_documented() -> None:
     forerun = importlib.import_module("forerun")
     errors = importlib.import_module("forerun.errors")
     assert {"LLM", "SamplingParams", "ForerunError"} <= set(forerun.__all__)
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "development").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     docs = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     for name in forerun.__all__:
         if name.startswith("__"):
@@ -257,9 +257,9 @@ def test_the_public_names_exist_and_are_documented() -> None:
 
 
 def test_the_error_tree_is_drawn_completely() -> None:
-    """errors.py and docs/errors.md name every error."""
+    """errors.py and docs/use/errors.md name every error."""
     errors = importlib.import_module("forerun.errors")
-    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "errors.md").read_text(encoding="utf-8")
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, Exception):
             assert name in (errors.__doc__ or ""), name

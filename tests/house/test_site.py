@@ -16,7 +16,7 @@ from forerun import registry
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-MADE = {"contributing.md", "changelog.md", "examples.md"}  # docs/site_hooks.py makes them
+MADE = {"contributing.md", "changelog.md", "examples.md"}  # docs/site/hooks.py makes them
 FOLDERS = ("methods", "development/history")  # which it lists
 
 

@@ -27,7 +27,7 @@ from forerun.pacing.measuring import measured
 from forerun.pacing.pass_time import PassTime
 from forerun.types import SamplingParams
 
-# Drafters that need no file, from the best on six kinds of work down (docs/when-it-pays.md).
+# Drafters that need no file, from the best on six kinds of work down (docs/which-draft.md).
 USUAL = ("suffix:shape=tree", "suffix", "lookup", "ngram", "prediction", "recycle", "lookahead", "self")
 SHIPPED = ("model", "tree", "suffix:shape=tree", "suffix", "lookup", "ngram", "recycle")
 PROMPTS_PER_KIND = 2

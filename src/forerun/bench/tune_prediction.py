@@ -4,7 +4,7 @@ A run with drafts of at most LONGEST nodes says which of them the target took. A
 along the same text: a draft of K nodes is the first K of the recorded one, which come best first; where it ends inside
 of an accepted path, the next draft begins there and takes the nodes of the recorded draft below that place, in their
 order. The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low at small K: few long rounds
-pass an easy stretch of text, and many short ones (docs/tuning.md).
+pass an easy stretch of text, and many short ones (docs/use/tuning.md).
 
     speed-up   plain / (steps * (pass * v(rows) + draft + rest)), all in seconds
 

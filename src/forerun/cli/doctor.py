@@ -344,7 +344,8 @@ def _of_card(card: Card) -> str:
     about = f"{card.name}, compute capability {card.capability}, {card.free_bytes / 1e9:.1f} GB of "
     about += f"{card.num_bytes / 1e9:.1f} GB free; "
     if card.problem is None:
-        return f"{about}--device cuda computes on it, with own kernels (docs/gpu.md); all else here is for device cpu"
+        about += "--device cuda computes on it, with own kernels (docs/use/gpu.md)"
+        return f"{about}; all else here is for device cpu"
     return f"{about}--device cuda computes on it with torch's operators alone, since ops='cuda' {card.problem}"
 
 

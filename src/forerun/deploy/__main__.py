@@ -1,4 +1,4 @@
-"""`python -m forerun.deploy port=8000 max_replicas=2`: the replicas of docs/scaling.md, until Ctrl-C.
+"""`python -m forerun.deploy port=8000 max_replicas=2`: the replicas of docs/use/scaling.md, until Ctrl-C.
 
 Runs on the cluster of RAY_ADDRESS, else on the one that runs here, else on one of this machine alone.
 """

@@ -1,7 +1,7 @@
 """`forerun serve` as a Ray Serve deployment: replicas of one engine each, behind the proxies of a Ray cluster.
 
 `serve run forerun.deploy.ray:application max_replicas=4`, or `serve deploy` with the arguments in a file: both are in
-docs/scaling.md. Every replica runs the application of forerun.serve.app; Ray brings HTTP to it, counts its queue,
+docs/use/scaling.md. Every replica runs the application of forerun.serve.app; Ray brings HTTP to it, counts its queue,
 starts and drains replicas.
 """
 

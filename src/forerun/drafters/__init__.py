@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-WITHOUT_MODEL = "suffix:shape=tree"  # what auto is where nothing better is known; docs/when-it-pays.md compares it
+WITHOUT_MODEL = "suffix:shape=tree"  # what auto is where nothing better is known; docs/which-draft.md compares it
 BY_MODEL = "model"  # what auto is where a draft model belongs to the target
 
 

@@ -58,7 +58,7 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
 def torch_device(name: str) -> str:
     """Return the device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
 
-    auto is cpu, also where there is a CUDA device, until more cards than one were tried (docs/gpu.md).
+    auto is cpu, also where there is a CUDA device, until more cards than one were tried (docs/use/gpu.md).
     """
     if name != "cuda":
         return "cpu"

@@ -1,4 +1,4 @@
-"""Speculation with modules and functions that you bring along (extra `hf`; docs/functional.md).
+"""Speculation with modules and functions that you bring along (extra `hf`; docs/use/functional.md).
 
 Generate with any module in the form of Hugging Face transformers, given as an object: `speculative_generate`,
 `autoregressive_generate`, `beam_search_generate`, `ngram_assisted_speculative_generate`, with logits processors of your

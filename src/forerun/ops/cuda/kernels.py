@@ -119,9 +119,9 @@ def product(
 ):
     """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O], each part the sum over PART inputs.
 
-    ROWS: 16, 32 or 64 rows of a tile, which give a row the same bits (docs/gpu.md). EVEN: parts of PART inputs fill I,
-    and OUTS divides O. LINES: cache lines, of LINE weights each, that are prefetched from each output's part before the
-    previous kernel has ended.
+    ROWS: 16, 32 or 64 rows of a tile, which give a row the same bits (docs/development/gpu.md). EVEN: parts of PART
+    inputs fill I, and OUTS divides O. LINES: cache lines, of LINE weights each, that are prefetched from each output's
+    part before the previous kernel has ended.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -3,7 +3,7 @@
 Rows are float32 between two operators, whatever the weights are. The inputs of a product are rounded to the type of
 its weights, and so are queries, and keys and values on their way into the cache. The bits of a row depend on that row,
 its keys and values and the card alone, not on the number of rows, nor on where the cache keeps a token: tiles of 16
-rows, filled up, and fixed parts of K and of keys (ops/cuda/kernels.py, docs/gpu.md).
+rows, filled up, and fixed parts of K and of keys (ops/cuda/kernels.py, docs/development/gpu.md).
 
 Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, slowly, for tests.
 """
@@ -68,7 +68,7 @@ class Tiles:
             ins //= 2
         outs = 64 if num_out >= 16384 else 32
         steps = -(-num_in // ins)
-        # Enough programs to keep the memory busy, as long as a part has a few steps (docs/gpu.md has the times).
+        # Enough programs to keep the memory busy, as long as a part has a few steps (docs/development/gpu.md).
         splits = 1
         while (-(-num_out // outs) * splits * times < 256 or ins * steps // splits > 4096) and steps // (
             2 * splits

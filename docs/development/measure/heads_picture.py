@@ -1,8 +1,8 @@
-"""Compares heads that were trained: `python docs/heads_picture.py heads/eagle heads/medusa ...`.
+"""Compares heads that were trained: `python docs/development/measure/heads_picture.py heads/eagle heads/medusa ...`.
 
 Each folder is the out folder of a `forerun train head` that has ended. Prints a table of the last held-out numbers, and
-draws them by position into docs/heads.svg: how often all guesses so far are the target's likeliest tokens (the product
-of agreement: acceptance at temperature 0), and the overlap (at temperature 1). It needs matplotlib.
+draws them by position into docs/pictures/heads.svg: how often all guesses so far are the target's likeliest tokens
+(the product of agreement: acceptance at temperature 0), and the overlap (at temperature 1). It needs matplotlib.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-PICTURE = Path(__file__).resolve().parent / "heads.svg"
+PICTURE = Path(__file__).resolve().parents[2] / "pictures" / "heads.svg"
 PANELS = {"agreement": "all guesses so far are right, share", "overlap": "overlap, mean of sum min(p, q)"}
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "black", "tab:pink")
 MOST = 4  # positions that are drawn

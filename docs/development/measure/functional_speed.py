@@ -1,6 +1,6 @@
-"""The speed of docs/functional.md: the shipped pair as modules of transformers, in processor seconds of one thread.
+"""The speed of docs/use/functional.md: the shipped pair as modules of transformers, in processor seconds of a thread.
 
-python docs/functional_speed.py
+python docs/development/measure/functional_speed.py
 """
 
 import json

@@ -1,4 +1,6 @@
-"""What drafts gain for beam search: `python docs/beam_speed.py [target] [draft] [shape] [dtype]`.
+"""What drafts gain for beam search.
+
+python docs/development/measure/beam_speed.py [target] [draft] [shape] [dtype]
 
 Each prompt is searched without drafts and with them, in turn; the texts and scores must be the same in every bit. A
 line has the widths of the searches, steps and rows of a pass of the target, seconds, and the medians of the ratios: of

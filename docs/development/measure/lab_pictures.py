@@ -1,9 +1,9 @@
-"""Photographs the lab, and times it: `python docs/lab_pictures.py [folder]`.
+"""Photographs the lab, and times it: `python docs/development/measure/lab_pictures.py [folder]`.
 
 Into the folder (runs/lab if none is named): the whole page and each widget in use, at 1280 x 800 and 390 x 844, light
-and dark. The two pictures of docs/lab.md are made again. Printed are the time to the first paint, and the time of the
-page's scripts per frame while the marker and the knob c of the landscape are dragged. It needs playwright, and the
-system's Chromium.
+and dark. The two pictures of docs/use/lab.md are made again. Printed are the time to the first paint, and the
+time of the page's scripts per frame while the marker and the knob c of the landscape are dragged. It needs playwright,
+and the system's Chromium.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"wide": (1280, 800), "phone": (390, 844)}
 WIDGETS = ("residual", "landscape", "unbiasedness", "live", "trace")
-# Picture of docs/lab.md -> the first and the last element that it shows.
+# Picture of docs/use/lab.md -> the first and the last element that it shows.
 IN_DOCS = {
     "lab-landscape.png": ("#landscape .card", "#landscape .card"),
     "lab-live.png": ("#live .live-results .card", "#live .live-results .card + .card"),
@@ -112,7 +112,9 @@ def photographed(browser: Any, url: str, folder: Path) -> None:
                 page.locator(f"#{widget}").screenshot(path=folder / f"{widget}-{size}-{theme}.png")
             if (size, theme) == ("wide", "light"):
                 for name, (first, last) in IN_DOCS.items():
-                    page.screenshot(path=ROOT / "docs" / name, full_page=True, clip=around(page, first, last))
+                    page.screenshot(
+                        path=ROOT / "docs" / "pictures" / name, full_page=True, clip=around(page, first, last)
+                    )
             page.context.close()
 
 

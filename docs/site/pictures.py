@@ -1,9 +1,9 @@
-"""Draws the pictures of the documentation: `python docs/pictures.py architecture`, `... pair` and `... demo`.
+"""Draws pictures of the documentation, and makes the tables of the pair; docs/site/pages.py writes both.
 
 architecture.svg has the layers of pyproject.toml, with an arrow for each room that imports another, from the code.
-pair.svg, the tables of the pair and the numbers that link to it are what pair.json says, so a new measurement goes
-there and nowhere else. Tests compare both. demo.svg is a real run of `forerun demo --pair`, as the terminal
-showed it; FORERUN_PAIR may name the folder of the files.
+pair.svg, the tables of the pair and the numbers that link to it are what docs/pictures/pair.json says, so a new
+measurement goes there and nowhere else. demo.svg is a real run of `forerun demo --pair`, as the terminal showed it, and
+alone is drawn by hand: `python docs/site/pictures.py [RECORDED_RUN]`; FORERUN_PAIR may name the folder of the files.
 
 pair.json: of each run the machine, the commit, the day, what ran, and lines. A line has how many times as many tokens
 per second it made as plain decoding, by kind of work and over all: of the whole request, and of what follows the first
@@ -25,7 +25,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "forerun"
 HIDDEN = {"__main__", "errors", "types", "params", "native", "registry", "config", "version"}  # which every room uses
 READS_NAMES = ("option", "stated", "names", "registry.names")  # of a room's files, none of which they import
@@ -107,8 +107,8 @@ def architecture() -> str:
 
 
 def read_pair() -> dict[str, Any]:
-    """Return what docs/pair.json says."""
-    found: dict[str, Any] = json.loads((ROOT / "docs" / "pair.json").read_text(encoding="utf-8"))
+    """Return what docs/pictures/pair.json says."""
+    found: dict[str, Any] = json.loads((ROOT / "docs" / "pictures" / "pair.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -123,25 +123,6 @@ KINDS = {  # of work, as readers know them, from where drafting pays most
 }
 COLOURS = ("#0f766e", "#b45309")  # of the lines that are shown
 LEFT, RIGHT, BAR, GAP, TOP = 190, 60, 13, 16, 62  # of the picture, in pixels
-
-
-def pair() -> str:
-    """Draw the SVG with two bars for each kind of work, and write the tables."""
-    results = read_pair()
-    for file, written in pair_pages(results).items():
-        file.write_text(written, encoding="utf-8")
-    return pair_picture(results)
-
-
-def pair_pages(results: dict[str, Any]) -> dict[Path, str]:
-    """Return every page that says something of the pair, as it ought to be."""
-    tables, made = pair_tables(results), {}
-    for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        page = file.read_text(encoding="utf-8")
-        own = tables.get(file.relative_to(ROOT).as_posix())
-        if own is not None or NUMBER.search(page):
-            made[file] = with_numbers(with_tables(page, own or {}), results)
-    return made
 
 
 NUMBER = re.compile(
@@ -220,8 +201,8 @@ def shown(run: dict[str, Any]) -> list[dict[str, Any]]:
     return [line for line in run["lines"] if line.get("is_shown")]
 
 
-def pair_tables(results: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the tables of each page by their names."""
+def pair_tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of a page by its name."""
     runs = results["runs"]
     columns = [(run, line) for run in runs for line in shown(run)]
     heads = [line["name"] + (f", {run['machine']}" if len(runs) > 1 else "") for run, line in columns]
@@ -230,8 +211,8 @@ def pair_tables(results: dict[str, Any]) -> dict[str, dict[str, str]]:
         for kind in KINDS
     ]
     return {
-        "README.md": {"pair": _table(["work", *heads], rows)},
-        "docs/development/numbers.md": {"pair": _numbers(runs)},
+        "README.md": _table(["work", *heads], rows),
+        "numbers.md": _numbers(runs),
     }
 
 
@@ -259,23 +240,14 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
-def with_tables(page: str, tables: dict[str, str]) -> str:
-    """Return a page with these tables between the comments that name them."""
-    for name, table in tables.items():
-        mark = re.compile(rf"(<!-- table {name}: [^\n]+ -->\n).*?(<!-- end of table {name} -->)", re.S)
-        page, num = mark.subn(lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}", page)  # type: ignore[misc]
-        assert num == 1, f"the page has no place for the table {name}"
-    return page
-
-
 def demo() -> str:
     """Draw the SVG of a real run: of its first text how it came with speculation, and the table of all."""
     from rich.console import Console
     from rich.text import Text
 
     command = "forerun demo --pair --max-tokens 96"
-    if len(sys.argv) > 2:  # such a run was recorded, as below
-        printed = Path(sys.argv[2]).read_text(encoding="utf-8")
+    if len(sys.argv) > 1:  # such a run was recorded, as below
+        printed = Path(sys.argv[1]).read_text(encoding="utf-8")
     else:
         env = {**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
         words = [sys.executable, "-m", *command.split()]
@@ -295,7 +267,4 @@ def demo() -> str:
 
 
 if __name__ == "__main__":
-    picture = sys.argv[1]
-    drawn = {"architecture": architecture, "pair": pair, "demo": demo}[picture]()
-    folder = ROOT / "docs" / ("development" if picture == "architecture" else "")
-    (folder / f"{picture}.svg").write_text(drawn, encoding="utf-8")
+    (ROOT / "docs" / "pictures" / "demo.svg").write_text(demo(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a viewer of the lab costs: `python docs/lab_overhead.py [target] [method]`.
+"""What a viewer of the lab costs: `python docs/development/measure/lab_overhead.py [target] [method]`.
 
 The same generation is run unwatched and with a viewer, who reads in a process of its own, in turn. Printed are the
 medians of the time from the request to its last token, and of the CPU time of the thread that steps the engine, where
