@@ -51,9 +51,10 @@ def file_imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path, file in files.items():
         tree, own = ast.parse(path.read_text(encoding="utf-8")), file.removesuffix(".__init__")
-        for_names = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in READS_NAMES]
+        nodes = list(ast.walk(tree))
+        for_names = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in READS_NAMES]
         skipped = {id(inner) for node in for_names for inner in ast.walk(node)}
-        for node in ast.walk(tree):
+        for node in nodes:
             imported = list[str]()
             if isinstance(node, ast.ImportFrom) and node.module:
                 full = [f"{node.module}.{alias.name}" for alias in node.names]
