@@ -94,13 +94,13 @@ def write_thinking(folder: Path, **given: Any) -> Path:
     return folder
 
 
-def byte_tokenizer(end_token: str) -> Tokenizer:
-    """Return a tokenizer of the 256 bytes, behind one special token."""
-    vocab = {end_token: 0} | {char: i + 1 for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """Return a tokenizer of the 256 bytes, behind special tokens."""
+    vocab = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([end_token])
+    backend.add_special_tokens(list(special))
     return backend
 
 

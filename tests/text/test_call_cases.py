@@ -90,7 +90,6 @@ def is_held(case: dict[str, Any], folder: Path) -> bool:
     answer_form = AnswerForm(AnswerMarks(dialect(name), pairs, template(case)), use)
     params = answer_form.constrained(SamplingParams(), tokenizer, tokenizer.encode("x" + case.get("prompt", "")))
     grammar = vocabulary(tokenizer).compiled(params)
-    assert grammar is not None
     ids, matcher = tokenizer.encode(said), grammar.matcher()
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 

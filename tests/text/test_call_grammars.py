@@ -19,12 +19,10 @@ from forerun.sampling.thinking import Limited
 from forerun.text.answer_form import THOUGHTS, AnswerForm, AnswerMarks
 from forerun.text.call_grammars import Rules, in_turn
 from forerun.text.calls import dialect
-from forerun.text.parts import AnswerParts
-from forerun.text.reading import PartsReader
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import ToolRequest, Tools
 from forerun.types import Constraint, SamplingParams
-from text.test_calls import CASES, SIGNS, parts_of, tokenizer_of
+from text.test_calls import CASES, SIGNS, parts_of, read, tokenizer_of
 
 pytestmark = pytest.mark.once("texts alone")
 CLOSED = {"additionalProperties": False}
@@ -35,18 +33,8 @@ WEATHER = {
         "city": {"type": "string", "description": 'Where ::= "it" is.'},
         "days": {"type": "integer", "minimum": 1, "maximum": 99},
         "unit": {"type": "string", "enum": ["°C", "°F"]},
-        "inner": {
-            "type": "object",
-            "properties": {"a": {"type": "boolean"}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-        "list": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0, "maximum": 9},
-            "minItems": 1,
-            "maxItems": 3,
-        },
+        "inner": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], **CLOSED},
+        "list": {"type": "array", "items": DIGIT, "minItems": 1, "maxItems": 3},
     },
     "required": ["days", "unit"],
     **CLOSED,
@@ -87,18 +75,13 @@ def said(walk: GrammarState, tokenizer: Tokenizer, rng: random.Random, most: int
     return ids
 
 
+def started(params: SamplingParams, tokenizer: Tokenizer) -> GrammarState:
+    """What holds an answer with these parameters."""
+    return vocabulary(tokenizer).compiled(params).start(frozenset(tokenizer.encode(END)), 0)
+
+
 def held(answer_form: AnswerForm, tokenizer: Tokenizer, prompt: str = "x") -> GrammarState:
-    params = answer_form.constrained(SamplingParams(), tokenizer, tokenizer.encode(prompt))
-    grammar = vocabulary(tokenizer).compiled(params)
-    assert grammar is not None
-    return grammar.start(frozenset(tokenizer.encode(END)), 0)
-
-
-def read(answer_form: AnswerForm, tokenizer: Tokenizer, ids: list[int], prompt: str = "x") -> AnswerParts:
-    reader = PartsReader(answer_form, tokenizer, tokenizer.encode(prompt))
-    reader.push(ids)
-    reader.finish()
-    return reader.answer_parts
+    return started(answer_form.constrained(SamplingParams(), tokenizer, tokenizer.encode(prompt)), tokenizer)
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "spelled"])
@@ -157,11 +140,8 @@ def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
     params = SamplingParams(json_schema={"type": "object", "properties": {"n": DIGIT}, "required": ["n"], **CLOSED})
 
     def may_say(ids: list[int], use: ToolRequest) -> bool:
-        grammar = vocabulary(tokenizer).compiled(
-            AnswerForm(answer_marks, use).constrained(params, tokenizer, tokenizer.encode("x"))
-        )
-        assert grammar is not None
-        walk, end = grammar.start(frozenset(tokenizer.encode(END)), 0), tokenizer.encode(END)[0]
+        made = AnswerForm(answer_marks, use).constrained(params, tokenizer, tokenizer.encode("x"))
+        walk, end = started(made, tokenizer), tokenizer.encode(END)[0]
         return walk.takes([], ids) and (walk.is_over(ids) or bool(walk.allowed(ids).bits[end]))
 
     before, free = "<|channel|>final<|message|>" if name == "harmony" else "", ToolRequest(TOOLS)
@@ -193,11 +173,8 @@ def test_functions_without_parameters_are_called_with_none(name: str, tmp_path: 
     tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
     bare = {"type": "object", "properties": {}, "required": [], "title": "now"}
     tools = Tools.of([{"name": "a"}, {"name": "b", "parameters": {}}, {"name": "c", "parameters": bare}])
-    answer_form, rng, num = (
-        AnswerForm(AnswerMarks(dialect(name), (), SIGNS[name]), ToolRequest(tools, "required")),
-        random.Random(9),
-        0,
-    )
+    answer_form = AnswerForm(AnswerMarks(dialect(name), (), SIGNS[name]), ToolRequest(tools, "required"))
+    rng, num = random.Random(9), 0
     for _ in range(6):
         if (ids := said(held(answer_form, tokenizer), tokenizer, rng)) is not None:
             assert all(call.values() == {} for call in read(answer_form, tokenizer, ids).calls), tokenizer.decode(ids)
@@ -214,9 +191,7 @@ def test_formats_that_json_schema_does_not_define_are_notes(tmp_path: Path) -> N
     use = ToolRequest(Tools.of([{"name": "f", "parameters": named}]), "f")
     call = '<tool_call>\n{"name": "f", "arguments": {"format": "/tmp"}}\n</tool_call>'
     assert held(AnswerForm(AnswerMarks(dialect("hermes"), ()), use), tokenizer).takes([], tokenizer.encode(call))
-    own = vocabulary(tokenizer).compiled(SamplingParams(json_schema={**named, "const": {"format": "path"}}))
-    assert own is not None
-    walk = own.start(frozenset(tokenizer.encode(END)), 0)
+    walk = started(SamplingParams(json_schema={**named, "const": {"format": "path"}}), tokenizer)
     assert walk.takes([], tokenizer.encode('{"format": "path"}'))
 
 
@@ -256,19 +231,12 @@ def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) 
         params = SamplingParams(**given)
         for how, prompt, before in ((thinking, "<think>", "Hm.</think>\n"), (channels, "x", final)):
             made = how.constrained(params, tokenizer, tokenizer.encode(prompt))
-            grammar = vocabulary(tokenizer).compiled(made)
-            assert grammar is not None
             for text, ok in ((before + good, True), (before + bad, False), (good, how is thinking)):
-                walk = grammar.start(frozenset(tokenizer.encode(END)), 0)
-                assert walk.takes([], tokenizer.encode(text)) == ok, (text, made.grammar)
+                assert started(made, tokenizer).takes([], tokenizer.encode(text)) == ok, (text, made.grammar)
+    marks, plain = AnswerMarks(dialect("hermes"), ()), SamplingParams()
     with pytest.raises(BadOption, match="tool_choice='now' and a grammar for the answer"):
-        AnswerForm(AnswerMarks(dialect("hermes"), ()), ToolRequest(TOOLS, "now")).constrained(
-            SamplingParams(regex="a"), tokenizer, [0]
-        )
-    plain = SamplingParams()
-    assert (
-        AnswerForm(AnswerMarks(dialect("hermes"), ()), ToolRequest(TOOLS)).constrained(plain, tokenizer, [0]) is plain
-    )
+        AnswerForm(marks, ToolRequest(TOOLS, "now")).constrained(SamplingParams(regex="a"), tokenizer, [0])
+    assert AnswerForm(marks, ToolRequest(TOOLS)).constrained(plain, tokenizer, [0]) is plain
 
 
 def limited(answer_form: AnswerForm, tokenizer: Tokenizer, prompt: str = "x", **fields: Any) -> Constraint:
@@ -330,10 +298,8 @@ def test_an_answer_without_reasoning_is_what_it_would_be_without_a_limit(tmp_pat
     assert may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('{"n": 3}'))
     assert may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": 3}'))
     assert not may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": x'))
-    closed = "<think></think>"
-    assert plain.constrained(SamplingParams(), tokenizer, tokenizer.encode(closed)) == SamplingParams(), (
-        "nothing is left"
-    )
+    left = plain.constrained(SamplingParams(), tokenizer, tokenizer.encode("<think></think>"))
+    assert left == SamplingParams(), "nothing is left"
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 
 from forerun.errors import BadOption
 from forerun.text.answer_form import THOUGHTS, AnswerForm, AnswerMarks
@@ -19,6 +19,7 @@ from forerun.text.parts import AnswerParts, Part, Text, ToolCall
 from forerun.text.reading import Parser, PartsReader, joined
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import ToolRequest, Tools
+from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.once("texts alone")
 PARAMETERS = {
@@ -63,10 +64,7 @@ CASES: dict[str, list[tuple[str, Said]]] = {
         ('<tool_call>{"name": "now", "arguments": [1]}</tool_call>', []),
         ('<tool_call>{"name": "now", "arguments": {"a": x}}</tool_call>', []),
         ('<tool_call>{"name": "", "arguments": {}}</tool_call>', []),
-        (
-            '<tool_call>{"name": "now", "arguments": {"a"<tool_call>{"name": "weather"}</tool_call>',
-            [(W, {})],
-        ),
+        ('<tool_call>{"name": "now", "arguments": {"a"<tool_call>{"name": "weather"}</tool_call>', [(W, {})]),
         ('{"name": "now", "arguments": {"a": 1]} So.', ['{"name": "now", "arguments": {"a": 1]} So.']),
     ],
     "qwen3_coder": [
@@ -155,10 +153,7 @@ CASES: dict[str, list[tuple[str, Said]]] = {
             "<tool_call|><|tool_call>call:now{}<tool_call|>",
             [(W, {"city": 'Pa"r,}is\n', "days": -3, "any": {"a": [1.5, True, None, "x"], "b": {}}}), (N, {})],
         ),
-        (
-            "<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>",
-            [(W, {"city": "Paris"})],
-        ),
+        ("<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>", [(W, {"city": "Paris"})]),
         ("<|tool_call>call us", []),
         ("<|tool_call>a {call}", ["a {call}"]),
     ],
@@ -303,10 +298,8 @@ def test_reasoning_and_then_a_call() -> None:
     text = '<think>\nIt is asked for.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     answer_parts = parts_of(answer_form("hermes", THOUGHTS), *text)[1]
     assert (answer_parts.reasoning, said_in(answer_parts)) == ("It is asked for.", [("now", {})])
-    answer_parts = parts_of(
-        answer_form("harmony"),
-        *"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-    )[1]
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    answer_parts = parts_of(answer_form("harmony"), *text)[1]
     assert (answer_parts.reasoning, answer_parts.text) == ("Hm.", "Yes.")
 
 
@@ -322,24 +315,7 @@ def test_no_text_is_lost_or_raises() -> None:
     """Random texts of marks and brackets: what is no call is text, and nothing is given twice."""
     random.seed(5)
     for one in dialects():
-        pieces = [
-            *one.marks,
-            "{",
-            "}",
-            "[",
-            "]",
-            '"',
-            ":",
-            ",",
-            "\\",
-            " ",
-            "\n",
-            "name",
-            "arguments",
-            "weather",
-            "x",
-            "```",
-        ]
+        pieces = [*one.marks, *'{}[]":,\\ \n', "name", "arguments", "weather", "x", "```"]
         pieces += ["<function=", "<parameter=", "call:", "(", ")", "=", "<think>", "</think>", '{"name": "weather", ']
         for _ in range(300):
             text = "".join(random.choices(pieces, k=random.randint(1, 14)))
@@ -368,14 +344,22 @@ def test_a_long_answer_is_read_in_a_time_that_does_not_grow_with_its_square() ->
 
 def tokenizer_of(tmp_path: Path, marks: list[str], words: Seq[str] = ()) -> Tokenizer:
     """Bytes and words as tokens, and marks as special tokens, which the text of an answer does not show."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_tokenizer()
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in [*marks, "<|unread|>"]])
     backend.add_tokens([AddedToken(word, normalized=False) for word in words])
     backend.save(str(tmp_path / "tokenizer.json"))
     return Tokenizer.load(tmp_path)
+
+
+def read(
+    how: AnswerForm, tokenizer: Tokenizer, ids: list[int], prompt: str = "!", *, step: int = 1, **options: Any
+) -> AnswerParts:
+    """What is read of tokens that come so many at a time. options: of PartsReader."""
+    reader = PartsReader(how, tokenizer, tokenizer.encode(prompt), **options)
+    for i in range(0, len(ids), step):
+        reader.push(ids[i : i + step])
+    reader.finish()
+    return reader.answer_parts
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -385,21 +369,15 @@ def test_special_tokens_are_not_lost_between_ids_and_parts(name: str, tmp_path: 
         ids = tokenizer.encode(text)
         ids.insert(len(ids), tokenizer.encode("<|unread|>")[0])
         for step in (1, 3, len(ids)):
-            reader = PartsReader(answer_form(name), tokenizer, tokenizer.encode("user: "))
-            for i in range(0, len(ids), step):
-                reader.push(ids[i : i + step])
-            reader.finish()
-            assert said_in(reader.answer_parts) == said
+            assert said_in(read(answer_form(name), tokenizer, ids, "user: ", step=step)) == said
 
 
 def test_a_mark_that_begins_with_a_special_token_is_read(tmp_path: Path) -> None:
     """As Gemma's channel of thought: the token says channel, and the text behind it which one."""
     tokenizer = tokenizer_of(tmp_path, ["<|channel>", "<channel|>"])
     for how in (AnswerForm(AnswerMarks(dialect("gemma"), THOUGHTS)), AnswerForm(AnswerMarks(None, THOUGHTS))):
-        reader = PartsReader(how, tokenizer, [0])
-        reader.push(tokenizer.encode("<|channel>thought\nHm.<channel|>Yes."))
-        reader.finish()
-        assert (reader.answer_parts.reasoning, reader.answer_parts.text) == ("Hm.", "Yes.")
+        said = read(how, tokenizer, tokenizer.encode("<|channel>thought\nHm.<channel|>Yes."), step=99)
+        assert (said.reasoning, said.text) == ("Hm.", "Yes.")
 
 
 def test_a_call_in_reasoning_that_is_not_closed() -> None:
@@ -411,11 +389,8 @@ def test_a_call_in_reasoning_that_is_not_closed() -> None:
         (f"A <tool_call> or <function=>.</think>{call}", "A <tool_call> or <function=>.", ["now"]),
     ):
         whole, answer_parts = parts_of(how, text, prompt="<think>\n")
-        assert (answer_parts.reasoning, [one.name for one in answer_parts.calls], answer_parts.text) == (
-            reasoning,
-            calls,
-            "",
-        )
+        names = [one.name for one in answer_parts.calls]
+        assert (answer_parts.reasoning, names, answer_parts.text) == (reasoning, calls, "")
         assert parts_of(how, *text, prompt="<think>\n")[0] == whole
     held = AnswerForm(how.answer_marks, ToolRequest(TOOLS, "required"))
     assert parts_of(held, f"Hm.\n{call}</think>{call}", prompt="<think>")[1].reasoning == f"Hm.\n{call}"
@@ -423,11 +398,9 @@ def test_a_call_in_reasoning_that_is_not_closed() -> None:
 
 def test_tokens_of_reasoning_are_counted(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
-    reader = PartsReader(AnswerForm(AnswerMarks(None, THOUGHTS), None), tokenizer, [0])
-    reader.push(tokenizer.encode("<think>abcd</think>xyz"))
-    reader.finish()
-    assert reader.answer_parts.num_reasoning_tokens == len("abcd")
-    assert reader.answer_parts.text == "xyz"
+    ids = tokenizer.encode("<think>abcd</think>xyz")
+    said = read(AnswerForm(AnswerMarks(None, THOUGHTS), None), tokenizer, ids, step=len(ids))
+    assert (said.num_reasoning_tokens, said.text) == (len("abcd"), "xyz")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -437,16 +410,13 @@ def test_tokens_that_make_the_text_are_told_from_all_others(name: str, tmp_path:
     for text, _ in CASES[name]:
         for stop in ((), ("\n\n", "never"), ("é",), (".\n", "!!"), ("o",)):
             ids = [*tokenizer.encode(text + " é"), *tokenizer.encode("<|unread|>")]
-            reader = PartsReader(answer_form(name), tokenizer, tokenizer.encode("user: "), stop, traces=True)
-            for i in range(0, len(ids), 3):
-                reader.push(ids[i : i + 3])
-            reader.finish()
-            answer, said = reader.answer_parts.text, [ids[place] for place in reader.answer_parts.said]
+            parts = read(answer_form(name), tokenizer, ids, "user: ", step=3, stop=stop, traces=True)
+            answer, said = parts.text, [ids[place] for place in parts.said]
             # The stop text may cut the last of them.
             assert tokenizer.decode(said).startswith(answer), (text, stop)
             assert not said or not tokenizer.decode(said[:-1]).startswith(answer), (text, stop)
             assert tokenizer.decode(said) == answer or any(one in tokenizer.decode(said[-1:]) for one in stop)
-            assert reader.answer_parts.said == sorted(set(reader.answer_parts.said))
+            assert parts.said == sorted(set(parts.said))
 
 
 @pytest.mark.parametrize("stop", [(".\n",), ("!!",), ("b c", "never")])
@@ -461,19 +431,14 @@ def test_tokens_are_told_apart_where_stop_texts_hold_them_back(stop: tuple[str, 
     ):
         ids = [token for piece in pieces for token in tokenizer.encode(piece)]
         assert len(ids) == len(pieces)
-        reader = PartsReader(
-            AnswerForm(AnswerMarks(None, THOUGHTS), None), tokenizer, tokenizer.encode("x!"), stop, traces=True
-        )
-        for token in ids:
-            reader.push([token])
-        reader.finish()
+        said = read(AnswerForm(AnswerMarks(None, THOUGHTS), None), tokenizer, ids, "x!", stop=stop, traces=True)
         whole = "".join(pieces)
         ends = [whole.find(one) for one in stop if one in whole]
         if text is None and ends:
             text = whole[: min(ends)]
             places = [i for i in range(len(pieces)) if len("".join(pieces[:i])) < min(ends)]
-        assert reader.answer_parts.text == (whole if text is None else text)
-        assert reader.answer_parts.said == (places if text is not None else list(range(len(pieces))))
+        assert said.text == (whole if text is None else text)
+        assert said.said == (places if text is not None else list(range(len(pieces))))
 
 
 def test_a_token_that_is_held_back_in_part_makes_the_text_once(tmp_path: Path) -> None:
@@ -486,12 +451,10 @@ def test_a_token_that_is_held_back_in_part_makes_the_text_once(tmp_path: Path) -
     ):
         ids = [token for piece in pieces for token in tokenizer.encode(piece)]
         assert len(ids) == len(pieces)
-        reader = PartsReader(answer_form("hermes"), tokenizer, tokenizer.encode("!"), traces=True)
-        reader.push(ids)
-        reader.finish()
-        assert "".join(reader.answer_parts.text.split()) == "".join(text.split())
+        said = read(answer_form("hermes"), tokenizer, ids, step=len(ids), traces=True)
+        assert "".join(said.text.split()) == "".join(text.split())
         made = [0, 3] if text == "Hi you" else list(range(len(ids)))
-        assert reader.answer_parts.said == made, pieces
+        assert said.said == made, pieces
 
 
 # ---------------------------------------------------------------------------------------------------- which dialect
@@ -516,7 +479,6 @@ def test_the_template_chooses_the_dialect() -> None:
     assert set(SIGNS) == set(CASES)
     for name, source in SIGNS.items():
         found = of_template(source)
-        assert found is not None
         assert found.name == name
     assert of_template("{{ messages }}") is None
     assert AnswerMarks.of_template("{{ tools }}", reads_tools=True).dialect is dialect("hermes")

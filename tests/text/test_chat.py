@@ -14,13 +14,14 @@ from typing import Any
 import jinja2
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend, processors
 from transformers import PreTrainedTokenizerFast
 
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.text.chat import MARK, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.unwritten import unwritten_ids
+from tiny import byte_tokenizer
 
 Message = dict[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
@@ -120,10 +121,7 @@ REFUSED = {
 
 def backend() -> Backend:
     """Bytes as tokens, the markers of all templates, and a post-processor that puts BOS before every text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Backend(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    made = byte_tokenizer()
     made.add_special_tokens([BOS, EOS, *MARKERS])
     made.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, made.token_to_id(BOS))]
@@ -398,10 +396,8 @@ def test_a_file_goes_before_what_the_folder_holds(folder: Path, tmp_path: Path) 
     chat = ChatTemplate.load(folder / "thinking", tmp_path / "mine.jinja")
     assert chat.names == ("default",)
     assert chat.render(say("user: Hello")) == f"{BOS}Hello" != pair.chat.render(say("user: Hello"))
-    assert ChatTemplate.load(str(folder / "thinking"), str(tmp_path / "mine.jinja")).special_tokens == {
-        "bos_token": BOS,
-        "eos_token": EOS,
-    }
+    chat = ChatTemplate.load(str(folder / "thinking"), str(tmp_path / "mine.jinja"))
+    assert chat.special_tokens == {"bos_token": BOS, "eos_token": EOS}
 
 
 # --------------------------------------------------------------------------------------------------- special tokens

@@ -383,10 +383,7 @@ ENDLESS = {
         CHARACTERS,
     ),
     "nested ranges": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", STEPS),
-    "filtered ranges": (
-        "{% for i in range(9999) %}{% for j in range(9999) if j < 0 %}{% endfor %}{% endfor %}",
-        STEPS,
-    ),
+    "filtered ranges": ("{% for i in range(9999) %}{% for j in range(9999) if j < 0 %}{% endfor %}{% endfor %}", STEPS),
     "long body": ("{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}", CHARACTERS),
     "recursion": ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", STEPS),
     "sums of lists": (DOUBLING.replace("EXPRESSION", "ns.x + ns.x"), CHARACTERS),
@@ -510,7 +507,6 @@ def test_jinja_is_imported_by_those_who_chat_alone(tmp_path: Path) -> None:
         "import sys\nfrom forerun.text.chat import ChatTemplate\nprint('jinja2' in sys.modules)\n"
         "ChatTemplate.load(sys.argv[1])\nprint('jinja2' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["False", "True"], done.stderr

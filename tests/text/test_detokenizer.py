@@ -273,9 +273,8 @@ def test_truncation_and_padding_are_off(tmp_path: Path) -> None:
 
 def test_compare_names_the_first_differing_id() -> None:
     compare(TOKENIZERS["metaspace"], metaspace(), "./theirs")
-    with pytest.raises(
-        VocabularyMismatch, match=r"at id 0: the target has '<unk>', the draft ./theirs has '<\|end\|>'"
-    ):
+    sentence = r"at id 0: the target has '<unk>', the draft ./theirs has '<\|end\|>'"
+    with pytest.raises(VocabularyMismatch, match=sentence):
         compare(TOKENIZERS["metaspace"], TOKENIZERS["byte_level"], "./theirs")
     short = Tokenizer(Backend(models.WordLevel(vocab={"a": 0}, unk_token="a")), Path("short"))
     long = Tokenizer(Backend(models.WordLevel(vocab={"a": 0, "b": 1}, unk_token="a")), Path("long"))
