@@ -7,40 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+COMMAND = {"type": "array", "items": {"type": "string"}}
+SHELL = {"type": "object", "properties": {"command": COMMAND}, "required": ["command"], "additionalProperties": False}
 # Codex CLI, first turn: POST /v1/responses
 CODEX: dict[str, Any] = {
     "model": "shipped",
     "instructions": "You are a coding agent running in a terminal.",
     "input": [
-        {
-            "type": "message",
-            "role": "developer",
-            "content": [
-                {"type": "input_text", "text": "<permissions instructions>\nread-only\n</permissions instructions>"}
-            ],
-        },
-        {
-            "type": "message",
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "<environment_context>\n  <cwd>/src</cwd>\n</environment_context>"}
-            ],
-        },
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "def add("}]},
+        said("developer", "<permissions instructions>\nread-only\n</permissions instructions>"),
+        said("user", "<environment_context>\n  <cwd>/src</cwd>\n</environment_context>"),
+        said("user", "def add("),
     ],
     "tools": [
-        {
-            "type": "function",
-            "name": "shell",
-            "description": "Runs a command.",
-            "strict": False,
-            "parameters": {
-                "type": "object",
-                "properties": {"command": {"type": "array", "items": {"type": "string"}}},
-                "required": ["command"],
-                "additionalProperties": False,
-            },
-        },
+        {"type": "function", "name": "shell", "description": "Runs a command.", "strict": False, "parameters": SHELL},
         {"type": "web_search", "external_web_access": False},
     ],
     "tool_choice": "auto",

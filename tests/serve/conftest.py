@@ -46,6 +46,28 @@ def server() -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def client(server: Running) -> Any:
+    """OpenAI's own client of the server that a module has."""
+    import openai  # here, for it and the next take seconds to import, in every process that collects
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(server: Running) -> Any:
+    """Anthropic's own client of the server that a module has."""
+    import anthropic
+
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    """The model that is served without speculation, in this process."""
+    return LLM("shipped", draft="none")
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes requests (custom_id, url, body) as the lines of a file and returns its path."""

@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from forerun.serve.answers import AnswerFile, answer_id
 pytestmark = pytest.mark.once("no engine runs: the file of answers alone")
 
 
-def asked(custom_ids: Iterable[str], digest: str = "0a") -> dict[str, str]:
-    """An input with these requests."""
-    return dict.fromkeys(custom_ids, digest)
+@contextmanager
+def recovered(path: Path, custom_ids: Iterable[str], **how: bool) -> Iterator[AnswerFile]:
+    """The file of answers to an input with these requests."""
+    with AnswerFile(path) as answers:
+        answers.recover(dict.fromkeys(custom_ids, "0a"), **how)
+        yield answers
 
 
 def answer(custom_id: str, status: int = 200) -> dict[str, Any]:
@@ -29,8 +33,7 @@ def answer(custom_id: str, status: int = 200) -> dict[str, Any]:
 
 
 def written(path: Path, *custom_ids: str) -> bytes:
-    with AnswerFile(path) as answers:
-        answers.recover(asked(custom_ids))
+    with recovered(path, custom_ids) as answers:
         answers.append([answer(custom_id) for custom_id in custom_ids])
     return path.read_bytes()
 
@@ -43,16 +46,13 @@ def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
     for length in range(len(torn)):
         for zeros in (b"", b"\0\0"):
             path.write_bytes(whole + torn[:length] + zeros)
-            with AnswerFile(path) as answers:
-                answers.recover(asked("abc"))
+            with recovered(path, "abc") as answers:
                 assert answers.finished == {"a", "b"}
                 assert path.read_bytes() == whole
-    with AnswerFile(path) as answers:
-        answers.recover(asked("abc"))
+    with recovered(path, "abc") as answers:
         answers.append([answer("c", 400)])
         assert (answers.finished, answers.refused) == ({"a", "b", "c"}, ["c"])
-    with AnswerFile(path) as answers:
-        answers.recover(asked("abc"))
+    with recovered(path, "abc") as answers:
         assert (answers.finished, answers.refused) == ({"a", "b", "c"}, ["c"])
 
 
@@ -71,15 +71,13 @@ def test_what_was_appended_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
         return size is not None and (place.is_dir() or size == file.st_size)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with AnswerFile(path) as answers:
-        answers.recover(asked("abc"))
+    with recovered(path, "abc") as answers:
         assert is_synced(tmp_path)
         for custom_id in "ab":
             answers.append([answer(custom_id, 200 if custom_id == "a" else 400)])
             assert is_synced(path)
     synced.clear()
-    with AnswerFile(path) as answers:
-        answers.recover(asked("abc"), retry_refused=True)
+    with recovered(path, "abc", retry_refused=True) as answers:
         assert answers.dropped
         assert is_synced(path)
         assert is_synced(tmp_path)
@@ -88,11 +86,11 @@ def test_what_was_appended_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_custom_id_may_be_any_text(tmp_path: Path) -> None:
     ids = ("\ud800", "é\u2028", '"\n', "a" * 5000)
     written(tmp_path / "out.jsonl", *ids)
-    with AnswerFile(tmp_path / "out.jsonl") as answers:
-        answers.recover(asked(ids))
+    with recovered(tmp_path / "out.jsonl", ids) as answers:
         assert answers.finished == set(ids)
 
 
+LINE = json.dumps(answer("a")).encode() + b"\n"
 WRONG = {
     "notes": (b"my notes, without an end of line", "does not end with an answer of forerun batch"),
     "lines": (b"my notes\n", "line 1 of .* is not an answer"),
@@ -101,15 +99,9 @@ WRONG = {
         "line 1 .* not an answer",
     ),
     "numbers": (b"7\n", "line 1 of .* is not an answer"),
-    "another input": (
-        json.dumps(answer("x")).encode() + b"\n",
-        "line 1 of .* answers 'x', which the input does not ask",
-    ),
-    "twice": ((json.dumps(answer("a")).encode() + b"\n") * 2, "line 2 of .* answers 'a' once more"),
-    "a hole": (
-        b'{"id": "batch_req_1", "custom\n' + json.dumps(answer("a")).encode() + b"\n",
-        "line 1 of .* is not an answer",
-    ),
+    "another input": (LINE.replace(b'"a"', b'"x"'), "line 1 of .* answers 'x', which the input does not ask"),
+    "twice": (LINE * 2, "line 2 of .* answers 'a' once more"),
+    "a hole": (b'{"id": "batch_req_1", "custom\n' + LINE, "line 1 of .* is not an answer"),
 }
 
 
@@ -121,8 +113,8 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, case
             continue
         path = tmp_path / "out.jsonl"
         path.write_bytes(content + tail)
-        with pytest.raises(BadOption, match=sentence), AnswerFile(path) as answers:
-            answers.recover(asked("ab"))
+        with pytest.raises(BadOption, match=sentence), recovered(path, "ab"):
+            pass
         assert path.read_bytes() == content + tail
 
 
@@ -144,8 +136,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     whole = written(path, "a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with AnswerFile(path) as answers:
-        answers.recover(asked("abc"))
+    with recovered(path, "abc") as answers:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 40, hard))
         try:
             with pytest.raises(CapacityError, match="make room and run the same command again"):
@@ -167,18 +158,16 @@ def test_answers_to_requests_that_have_changed_are_replaced_only_if_that_is_want
     path = tmp_path / "out.jsonl"
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
-    with AnswerFile(path) as answers:
-        answers.recover(asked("abcd"))
+    with recovered(path, "abcd") as answers:
         answers.append([marked("a", "0a"), marked("b", "0b"), answer("c"), marked("d", "0c")])
     path.chmod(0o640)
     before = path.read_bytes() + b'{"id": "batch_req_12'
     path.write_bytes(before)
-    with pytest.raises(BadOption, match=r"answers to 2 requests \('b', 'd'\) that ask"), AnswerFile(path) as answers:
-        answers.recover(asked("abcd"))
+    with pytest.raises(BadOption, match=r"answers to 2 requests \('b', 'd'\) that ask"), recovered(path, "abcd"):
+        pass
     assert path.read_bytes() == before
     lines = before.splitlines(keepends=True)
-    with AnswerFile(link) as answers:
-        answers.recover(asked("abcd"), redo_changed=True)
+    with recovered(link, "abcd", redo_changed=True) as answers:
         assert (answers.dropped, answers.finished, answers.num_unmarked) == (["b", "d"], {"a", "c"}, 1)
         assert path.read_bytes() == lines[0] + lines[2]
         with pytest.raises(BadOption, match="another process is writing"), AnswerFile(path):
@@ -186,8 +175,7 @@ def test_answers_to_requests_that_have_changed_are_replaced_only_if_that_is_want
         answers.append([marked("b", "0a"), marked("d", "0a")])
     assert link.is_symlink()
     assert path.stat().st_mode & 0o777 == 0o640
-    with AnswerFile(path) as answers:
-        answers.recover(asked("abcd"))
+    with recovered(path, "abcd") as answers:
         assert (answers.dropped, answers.finished) == ([], set("abcd"))
     assert sorted(os.listdir(tmp_path)) == ["link.jsonl", "out.jsonl"]
 
@@ -195,26 +183,22 @@ def test_answers_to_requests_that_have_changed_are_replaced_only_if_that_is_want
 def test_a_writer_that_waits_for_a_file_that_is_replaced_does_not_get_it(tmp_path: Path) -> None:
     """It has the old file open already: what it wrote there would be lost."""
     path = tmp_path / "out.jsonl"
-    with AnswerFile(path) as answers:
-        answers.recover(asked("a"))
+    with recovered(path, "a") as answers:
         answers.append([marked("a", "0b")])
-    with path.open("rb") as old, AnswerFile(path) as answers:
-        answers.recover(asked("a"), redo_changed=True)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with path.open("rb") as old, recovered(path, "a", redo_changed=True), pytest.raises(BlockingIOError):
+        fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_where_there_is_no_room_for_the_new_file_the_old_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with AnswerFile(path) as answers:
-        answers.recover(asked("ab"))
+    with recovered(path, "ab") as answers:
         answers.append([marked("a", "0b"), marked("b", "0a")])
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:
-        with pytest.raises(CapacityError, match="make room"), AnswerFile(path) as answers:
-            answers.recover(asked("ab"), redo_changed=True)
+        with pytest.raises(CapacityError, match="make room"), recovered(path, "ab", redo_changed=True):
+            pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before

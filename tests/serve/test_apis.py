@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 
 import forerun
 from forerun import LLM, SamplingParams
 from forerun.serve import apis
-from forerun.serve.app import make_app
 from forerun.serve.routes import Look, plain_error
-from forerun.serve.service import Service, Services
+from serve.test_serve_inside import served
 from speculation import llm_options
 
 SOURCE = Path(forerun.__file__).parent
@@ -70,50 +67,44 @@ API = Api(
 
 
 @pytest.mark.once("its routes, whatever the speculation")
-def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "toy.py").write_text(TOY, encoding="utf-8")
     monkeypatch.setattr(apis, "__path__", [*apis.__path__, str(tmp_path)])
     llm = LLM("shipped", **llm_options())
     plain = llm.generate("def f(", SamplingParams(temperature=0, max_tokens=5), raw=True)[0].text
 
-    async def test() -> None:
-        service = Services([Service(llm, ("shipped",))])
-        app = httpx.ASGITransport(make_app(service))
-        async with httpx.AsyncClient(transport=app, base_url="http://test", timeout=60) as client:
-            body = {"words": "def f(", "most": 5, "temperature": 0, "joke": 1, "colour": "grey", "mood": "good"}
-            whole = await client.post("/toy/say", json=body)
-            assert (whole.status_code, whole.json()["said"]) == (200, plain)
-            assert whole.headers["x-forerun-ignored"] == "mood"
-            lines = (await client.post("/toy/say", json={**body, "live": True})).text.split("\n\n")[:-1]
-            pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
-            assert "".join(piece.get("said", "") for piece in pieces) == plain
-            assert pieces[-1] == {"over": True}
-            for wrong, sentence in (
-                ({"wrods": "x"}, "did you mean 'words'"),
-                ({"colour": "red"}, "answers have none"),
-                ({"words": None}, "there is no words: this API wants it"),
-                ({"live": 1}, "live=1 is not possible: it must be true or false"),
-                ({"temperature": -1}, "temperature=-1"),
-            ):
-                answer = await client.post("/toy/say", json={**body, **wrong})
-                assert (answer.status_code, sentence in answer.json()["wrong"]) == (400, True), answer.text
-            assert (await client.get("/toy/anything")).json() == ["anything"]
-            for path, status, sentence in (
-                ("/toy/songs/sing", 404, "ask a choir"),
-                ("/toy/a/b", 404, "there is no /toy/a/b"),
-                ("/toy/anything", 405, "another method"),
-            ):
-                answer = await client.post(path, json={})
-                assert (answer.status_code, sentence in answer.json()["wrong"]) == (status, True), answer.text
-            described = (await client.get("/openapi.json")).json()["paths"]
-            assert [one["name"] for one in described["/toy/{what}"]["get"]["parameters"]] == ["what"]
-            told = described["/toy/say"]["post"]["requestBody"]
-            schema = told["content"]["application/json"]["schema"]
-            assert schema["required"] == ["words"]
-            assert {"joke", "mood", "colour", "temperature", "draft"} <= schema["properties"].keys()
-        service.close()
-
-    asyncio.run(test())
+    async with served(llm, names=("shipped",)) as (client, _):
+        body = {"words": "def f(", "most": 5, "temperature": 0, "joke": 1, "colour": "grey", "mood": "good"}
+        whole = await client.post("/toy/say", json=body)
+        assert (whole.status_code, whole.json()["said"]) == (200, plain)
+        assert whole.headers["x-forerun-ignored"] == "mood"
+        lines = (await client.post("/toy/say", json={**body, "live": True})).text.split("\n\n")[:-1]
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert "".join(piece.get("said", "") for piece in pieces) == plain
+        assert pieces[-1] == {"over": True}
+        for wrong, sentence in (
+            ({"wrods": "x"}, "did you mean 'words'"),
+            ({"colour": "red"}, "answers have none"),
+            ({"words": None}, "there is no words: this API wants it"),
+            ({"live": 1}, "live=1 is not possible: it must be true or false"),
+            ({"temperature": -1}, "temperature=-1"),
+        ):
+            answer = await client.post("/toy/say", json={**body, **wrong})
+            assert (answer.status_code, sentence in answer.json()["wrong"]) == (400, True), answer.text
+        assert (await client.get("/toy/anything")).json() == ["anything"]
+        for path, status, sentence in (
+            ("/toy/songs/sing", 404, "ask a choir"),
+            ("/toy/a/b", 404, "there is no /toy/a/b"),
+            ("/toy/anything", 405, "another method"),
+        ):
+            answer = await client.post(path, json={})
+            assert (answer.status_code, sentence in answer.json()["wrong"]) == (status, True), answer.text
+        described = (await client.get("/openapi.json")).json()["paths"]
+        assert [one["name"] for one in described["/toy/{what}"]["get"]["parameters"]] == ["what"]
+        told = described["/toy/say"]["post"]["requestBody"]
+        schema = told["content"]["application/json"]["schema"]
+        assert schema["required"] == ["words"]
+        assert {"joke", "mood", "colour", "temperature", "draft"} <= schema["properties"].keys()
 
 
 @pytest.mark.once("paths alone")

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -166,14 +165,8 @@ def test_whatever_goes_wrong_in_a_line_ends_that_line(
 
 def many() -> list[tuple[str, str, dict[str, Any]]]:
     """40 requests, each third one drawn."""
-    return [
-        (
-            f"request-{i}",
-            COMPLETIONS,
-            {"prompt": f"# {i}\n{CODE[i % 8]}", "max_tokens": 16, "temperature": int(i % 3 == 0)},
-        )
-        for i in range(40)
-    ]
+    bodies = [{"prompt": f"# {i}\n{CODE[i % 8]}", "max_tokens": 16, "temperature": int(i % 3 == 0)} for i in range(40)]
+    return [(f"request-{i}", COMPLETIONS, body) for i, body in enumerate(bodies)]
 
 
 def num_lines(path: Path) -> int:
@@ -396,21 +389,9 @@ def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
     flags = {
         name: set(re.findall(r"^  (--[\w-]+)", cli(name, "--help").stdout, re.M)) for name in ("generate", "batch")
     }
-    sampling = {f"--{name.replace('_', '-')}" for name in SamplingParams.__dataclass_fields__} - {
-        "--draft",
-        "--spec-length",
-    }
-    sampling |= {"--bad-word", "--stop-token-id"}
+    sampling = {f"--{name.replace('_', '-')}" for name in SamplingParams.__dataclass_fields__}
+    sampling = sampling - {"--draft", "--spec-length"} | {"--bad-word", "--stop-token-id"}
     of_generate = {"--prompt-file", "--json", "--rounds", "--chat", "--verbose"}
     of_batch = {"--redo-changed", "--retry-refused", "--served-model-name"}
     of_batch |= {"--ray", "--ray-engines", "--ray-cpus", "--ray-gpus"}
     assert flags["generate"] - sampling - of_generate == flags["batch"] - of_batch
-
-
-@pytest.mark.once("nothing is run")
-def test_help_imports_nothing_heavy() -> None:
-    code = "import sys\nfrom forerun.cli.main import main\n"
-    code += "try:\n    main(['batch', '--help'])\nexcept SystemExit:\n    pass\n"
-    code += "print([name for name in ('torch', 'tokenizers', 'jinja2') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.endswith("[]\n")

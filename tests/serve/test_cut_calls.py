@@ -43,11 +43,8 @@ def read_response(body: dict[str, Any]) -> Told:
     text = "".join(part["text"] for one in items if one["type"] == "message" for part in one["content"])
     called = [one for one in items if one["type"] == "function_call"]
     assert all(one["status"] == "completed" for one in called)
-    return (
-        text,
-        [(one["name"], json.loads(one["arguments"])) for one in called],
-        "cut" if body["status"] == "incomplete" else "over",
-    )
+    calls = [(one["name"], json.loads(one["arguments"])) for one in called]
+    return text, calls, "cut" if body["status"] == "incomplete" else "over"
 
 
 def read_message(body: dict[str, Any]) -> Told:

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import pytest
 
 from forerun import SamplingParams
@@ -21,6 +20,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["n"],
 }
 SCHEMA["additionalProperties"] = False
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -37,15 +37,7 @@ def params(url: str = CHAT, **fields: Any) -> SamplingParams:
         ({"response_format": None, "guided_json": None, "structured_outputs": {"json": None}}, {}),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
-                }
-            },
-            {"json_schema": SCHEMA},
-        ),
+        ({"response_format": FORM}, {"json_schema": SCHEMA}),
         ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
         ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
         ({"guided_regex": "a+"}, {"regex": "a+"}),
@@ -67,9 +59,7 @@ def test_each_way_to_ask_becomes_a_field(url: str, asked: dict[str, Any], means:
     assert (made.constraint, made.json_whitespace) == (wanted.constraint, wanted.json_whitespace)
 
 
-def test_a_server_answers_in_the_form_that_is_asked_for(server: Running) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+def test_a_server_answers_in_the_form_that_is_asked_for(client: Any) -> None:
     for temperature in (0.0, 1.0):
         answer = client.completions.create(
             model="shipped",
@@ -81,7 +71,7 @@ def test_a_server_answers_in_the_form_that_is_asked_for(server: Running) -> None
         jsonschema.validate(json.loads(answer.choices[0].text), SCHEMA)
         assert answer.choices[0].finish_reason == "stop"
     chat = client.chat.completions.create(
-        model="shipped", messages=MESSAGES, max_tokens=200, temperature=0, response_format=form
+        model="shipped", messages=MESSAGES, max_tokens=200, temperature=0, response_format=FORM
     )
     jsonschema.validate(json.loads(chat.choices[0].message.content), SCHEMA)
     chunks = client.completions.create(

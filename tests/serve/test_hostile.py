@@ -15,7 +15,7 @@ from forerun import LLM, SamplingParams
 from forerun.sampling.grammar import is_short, vocabulary
 from forerun.serve import aside
 from serve.running import CODE, Running
-from serve.test_serve_inside import asked, run, served
+from serve.test_serve_inside import asked, served
 from speculation import llm_options
 
 COMPLETION = "/v1/completions"
@@ -87,59 +87,49 @@ def test_all_200_are_answered(server: Running) -> None:
 
 
 @pytest.mark.once("no text is generated")
-def test_a_grammar_that_would_take_for_ever_is_refused_and_holds_up_no_other() -> None:
+async def test_a_grammar_that_would_take_for_ever_is_refused_and_holds_up_no_other() -> None:
     """It is tried in a process that ends of it; one that is short is compiled meanwhile, and none is tried twice."""
     llm = LLM("shipped", **llm_options())
 
-    async def test() -> None:
-        async with served(llm) as (client, service):
-            slow = asyncio.create_task(client.post(COMPLETION, **asked(grammar=FOR_EVER)))
-            quick = await client.post(COMPLETION, **asked(regex="[ab]{2}", max_tokens=4))
-            assert (quick.status_code, slow.done()) == (200, False)
-            answer = await slow
-            assert (answer.status_code, "takes more than 2 s to compile" in answer.text) == (400, True)
-            assert service.trial.pid is None
-            service.trial.attempt = None  # type: ignore[assignment, method-assign]
-            again = await client.post(COMPLETION, **asked(grammar=FOR_EVER))
-            assert (again.status_code, again.json()) == (400, answer.json())
-
-    run(test)
+    async with served(llm) as (client, service):
+        slow = asyncio.create_task(client.post(COMPLETION, **asked(grammar=FOR_EVER)))
+        quick = await client.post(COMPLETION, **asked(regex="[ab]{2}", max_tokens=4))
+        assert (quick.status_code, slow.done()) == (200, False)
+        answer = await slow
+        assert (answer.status_code, "takes more than 2 s to compile" in answer.text) == (400, True)
+        assert service.trial.pid is None
+        service.trial.attempt = None  # type: ignore[assignment, method-assign]
+        again = await client.post(COMPLETION, **asked(grammar=FOR_EVER))
+        assert (again.status_code, again.json()) == (400, answer.json())
 
 
 @pytest.mark.once("no text is generated")
-def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_that_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system ends the process where there is no more."""
     llm = LLM("shipped", **llm_options())
     code = aside._CODE.replace("main(int", "import forerun.serve.texts as t; t.MOST_TRIED_BYTES = 1 << 20; main(int")
     monkeypatch.setattr(aside, "_CODE", code)
 
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            schema = {"type": "integer", "multipleOf": 99_991}
-            answer = await client.post(COMPLETION, **asked(json_schema=schema, max_tokens=2))
-            assert (answer.status_code, "MiB of memory" in answer.text) == (400, True), answer.text
-
-    run(test)
+    async with served(llm) as (client, _):
+        schema = {"type": "integer", "multipleOf": 99_991}
+        answer = await client.post(COMPLETION, **asked(json_schema=schema, max_tokens=2))
+        assert (answer.status_code, "MiB of memory" in answer.text) == (400, True), answer.text
 
 
 @pytest.mark.once("no text is generated")
-def test_what_a_grammar_holds_is_measured() -> None:
+async def test_what_a_grammar_holds_is_measured() -> None:
     """Every time: what the one before held is given back."""
     llm = LLM("shipped", **llm_options())
 
-    async def test() -> None:
-        async with served(llm) as (_, service):
-            held = []
-            for number in (99_989, 99_971, 97):
-                params = SamplingParams(json_schema={"type": "integer", "multipleOf": number})
-                await service.compile(service.first, params)
-                made = vocabulary(llm.tokenizer).compiled(params)
-                assert made is not None
-                held.append(made.num_bytes)
-            assert min(held[:2]) > 20 << 20
-            assert held[2] < 20 << 20
-
-    run(test)
+    async with served(llm) as (_, service):
+        held = []
+        for number in (99_989, 99_971, 97):
+            params = SamplingParams(json_schema={"type": "integer", "multipleOf": number})
+            await service.compile(service.first, params)
+            made = vocabulary(llm.tokenizer).compiled(params)
+            held.append(made.num_bytes)
+        assert min(held[:2]) > 20 << 20
+        assert held[2] < 20 << 20
 
 
 def test_what_is_short_compiles_in_a_moment() -> None:
@@ -157,15 +147,12 @@ def test_what_is_short_compiles_in_a_moment() -> None:
 
 
 @pytest.mark.once("no text is generated")
-def test_the_process_that_tries_grammars_is_started_with_the_first_of_any_kind() -> None:
+async def test_the_process_that_tries_grammars_is_started_with_the_first_of_any_kind() -> None:
     llm = LLM("shipped", **llm_options())
 
-    async def test() -> None:
-        async with served(llm) as (client, service):
-            assert (await client.post(COMPLETION, **asked(max_tokens=2))).status_code == 200
-            assert service.trial.pid is None
-            assert (await client.post(COMPLETION, **asked(regex="a", max_tokens=2))).status_code == 200
-            while service.trial.pid is None:
-                await asyncio.sleep(0.01)
-
-    run(test)
+    async with served(llm) as (client, service):
+        assert (await client.post(COMPLETION, **asked(max_tokens=2))).status_code == 200
+        assert service.trial.pid is None
+        assert (await client.post(COMPLETION, **asked(regex="a", max_tokens=2))).status_code == 200
+        while service.trial.pid is None:
+            await asyncio.sleep(0.01)

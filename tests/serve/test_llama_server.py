@@ -12,17 +12,11 @@ from forerun.serve.apis import generating, llama_server
 from forerun.serve.bodies import Refused
 from serve.running import CODE, Running
 
-
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    return LLM("shipped", draft="none")
-
-
 pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
 
 
-def test_a_completion_is_what_the_engine_says(server: Running) -> None:
-    (expected,) = LLM("shipped", draft="none").generate(CODE, SamplingParams(max_tokens=12, temperature=0), raw=True)
+def test_a_completion_is_what_the_engine_says(server: Running, plain: LLM) -> None:
+    (expected,) = plain.generate(CODE, SamplingParams(max_tokens=12, temperature=0), raw=True)
     body = {"prompt": CODE, "n_predict": 12, "temperature": 0, "cache_prompt": True, "samplers": []}
     whole = server.http.post("/completion", json=body).json()
     assert (whole["content"], whole["stop"], whole["stop_type"]) == (expected.text, True, "limit")
@@ -71,11 +65,9 @@ def test_paths_that_it_has_without_a_version(server: Running, plain: LLM) -> Non
     sides = {"input_prefix": CODE, "input_suffix": "return x"}
     answer = server.http.post("/infill", json=sides)  # the shipped model has no tokens for it
     assert (answer.status_code, "no tokens for filling in" in answer.text) == (400, True)
-    for wrong, sentence in (
-        ({"input_suffix": None}, "there is no input_suffix: send the text on both sides"),
-        ({"input_prefix": None}, "there is no input_prefix: send the text on both sides"),
-    ):
-        answer = server.http.post("/infill", json={**sides, **wrong})
+    for missing in sides:
+        answer = server.http.post("/infill", json={**sides, missing: None})
+        sentence = f"there is no {missing}: send the text on both sides"
         assert (answer.status_code, sentence in answer.text) == (400, True), answer.text
 
 

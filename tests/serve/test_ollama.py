@@ -38,11 +38,6 @@ def client(server: Running) -> client_of_ollama.Client:
 
 
 @pytest.fixture(scope="module")
-def plain() -> LLM:
-    return LLM("shipped", draft="none")
-
-
-@pytest.fixture(scope="module")
 def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
@@ -124,13 +119,8 @@ def test_an_answer_has_the_form_that_is_asked_for(client: client_of_ollama.Clien
     assert json.loads(whole.message.content)["n"] in (1, 2)
     assert client.generate("shipped", CODE, format="json", options=options).response.lstrip().startswith("{")
 
-
-def test_without_a_prompt_it_says_that_the_model_is_there(client: client_of_ollama.Client) -> None:
-    for answer in (
-        client.generate("shipped", ""),
-        client.chat("shipped", []),
-        *client.chat("shipped", [], stream=True),
-    ):
+    streamed = client.chat("shipped", [], stream=True)
+    for answer in (client.generate("shipped", ""), client.chat("shipped", []), *streamed):
         assert (answer.done, answer.done_reason) == (True, "load")
 
 
@@ -197,37 +187,12 @@ def test_tools_are_called_and_their_results_read(with_tools: Running) -> None:
 
 
 def test_options_are_sampling_parameters() -> None:
-    options = {
-        "temperature": 0.5,
-        "top_k": 4,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "seed": 3,
-        "num_predict": 5,
-        "stop": "x",
-        "repeat_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.3,
-        "num_thread": 8,
-        "num_gpu": 1,
-        "use_mmap": True,
-        "num_keep": 4,
-        "typical_p": 1.0,
-        "mirostat": 0,
-    }
-    params = read(options={**options, "repeat_last_n": -1}).params
-    assert params == SamplingParams(
-        temperature=0.5,
-        top_k=4,
-        top_p=0.9,
-        min_p=0.1,
-        seed=3,
-        max_tokens=5,
-        stop=("x",),
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-    )
+    same = {"temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 3}
+    same |= {"presence_penalty": 0.2, "frequency_penalty": 0.3}
+    renamed = {"num_predict": 5, "stop": "x", "repeat_penalty": 1.1, "repeat_last_n": -1}
+    of_the_runner = {"num_thread": 8, "num_gpu": 1, "use_mmap": True, "num_keep": 4, "typical_p": 1.0, "mirostat": 0}
+    params = read(options={**same, **renamed, **of_the_runner}).params
+    assert params == SamplingParams(**same, max_tokens=5, stop=("x",), repetition_penalty=1.1)
     assert read(options={"num_predict": -1}).params.max_tokens is None
     assert read(options={"num_predict": -2, "seed": None}).params.max_tokens is None
     assert read(options={"repeat_last_n": 0, "repeat_penalty": 1.3}).params.repetition_penalty == 1
@@ -238,12 +203,8 @@ def test_options_are_sampling_parameters() -> None:
 
 
 def test_thinking_and_forms() -> None:
-    assert [(read(think=said).thinks, read(think=said).effort) for said in (True, False, "low", None)] == [
-        (True, None),
-        (False, None),
-        (None, "low"),
-        (None, None),
-    ]
+    heard = {True: (True, None), False: (False, None), "low": (None, "low"), None: (None, None)}
+    assert {said: (read(think=said).thinks, read(think=said).effort) for said in heard} == heard
     assert read(format="json").params.json_object
     assert json.loads(str(read(format={"type": "object"}).params.json_schema)) == {"type": "object"}
     assert read(format="").params == read().params

@@ -65,10 +65,7 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"priority": 3, "cache_salt": "s"}, {"priority": 3, "cache_salt": "s"}),
     ({"prediction": {"type": "content", "content": "ab"}}, {"prediction": "ab"}),
-    (
-        {"prediction": {"type": "content", "content": [{"type": "text", "text": t} for t in "ab"]}},
-        {"prediction": "ab"},
-    ),
+    ({"prediction": {"type": "content", "content": [{"type": "text", "text": t} for t in "ab"]}}, {"prediction": "ab"}),
     ({"prediction": [3, 4]}, {"prediction": (3, 4)}),
     ({"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}, {}),
     ({"temperature": None, "stop": None, "logprobs": None, "max_tokens": None, "stream": None}, {}),
@@ -138,20 +135,16 @@ def test_minus_one_is_off_as_in_other_servers() -> None:
 def test_tools_and_how_they_are_chosen() -> None:
     now = {"type": "function", "function": {"name": "now", "description": "Tells the time.", "strict": True}}
     tools = read(CHAT, tools=[TOOL, now], parallel_tool_calls=False).tools
-    assert tools is not None
     assert (tools.choice, tools.parallel, tools.strict) == ("auto", False, {"now"})
     assert tools.given[1]["function"] == {"name": "now", "description": "Tells the time."}
     one = read(CHAT, tools=[TOOL, now], tool_choice={"type": "function", "function": {"name": "now"}}).tools
-    assert one is not None
     assert (one.choice, len(one.given)) == ("now", 2)
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}
     some = read(CHAT, tools=[TOOL, now], tool_choice=allowed).tools
-    assert some is not None
     assert (some.choice, [tool["function"]["name"] for tool in some.given]) == ("required", ["weather"])
     assert read(CHAT, tools=[TOOL], tool_choice="none").tools is None
     assert read(CHAT, tools=[]).tools is None
     others = read(CHAT, tools=[{"type": "web_search"}, TOOL, {"type": "custom", "custom": {"name": "patch"}}])
-    assert others.tools is not None
     assert (len(others.tools.given), others.ignored) == (1, ("tools[0]", "tools[2]"))
 
 
@@ -281,16 +274,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(url: str, body: dict[str, An
 
 
 def test_errors_of_the_engine_have_a_status() -> None:
-    cases = [
+    for error, status, code in (
         (BadOption("a"), 400, None),
         (NotFound("a"), 400, None),
         (PromptTooLong("a"), 400, "context_length_exceeded"),
-    ]
-    for error, status, code in [
-        *cases,
         (CapacityError("a"), 503, "capacity"),
         (InternalError("a"), 500, "internal_error"),
-    ]:
+    ):
         got, body = plain_error(error)
         assert (got, body["error"]["code"], body["error"]["message"]) == (status, code, "a")
 
@@ -327,9 +317,8 @@ def test_logprobs_spell_the_text(llm: LLM) -> None:
     output = llm.generate("def f(x):\n    return", params)[0]
     text = answer(read(COMPLETIONS, logprobs=2), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]
     assert "".join(text["tokens"]) == output.text
-    assert [output.text[at:].startswith(t) for at, t in zip(text["text_offset"], text["tokens"], strict=True)] == [
-        True
-    ] * 30
+    placed = zip(text["text_offset"], text["tokens"], strict=True)
+    assert [output.text[at:].startswith(token) for at, token in placed] == [True] * 30
     assert text["token_logprobs"] == [position.logprob for position in output.logprobs or ()]
     for token, logprob, top in zip(text["tokens"], text["token_logprobs"], text["top_logprobs"], strict=True):
         assert top[token] == logprob

@@ -171,12 +171,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str | None, str]] = [
     (message, {"tool_choice": "auto"}, "tool_choice", 'it must be {"type": "auto"}'),
     (message, {"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content", "texts alone"),
     (message, {"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, None, "calls tools"),
-    (
-        message,
-        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-        "messages[0].content[0]",
-        "no tool",
-    ),
+    (message, {"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0]", "no tool"),
     (message, {"stop_sequences": [""]}, "stop_sequences", "texts that are not empty"),
     (message, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
 ]
@@ -256,7 +251,6 @@ def test_results_of_tools_are_messages_of_their_own() -> None:
         {"role": "tool", "tool_call_id": "toolu_1", "name": "f", "content": "one"},
         {"role": "user", "content": "And?"},
     ]
-    assert job.tools is not None
     function = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
     assert job.tools.given == ({"type": "function", "function": function},)
     assert (job.tools.parallel, job.thinks, job.ignored) == (False, True, ("tools[1]",))

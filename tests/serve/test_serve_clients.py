@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams
 from serve.running import CODE, Running, wait_for
 
-if TYPE_CHECKING:
-    import anthropic
-    import openai
-
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 HELLO: Any = [{"role": "user", "content": "def add("}]
 GREEDY: Any = {"temperature": 0, "max_tokens": 24}
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    import openai  # here, for the two take seconds to import, in every process that collects
-
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def claude(server: Running) -> anthropic.Anthropic:
-    import anthropic
-
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    """The same model without speculation, in this process."""
-    return LLM("shipped", draft="none")
-
-
 # ----------------------------------------------------------------------------------------------------------- OpenAI
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: Any) -> None:
     import openai
 
     assert [model.id for model in client.models.list()] == ["shipped"]
@@ -51,7 +27,7 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-4o")
 
 
-def test_what_is_served_is_what_the_engine_says(client: openai.OpenAI, plain: LLM) -> None:
+def test_what_is_served_is_what_the_engine_says(client: Any, plain: LLM) -> None:
     """Whole and in pieces, greedy and with a seed, with and without speculation: the text is that of LLM."""
     for fields in ({"temperature": 0}, {"temperature": 0.8, "seed": 11, "extra_body": {"min_p": 0.05}}):
         named = {**fields, **fields.get("extra_body", {})}
@@ -64,7 +40,7 @@ def test_what_is_served_is_what_the_engine_says(client: openai.OpenAI, plain: LL
         assert "".join(chunk.choices[0].text for chunk in stream) == want.text
 
 
-def test_a_prompt_is_repeated_with_its_log_probabilities(client: openai.OpenAI, plain: LLM) -> None:
+def test_a_prompt_is_repeated_with_its_log_probabilities(client: Any, plain: LLM) -> None:
     """As harnesses that score texts ask for them: with an answer of one token, or of none."""
     ids = plain.tokenizer.encode(CODE)
     want = plain.generate([ids], SamplingParams(max_tokens=1, temperature=0, logprobs=2, prompt_logprobs=2))[0]
@@ -76,7 +52,6 @@ def test_a_prompt_is_repeated_with_its_log_probabilities(client: openai.OpenAI, 
             own = (want.logprobs or [])[:num]
             assert whole.choices[0].text == CODE + want.text * num
             logprobs = whole.choices[0].logprobs
-            assert logprobs is not None
             assert logprobs.token_logprobs == [*scores, *(place.logprob for place in own)]
             assert "".join(logprobs.tokens or []) == CODE + want.text * num
             assert (logprobs.top_logprobs or [0])[0] is None
@@ -87,32 +62,25 @@ def test_a_prompt_is_repeated_with_its_log_probabilities(client: openai.OpenAI, 
             assert "".join(chunk.choices[0].text for chunk in stream) == CODE + want.text * num
 
 
-def test_a_chat_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> None:
+def test_a_chat_whole_and_in_pieces(client: Any, plain: LLM) -> None:
     want = plain.chat(HELLO, SamplingParams(**GREEDY))[0]
     whole = client.chat.completions.create(model="shipped", messages=HELLO, **GREEDY)
     assert whole.choices[0].message.content == want.text
-    assert whole.usage is not None
     counts = (whole.usage.prompt_tokens, whole.usage.completion_tokens)
     assert counts == (len(want.prompt_ids), len(want.token_ids))
-    chunks = list(
-        client.chat.completions.create(
-            model="shipped", messages=HELLO, stream=True, stream_options={"include_usage": True}, **GREEDY
-        )
-    )
+    asked: Any = {"model": "shipped", "messages": HELLO, "stream_options": {"include_usage": True}, **GREEDY}
+    chunks = list(client.chat.completions.create(stream=True, **asked))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == want.text
     assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == [want.finish_reason]
     last = chunks[-1]
     assert last.choices == []
-    assert last.usage is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == counts
-    assert last.usage.prompt_tokens_details is not None
     cached = last.usage.prompt_tokens_details.cached_tokens
-    assert cached is not None
     assert cached == (counts[0] - 1) // 16 * 16, "the same prompt again is found in the cache"
 
 
-def test_usage_so_far_with_each_chunk(client: openai.OpenAI) -> None:
+def test_usage_so_far_with_each_chunk(client: Any) -> None:
     """As load tools ask for it: two choices, whose tokens are counted together."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     given: Any = {"prompt": CODE, "n": 2, "max_tokens": 8, "seed": 3, "extra_body": {"ignore_eos": True}}
@@ -127,13 +95,12 @@ def test_usage_so_far_with_each_chunk(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_log_probabilities_of_a_chat_spell_its_content(client: openai.OpenAI, seed: int) -> None:
+def test_log_probabilities_of_a_chat_spell_its_content(client: Any, seed: int) -> None:
     """The end is none of them, nor is the text that stops the answer."""
     ended = set()
     for more in ({"max_tokens": 40}, {"stop": ["\n", "(x"]}, {"logit_bias": {"0": 8}}):
         asked: Any = {"model": "shipped", "messages": HELLO, "seed": seed, "max_tokens": 20, "logprobs": True} | more
         (whole,) = client.chat.completions.create(**asked).choices
-        assert whole.logprobs is not None
         assert whole.message.content == "".join(one.token for one in whole.logprobs.content or [])
         pieces = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
         told = [one for piece in pieces if piece.logprobs for one in piece.logprobs.content or []]
@@ -169,7 +136,7 @@ def test_ids_of_prompts_and_answers(server: Running, plain: LLM) -> None:
         assert "token_ids" not in server.http.post(url, json={**body, "return_token_ids": False}).json()["choices"][0]
 
 
-def test_several_prompts_and_choices_with_log_probabilities(client: openai.OpenAI) -> None:
+def test_several_prompts_and_choices_with_log_probabilities(client: Any) -> None:
     given: Any = {"prompt": [CODE, "class A:"], "n": 2, "seed": 5, "logprobs": 2, "max_tokens": 12}
     whole = client.completions.create(model="shipped", **given)
     texts, tokens, offsets = [""] * 4, [list[str]() for _ in range(4)], [list[int]() for _ in range(4)]
@@ -181,7 +148,6 @@ def test_several_prompts_and_choices_with_log_probabilities(client: openai.OpenA
                 offsets[choice.index] += choice.logprobs.text_offset or []
     assert texts == [choice.text for choice in whole.choices]
     for i, choice in enumerate(whole.choices):
-        assert choice.logprobs is not None
         assert (tokens[i], offsets[i]) == (choice.logprobs.tokens, choice.logprobs.text_offset)
     chat: Any = {"messages": HELLO, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 3, "max_tokens": 8}
     answers = client.chat.completions.create(model="shipped", **chat)
@@ -190,14 +156,13 @@ def test_several_prompts_and_choices_with_log_probabilities(client: openai.OpenA
         for delta in part.choices:
             pieces[delta.index] += (delta.logprobs.content or []) if delta.logprobs else []
     for answer, got in zip(answers.choices, pieces, strict=True):
-        assert answer.logprobs is not None
         want = answer.logprobs.content or []
         assert [(t.token, t.logprob) for t in got] == [(t.token, t.logprob) for t in want]
         assert len(want) == 8
         assert len(want[0].top_logprobs) == 3
 
 
-def test_stop_texts_end_a_stream_before_they_show(client: openai.OpenAI) -> None:
+def test_stop_texts_end_a_stream_before_they_show(client: Any) -> None:
     whole = client.completions.create(model="shipped", prompt=CODE, **GREEDY).choices[0].text
     stop = whole[7:10]
     chunks = list(client.completions.create(model="shipped", prompt=CODE, stop=[stop], stream=True, **GREEDY))
@@ -205,18 +170,15 @@ def test_stop_texts_end_a_stream_before_they_show(client: openai.OpenAI) -> None
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_penalties_and_biases_are_honoured(client: openai.OpenAI, plain: LLM) -> None:
+def test_penalties_and_biases_are_honoured(client: Any, plain: LLM) -> None:
     fields: Any = {"logit_bias": {"5": -100}, "presence_penalty": 1.5, "frequency_penalty": 0.5, **GREEDY}
-    got = client.completions.create(
-        model="shipped", prompt=CODE, extra_body={"repetition_penalty": 1.3, "top_k": 20}, **fields
-    )
-    fields["logit_bias"] = {5: -100}
-    assert (
-        got.choices[0].text == plain.generate(CODE, SamplingParams(repetition_penalty=1.3, top_k=20, **fields))[0].text
-    )
+    more: Any = {"repetition_penalty": 1.3, "top_k": 20}
+    got = client.completions.create(model="shipped", prompt=CODE, extra_body=more, **fields)
+    want = plain.generate(CODE, SamplingParams(**{**fields, **more, "logit_bias": {5: -100}}))[0]
+    assert got.choices[0].text == want.text
 
 
-def test_a_beam_search_answers_with_its_best_texts(client: openai.OpenAI, plain: LLM) -> None:
+def test_a_beam_search_answers_with_its_best_texts(client: Any, plain: LLM) -> None:
     body = {"num_beams": 4, "draft_beams": 6, "speculation": {"report": True}}
     got = client.completions.create(model="shipped", prompt=CODE, n=2, extra_body=body, **GREEDY)
     expected = plain.generate(CODE, SamplingParams(num_beams=4, n=2, **GREEDY))
@@ -226,22 +188,14 @@ def test_a_beam_search_answers_with_its_best_texts(client: openai.OpenAI, plain:
     assert report["scores"] == [output.score for output in expected]
 
 
-def test_a_prediction_is_counted(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="shipped", messages=HELLO, temperature=0, max_tokens=40)
+def test_a_prediction_is_counted(client: Any) -> None:
+    asked: Any = {"model": "shipped", "messages": HELLO, "temperature": 0, "max_tokens": 40}
+    whole = client.chat.completions.create(**asked)
     text = whole.choices[0].message.content or ""
-    again = client.chat.completions.create(
-        model="shipped",
-        messages=HELLO,
-        temperature=0,
-        max_tokens=40,
-        prediction={"type": "content", "content": text},
-        extra_body={"speculation": {"report": True, "spec_length": 5}},  # however busy the machine is
-    )
+    fixed = {"speculation": {"report": True, "spec_length": 5}}  # however busy the machine is
+    again = client.chat.completions.create(**asked, prediction={"type": "content", "content": text}, extra_body=fixed)
     assert again.choices[0].message.content == text
-    assert again.usage is not None
     details = again.usage.completion_tokens_details
-    assert details is not None
-    assert details.accepted_prediction_tokens is not None
     assert details.accepted_prediction_tokens > 10
     report: Any = again.model_extra["forerun"] if again.model_extra else None
     assert details.accepted_prediction_tokens == report["num_accepted"]
@@ -256,7 +210,7 @@ METRICS = {  # of speculation, and the fields of a report that say the same
 }
 
 
-def test_speculation_of_one_request(client: openai.OpenAI, server: Running) -> None:
+def test_speculation_of_one_request(client: Any, server: Running) -> None:
     """It chooses its drafter and length, and hears how it went; with the last chunk of a stream, too. So do metrics."""
     import openai
 
@@ -298,7 +252,7 @@ def test_speculation_of_one_request(client: openai.OpenAI, server: Running) -> N
         ({"extra_body": {"n": 128, "priority": 1.5}}, 400, "priority=1.5"),
     ],
 )
-def test_errors_name_the_field(client: openai.OpenAI, body: Any, status: int, sentence: str) -> None:
+def test_errors_name_the_field(client: Any, body: Any, status: int, sentence: str) -> None:
     import openai
 
     with pytest.raises(openai.APIStatusError, match=sentence) as error:
@@ -307,7 +261,7 @@ def test_errors_name_the_field(client: openai.OpenAI, body: Any, status: int, se
     assert error.value.request_id
 
 
-def test_more_tokens_than_the_context_has_are_as_many_as_it_has(client: openai.OpenAI) -> None:
+def test_more_tokens_than_the_context_has_are_as_many_as_it_has(client: Any) -> None:
     """As agents ask for them. Effort of a model that does not think is no more than a hint."""
     asked: Any = {"max_tokens": 10**6, "temperature": 0, "stop": ["\n"], "reasoning_effort": "low"}
     got = client.chat.completions.with_raw_response.create(model="shipped", messages=HELLO, **asked)
@@ -315,25 +269,14 @@ def test_more_tokens_than_the_context_has_are_as_many_as_it_has(client: openai.O
     assert got.parse().choices[0].finish_reason == "stop"
 
 
-def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
-    client.chat.completions.create(
-        model="shipped",
-        messages=HELLO,
-        max_completion_tokens=1,
-        user="me",
-        metadata={"a": "b"},
-        store=True,
-        service_tier="auto",
-        safety_identifier="x",
-        prompt_cache_key="y",
-        parallel_tool_calls=True,
-        tools=[],
-        tool_choice="none",
-        response_format={"type": "text"},
-    )
+def test_harmless_fields_are_accepted(client: Any) -> None:
+    harmless: Any = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+    harmless |= {"safety_identifier": "x", "prompt_cache_key": "y", "parallel_tool_calls": True, "tools": []}
+    harmless |= {"tool_choice": "none", "response_format": {"type": "text"}}
+    client.chat.completions.create(model="shipped", messages=HELLO, max_completion_tokens=1, **harmless)
 
 
-def test_responses_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> None:
+def test_responses_whole_and_in_pieces(client: Any, plain: LLM) -> None:
     import openai
 
     given: Any = {"instructions": "# Python", "input": "def add(", "temperature": 0, "max_output_tokens": 16}
@@ -341,26 +284,14 @@ def test_responses_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> Non
     want = plain.chat(conversation, SamplingParams(temperature=0, max_tokens=16))[0]
     whole = client.responses.create(model="shipped", **given)
     assert whole.output_text == want.text
-    assert (whole.status, whole.incomplete_details.reason if whole.incomplete_details else None) == (
-        "incomplete",
-        "max_output_tokens",
-    )
-    assert whole.usage is not None
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (len(want.prompt_ids), 16)
     events = list(client.responses.create(model="shipped", stream=True, **given))
     kinds = [event.type.removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
-    assert kinds == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        *["output_text.delta"] * deltas,
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "incomplete",
-    ]
+    begun = ["created", "in_progress", "output_item.added", "content_part.added"]
+    ended = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds == [*begun, *["output_text.delta"] * deltas, *ended]
     assert [event.sequence_number for event in events] == list(range(len(events)))  # type: ignore[union-attr]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == want.text
     with client.responses.stream(model="shipped", input="def f", extra_body={"stop": ["\n"]}) as stream:
@@ -371,7 +302,7 @@ def test_responses_whole_and_in_pieces(client: openai.OpenAI, plain: LLM) -> Non
         client.responses.create(model="shipped", input="x", previous_response_id="resp_1")
 
 
-def test_a_response_goes_on_from_one_that_is_kept(client: openai.OpenAI, plain: LLM) -> None:
+def test_a_response_goes_on_from_one_that_is_kept(client: Any, plain: LLM) -> None:
     import openai
 
     given: Any = {"model": "shipped", "temperature": 0, "max_output_tokens": 8}
@@ -381,17 +312,11 @@ def test_a_response_goes_on_from_one_that_is_kept(client: openai.OpenAI, plain: 
             events = list(client.responses.create(input="def add(", instructions="# Python", stream=True, **given))
             first = events[-1].response  # type: ignore[union-attr]
         second = client.responses.create(input="def sub(", previous_response_id=first.id, **given)
-        said: Any = [
-            *HELLO,
-            {"role": "assistant", "content": first.output_text},
-            {"role": "user", "content": "def sub("},
-        ]
+        said = [*HELLO, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "def sub("}]
         assert second.output_text == plain.chat(said, SamplingParams(temperature=0, max_tokens=8))[0].text
         assert (second.previous_response_id, client.responses.retrieve(second.id).id) == (first.id, second.id)
         client.responses.delete(first.id)
         third = client.responses.create(input="def mul(", previous_response_id=second.id, **given)
-        assert third.usage is not None
-        assert second.usage is not None
         assert third.usage.input_tokens > second.usage.input_tokens
         with pytest.raises(openai.NotFoundError, match="is not kept here"):
             client.responses.retrieve(first.id)
@@ -407,7 +332,7 @@ def test_a_response_goes_on_from_one_that_is_kept(client: openai.OpenAI, plain: 
 # -------------------------------------------------------------------------------------------------------- Anthropic
 
 
-def test_messages_whole_and_in_pieces(claude: anthropic.Anthropic, plain: LLM) -> None:
+def test_messages_whole_and_in_pieces(claude: Any, plain: LLM) -> None:
     long = "# Python " * 20  # more than a block, which the second request finds in the cache
     conversation: Any = [{"role": "system", "content": f"{long}\n# 3"}, *HELLO]
     want = plain.chat(conversation, SamplingParams(temperature=0, max_tokens=16))[0]
@@ -433,7 +358,7 @@ def test_messages_whole_and_in_pieces(claude: anthropic.Anthropic, plain: LLM) -
     assert claude.messages.count_tokens(**given).input_tokens == len(want.prompt_ids)
 
 
-def test_messages_go_on_from_the_assistants_own_words(claude: anthropic.Anthropic, plain: LLM) -> None:
+def test_messages_go_on_from_the_assistants_own_words(claude: Any, plain: LLM) -> None:
     conversation: Any = [*HELLO, {"role": "assistant", "content": "a, b):\n    return"}]
     ids = plain.apply_chat_template(conversation, continue_final_message=True)
     want = plain.generate([ids], SamplingParams(temperature=0, max_tokens=16))[0].text
@@ -445,7 +370,7 @@ def test_messages_go_on_from_the_assistants_own_words(claude: anthropic.Anthropi
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", want[2:5])
 
 
-def test_errors_of_messages(claude: anthropic.Anthropic) -> None:
+def test_errors_of_messages(claude: Any) -> None:
     import anthropic
 
     image: Any = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]

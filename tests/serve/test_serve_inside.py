@@ -46,15 +46,15 @@ pytestmark = pytest.mark.once("faults, whatever the speculation")
 JSON = [(b"content-type", b"application/json")]
 
 
-def alone(llm: LLM, **limits: float) -> Services:
+def alone(llm: LLM, names: tuple[str, ...] = ("small",), **limits: Any) -> Services:
     """A server of one model."""
-    own = Limits(**limits)  # type: ignore[arg-type]
-    return Services([Service(llm, ("small",), max_queue=own.max_queue)], limits=own)
+    own = Limits(**limits)
+    return Services([Service(llm, names, max_queue=own.max_queue)], limits=own)
 
 
 @asynccontextmanager
-async def served(llm: LLM, **limits: float) -> AsyncIterator[tuple[httpx.AsyncClient, Services]]:
-    service = alone(llm, **limits)
+async def served(llm: LLM, **options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Services]]:
+    service = alone(llm, **options)
     app = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=app, base_url="http://test", timeout=60) as client:
         try:
@@ -63,23 +63,23 @@ async def served(llm: LLM, **limits: float) -> AsyncIterator[tuple[httpx.AsyncCl
             service.close()
 
 
-async def posted(service: Services, send: Callable[[dict[str, Any]], Coroutine[Any, Any, None]], body: Any) -> None:
-    """Send a body to /v1/completions, whole; `send` takes the messages that answer it."""
-    messages = asyncio.Queue[dict[str, Any]]()
+async def posted(llm: LLM, send: Any, body: Any, **limits: Any) -> None:
+    """Send a whole body to /v1/completions; `send` takes the messages that answer it, and no place is left taken."""
+    service, messages = alone(llm, **limits), asyncio.Queue[dict[str, Any]]()
     messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
-    await make_app(service)(scope, messages.get, send)  # type: ignore[arg-type]
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
+    try:
+        await make_app(service)(scope, messages.get, send)
+        assert service.gate.num_taken == 0
+    finally:
+        service.close()
 
 
 def asked(**fields: Any) -> dict[str, Any]:
     return {"json": {"prompt": CODE, "max_tokens": 200, "temperature": 0, **fields}}
 
 
-def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("shipped", max_batch_size=2, **llm_options())
     real, num_steps = llm.engine.stepper.step, 0
 
@@ -90,63 +90,54 @@ def test_an_engine_that_fails_takes_all_with_it_and_is_not_ready(monkeypatch: py
             raise RuntimeError("the machine is on fire")
         return real(*given)
 
-    async def test() -> None:
-        async with served(llm) as (client, service):
-            assert (await client.get("/ready")).status_code == 200
-            monkeypatch.setattr(llm.engine.stepper, "step", step)
-            posts = [client.post("/v1/completions", **asked(stream=i == 0)) for i in range(4)]
-            streamed, *whole = await asyncio.gather(*posts)
-            assert [answer.status_code for answer in whole] == [500] * 3
-            assert all(answer.json()["error"]["type"] == "server_error" for answer in whole)
-            assert '"error":{"message":"' in streamed.text
-            assert "[DONE]" not in streamed.text
-            for path in ("/ready", "/health"):
-                answer = await client.get(path)
-                assert (answer.status_code, answer.json()["status"]) == (503, "failed")
-            assert (await client.post("/v1/completions", **asked())).status_code == 500
-            assert service.gate.num_taken == 0
-            metrics = (await client.get("/metrics")).text
-            assert 'request_success_total{finished_reason="error",model_name="small"} 4.0' in metrics
-
-    run(test)
+    async with served(llm) as (client, service):
+        assert (await client.get("/ready")).status_code == 200
+        monkeypatch.setattr(llm.engine.stepper, "step", step)
+        posts = [client.post("/v1/completions", **asked(stream=i == 0)) for i in range(4)]
+        streamed, *whole = await asyncio.gather(*posts)
+        assert [answer.status_code for answer in whole] == [500] * 3
+        assert all(answer.json()["error"]["type"] == "server_error" for answer in whole)
+        assert '"error":{"message":"' in streamed.text
+        assert "[DONE]" not in streamed.text
+        for path in ("/ready", "/health"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, "failed")
+        assert (await client.post("/v1/completions", **asked())).status_code == 500
+        assert service.gate.num_taken == 0
+        metrics = (await client.get("/metrics")).text
+        assert 'request_success_total{finished_reason="error",model_name="small"} 4.0' in metrics
 
 
-def test_an_engine_that_fails_on_what_no_route_asked_for_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_fails_on_what_no_route_asked_for_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("shipped", max_batch_size=2, **llm_options())
 
     def step(*_: Any) -> Any:
         raise RuntimeError("the machine is on fire")
 
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            monkeypatch.setattr(llm.engine.stepper, "step", step)
-            with pytest.raises(ForerunError):
-                await asyncio.to_thread(llm.generate, CODE, SamplingParams(max_tokens=4))
-            assert (await client.get("/ready")).status_code == 503
-
-    run(test)
+    async with served(llm) as (client, _):
+        monkeypatch.setattr(llm.engine.stepper, "step", step)
+        with pytest.raises(ForerunError):
+            await asyncio.to_thread(llm.generate, CODE, SamplingParams(max_tokens=4))
+        assert (await client.get("/ready")).status_code == 503
 
 
-def test_what_can_never_run_is_refused_before_it_is_made() -> None:
+async def test_what_can_never_run_is_refused_before_it_is_made() -> None:
     """One body may ask for millions of choices; and a text of megabytes holds up every other request while it is cut.
 
     Requests count up, whoever makes them.
     """
     llm = LLM("shipped", draft="none", max_batch_size=2)
 
-    async def test() -> None:
-        async with served(llm, max_queue=6) as (client, _):
-            before = llm.engine.make([5], SamplingParams())[0].seq.id
-            many = await client.post("/v1/completions", **asked(prompt=[[5]] * 200, n=50))
-            assert (many.status_code, "makes 10000 choices" in many.json()["error"]["message"]) == (400, True)
-            most = await client.post("/v1/completions", **asked(prompt=[[5]] * 4, n=2, max_tokens=1))
-            assert (most.status_code, len(most.json()["choices"])) == (200, 8)
-            assert llm.engine.make([5], SamplingParams())[0].seq.id == before + 9
-            for url in ("/tokenize", "/v1/completions"):
-                long = await client.post(url, json={"prompt": CODE * 100_000})
-                assert (long.status_code, "whatever they are" in long.json()["error"]["message"]) == (400, True)
-
-    run(test)
+    async with served(llm, max_queue=6) as (client, _):
+        before = llm.engine.make([5], SamplingParams())[0].seq.id
+        many = await client.post("/v1/completions", **asked(prompt=[[5]] * 200, n=50))
+        assert (many.status_code, "makes 10000 choices" in many.json()["error"]["message"]) == (400, True)
+        most = await client.post("/v1/completions", **asked(prompt=[[5]] * 4, n=2, max_tokens=1))
+        assert (most.status_code, len(most.json()["choices"])) == (200, 8)
+        assert llm.engine.make([5], SamplingParams())[0].seq.id == before + 9
+        for url in ("/tokenize", "/v1/completions"):
+            long = await client.post(url, json={"prompt": CODE * 100_000})
+            assert (long.status_code, "whatever they are" in long.json()["error"]["message"]) == (400, True)
 
 
 @asynccontextmanager
@@ -180,47 +171,39 @@ async def begun(service: Service, url: str, first: bytes) -> AsyncIterator[async
         await asyncio.gather(asking, return_exceptions=True)
 
 
-def test_bodies_that_do_not_end_take_no_place_and_little_memory() -> None:
+async def test_bodies_that_do_not_end_take_no_place_and_little_memory() -> None:
     """A place is taken when the body is whole: there are three, and 40 that wait for more. The oldest is given up."""
     llm = LLM("shipped", draft="none", max_batch_size=2)
 
-    async def test() -> None:
-        async with served(llm, max_queue=1, max_body_bytes=1000) as (client, service), AsyncExitStack() as stack:
-            for i in range(20):
-                for url in ("/v1/completions", ("/tokenize", "/page/api/x")[i % 2]):
-                    await stack.enter_async_context(begun(service, url, b"{"))
-            assert (service.gate.num_taken, service.arriving.num_bytes) == (0, 40)
-            assert (await client.post("/v1/completions", **asked(max_tokens=1))).status_code == 200
-        async with served(llm, max_body_bytes=1000) as (client, service), AsyncExitStack() as stack:
-            first, *others = [
-                await stack.enter_async_context(begun(service, "/tokenize", b" " * 999)) for _ in range(17)
-            ]
-            assert [(await first)[0]["status"], *(other.done() for other in others)] == [408, *[False] * 16]
-            assert service.arriving.num_bytes == 16 * 999
-            assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
-        assert service.arriving.num_bytes == 0
-
-    run(test)
+    async with served(llm, max_queue=1, max_body_bytes=1000) as (client, service), AsyncExitStack() as stack:
+        for i in range(20):
+            for url in ("/v1/completions", ("/tokenize", "/page/api/x")[i % 2]):
+                await stack.enter_async_context(begun(service, url, b"{"))
+        assert (service.gate.num_taken, service.arriving.num_bytes) == (0, 40)
+        assert (await client.post("/v1/completions", **asked(max_tokens=1))).status_code == 200
+    async with served(llm, max_body_bytes=1000) as (client, service), AsyncExitStack() as stack:
+        first, *others = [await stack.enter_async_context(begun(service, "/tokenize", b" " * 999)) for _ in range(17)]
+        assert [(await first)[0]["status"], *(other.done() for other in others)] == [408, *[False] * 16]
+        assert service.arriving.num_bytes == 16 * 999
+        assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+    assert service.arriving.num_bytes == 0
 
 
-def test_a_drafter_that_a_request_names_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drafter_that_a_request_names_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says, no file is looked for, and a name that no file may have is refused as any other is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     llm = LLM("shipped", draft="none", max_batch_size=2)
 
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            for name in ("a" * 300, "folder", "x\0y", "model:path=" + "b" * 300):
-                answer = await client.post("/v1/completions", **asked(speculation={"draft": name}))
-                message = answer.json()["error"]["message"]
-                assert (answer.status_code, "there is no drafter in this engine" in message) == (400, True), message
-                assert ("start it with" in message) == name.startswith("model:"), message
-
-    run(test)
+    async with served(llm) as (client, _):
+        for name in ("a" * 300, "folder", "x\0y", "model:path=" + "b" * 300):
+            answer = await client.post("/v1/completions", **asked(speculation={"draft": name}))
+            message = answer.json()["error"]["message"]
+            assert (answer.status_code, "there is no drafter in this engine" in message) == (400, True), message
+            assert ("start it with" in message) == name.startswith("model:"), message
 
 
-def test_what_goes_wrong_in_one_request_ends_that_one(
+async def test_what_goes_wrong_in_one_request_ends_that_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its text cannot be made, or the engine ends it; the one beside it is answered, and so is the next."""
@@ -232,7 +215,7 @@ def test_what_goes_wrong_in_one_request_ends_that_one(
             raise ValueError("no text for you")
         return real(self)
 
-    async def test() -> None:
+    with caplog.at_level(logging.CRITICAL):
         async with served(llm) as (client, service):
             monkeypatch.setattr(Request, "output", output)
             posts = [client.post("/v1/completions", **asked(seed=seed)) for seed in (13, 14)]
@@ -251,32 +234,26 @@ def test_what_goes_wrong_in_one_request_ends_that_one(
             assert (await client.get("/ready")).status_code == 200
             assert (await client.post("/v1/completions", **asked())).status_code == 200
             assert service.gate.num_taken == 0
-
-    with caplog.at_level(logging.CRITICAL):
-        run(test)
     assert llm.engine.runner.cache.free_tokens() == llm.engine.runner.cache.num_blocks * 16
 
 
-def test_a_stream_whose_steps_take_long_says_that_it_lives_and_one_that_takes_too_long_ends() -> None:
+async def test_a_stream_whose_steps_take_long_says_that_it_lives_and_one_that_takes_too_long_ends() -> None:
     llm = LLM("shipped", draft="none")  # as many steps as tokens
 
-    async def test() -> None:
-        wanted = asked(max_tokens=8, stream=True, seed=1, temperature=1.0)
-        async with served(llm) as (client, _):
-            at_once = await client.post("/v1/completions", **wanted)
-        async with served(llm, keep_alive_s=0.05) as (client, _):
-            end = llm.listen(lambda _: time.sleep(0.1))
-            slow = await client.post("/v1/completions", **wanted)
-            end()
-            assert KEEP_ALIVE not in at_once.content
-            assert slow.content.count(KEEP_ALIVE) > 2
-            assert events(slow.content.replace(KEEP_ALIVE, b"")) == events(at_once.content)
-        async with served(llm, request_timeout_s=0.2) as (client, service):
-            late = await client.post("/v1/completions", **asked(stream=True, max_tokens=2000, ignore_eos=True))
-            assert "more than 0.2 s" in events(late.content)[-1]["error"]["message"]
-            assert service.gate.num_taken == 0
-
-    run(test)
+    wanted = asked(max_tokens=8, stream=True, seed=1, temperature=1.0)
+    async with served(llm) as (client, _):
+        at_once = await client.post("/v1/completions", **wanted)
+    async with served(llm, keep_alive_s=0.05) as (client, _):
+        end = llm.listen(lambda _: time.sleep(0.1))
+        slow = await client.post("/v1/completions", **wanted)
+        end()
+        assert KEEP_ALIVE not in at_once.content
+        assert slow.content.count(KEEP_ALIVE) > 2
+        assert events(slow.content.replace(KEEP_ALIVE, b"")) == events(at_once.content)
+    async with served(llm, request_timeout_s=0.2) as (client, service):
+        late = await client.post("/v1/completions", **asked(stream=True, max_tokens=2000, ignore_eos=True))
+        assert "more than 0.2 s" in events(late.content)[-1]["error"]["message"]
+        assert service.gate.num_taken == 0
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
@@ -304,9 +281,8 @@ async def impatient() -> AsyncIterator[tuple[_Server, Callable[[bytes], Coroutin
     """A running server, and what sends bytes to it on a connection that takes little at once."""
     config = uvicorn.Config(large_or_small, http=Impatient, lifespan="off", log_config=None, timeout_keep_alive=60)
     server, listening = _Server(config), socket.create_server(("127.0.0.1", 0))
-    listening.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10
-    )  # what the system holds looks as if it were taken
+    # What the system holds looks as if it were taken.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
     serving, made = asyncio.create_task(server.serve([listening])), list[socket.socket]()
 
     async def ask(data: bytes) -> socket.socket:
@@ -336,199 +312,153 @@ async def until_cut(client: socket.socket) -> bytes:
     return got
 
 
-def test_connections_whose_clients_stand_still_are_cut() -> None:
+async def test_connections_whose_clients_stand_still_are_cut() -> None:
     """Readers that take nothing, first requests and later ones whose headers do not end; a slow reader stays."""
 
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        async with impatient() as (server, ask):
-            silent, idle = await ask(LARGE), await ask(SMALL)
-            again = await ask(SMALL + SMALL[:20])
-            assert await until_cut(await ask(SMALL[:20])) == b""
-            assert (await until_cut(again)).endswith(b"xx")
-            slow, taken = await ask(LARGE), 0
-            for _ in range(30):  # three times as long as a reader may take nothing
-                taken += len(await loop.sock_recv(slow, 1 << 20))
-                await asyncio.sleep(0.1)
-            while len(server.server_state.connections) > 2:  # the silent one is cut
-                await asyncio.sleep(0.02)
-            assert len(await until_cut(silent)) < 64 << 20
-            while taken < 64 << 20:
-                data = await loop.sock_recv(slow, 1 << 20)
-                assert data
-                taken += len(data)
-            assert (await loop.sock_recv(idle, 1 << 20)).endswith(b"xx")
-            await loop.sock_sendall(idle, SMALL)
-            assert (await loop.sock_recv(idle, 1 << 20)).endswith(b"xx")
-            slow.close()
-            idle.close()
-
-    run(test)
+    loop = asyncio.get_running_loop()
+    async with impatient() as (server, ask):
+        silent, idle = await ask(LARGE), await ask(SMALL)
+        again = await ask(SMALL + SMALL[:20])
+        assert await until_cut(await ask(SMALL[:20])) == b""
+        assert (await until_cut(again)).endswith(b"xx")
+        slow, taken = await ask(LARGE), 0
+        for _ in range(30):  # three times as long as a reader may take nothing
+            taken += len(await loop.sock_recv(slow, 1 << 20))
+            await asyncio.sleep(0.1)
+        while len(server.server_state.connections) > 2:  # the silent one is cut
+            await asyncio.sleep(0.02)
+        assert len(await until_cut(silent)) < 64 << 20
+        while taken < 64 << 20:
+            data = await loop.sock_recv(slow, 1 << 20)
+            assert data
+            taken += len(data)
+        assert (await loop.sock_recv(idle, 1 << 20)).endswith(b"xx")
+        await loop.sock_sendall(idle, SMALL)
+        assert (await loop.sock_recv(idle, 1 << 20)).endswith(b"xx")
+        slow.close()
+        idle.close()
 
 
-def test_a_second_signal_ends_a_server_that_waits_for_a_reader_alone() -> None:
-    async def test() -> None:
-        gate, loop = Gate(1, 1), asyncio.get_running_loop()
-        async with impatient() as (server, ask):
-            ending = asyncio.create_task(_end_on_signals(SimpleNamespace(gate=gate), server))  # type: ignore[arg-type]
-            reader = await ask(LARGE)
-            while not server.server_state.connections:
-                await asyncio.sleep(0.01)
-            signal.raise_signal(signal.SIGTERM)
-            while not server.should_exit:
-                await asyncio.sleep(0.01)
-            signal.raise_signal(signal.SIGTERM)
-            await ending
-            assert server.force_exit
-            assert reader.fileno() > 0
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-    run(test)
+async def test_a_second_signal_ends_a_server_that_waits_for_a_reader_alone() -> None:
+    gate, loop = Gate(1, 1), asyncio.get_running_loop()
+    async with impatient() as (server, ask):
+        ending = asyncio.create_task(_end_on_signals(SimpleNamespace(gate=gate), server))  # type: ignore[arg-type]
+        reader = await ask(LARGE)
+        while not server.server_state.connections:
+            await asyncio.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        while not server.should_exit:
+            await asyncio.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        await ending
+        assert server.force_exit
+        assert reader.fileno() > 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
-def test_when_to_come_again_is_told_by_requests_that_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_when_to_come_again_is_told_by_requests_that_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting tokens takes a moment, and so does a refusal."""
 
-    async def test() -> None:
-        gate, now_s = Gate(8, 1), 0.0
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
-        for num, seconds in [(1, 10.0)] * 60 + [(None, 0.0)] * 60:
-            with gate.enter() as place:
-                if num is not None:
-                    place.grow(num)
-                now_s += seconds
-        assert gate.retry_after_s() == 10
-        monkeypatch.undo()
-
-    run(test)
+    gate, now_s = Gate(8, 1), 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+    for num, seconds in [(1, 10.0)] * 60 + [(None, 0.0)] * 60:
+        with gate.enter() as place:
+            if num is not None:
+                place.grow(num)
+            now_s += seconds
+    assert gate.retry_after_s() == 10
+    monkeypatch.undo()
 
 
-def test_a_request_takes_and_gives_back_a_place_for_each_of_its_choices() -> None:
-    async def test() -> None:
-        gate = Gate(4, 2)
-        with gate.enter() as first, gate.enter() as second:
-            first.grow(2)
-            with pytest.raises(Refused, match="3 choices run or wait, of 4"):
-                second.grow(3)
-            second.grow(2)
-            with pytest.raises(Refused, match="4 choices run or wait, of 4"), gate.enter():
-                pass
-        assert (gate.num_taken, gate.is_empty.is_set()) == (0, True)
-
-    run(test)
+async def test_a_request_takes_and_gives_back_a_place_for_each_of_its_choices() -> None:
+    gate = Gate(4, 2)
+    with gate.enter() as first, gate.enter() as second:
+        first.grow(2)
+        with pytest.raises(Refused, match="3 choices run or wait, of 4"):
+            second.grow(3)
+        second.grow(2)
+        with pytest.raises(Refused, match="4 choices run or wait, of 4"), gate.enter():
+            pass
+    assert (gate.num_taken, gate.is_empty.is_set()) == (0, True)
 
 
-def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
+async def test_a_stream_gives_signs_of_life_while_its_prompt_is_read() -> None:
     llm = LLM("shipped", **llm_options(), max_num_batched_tokens=16, max_batch_size=4)
     sent: list[bytes] = []
 
-    async def test() -> None:
-        service = alone(llm, keep_alive_s=0.05)
-        body = {"prompt": CODE * 60, "max_tokens": 1, "ignore_eos": True, "stream": True}
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message.get("body", b""))
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message.get("body", b""))
-
-        try:
-            await posted(service, send, body)
-        finally:
-            service.close()
-
-    run(test)
+    body = {"prompt": CODE * 60, "max_tokens": 1, "ignore_eos": True, "stream": True}
+    await posted(llm, send, body, keep_alive_s=0.05)
     assert KEEP_ALIVE in sent  # though each chunk of the prompt woke the stream
     assert b"".join(sent).rstrip().endswith(b"data: [DONE]")
 
 
-def test_a_stream_whose_answer_is_over_before_its_reader_takes_anything_has_its_text() -> None:
+async def test_a_stream_whose_answer_is_over_before_its_reader_takes_anything_has_its_text() -> None:
     llm = LLM("shipped", **llm_options())
     sent: list[bytes] = []
     seen: list[Request] = []
+    llm.listen(lambda _: seen.extend(llm.engine.scheduler.running))
 
-    async def test() -> None:
-        service = alone(llm)
-        body = {"prompt": CODE, "max_tokens": 4, "temperature": 0, "stream": True}
-        llm.listen(lambda _: seen.extend(llm.engine.scheduler.running))
+    async def send(message: dict[str, Any]) -> None:
+        while not seen or llm.engine.scheduler.running:
+            await asyncio.sleep(0.001)
+        sent.append(message.get("body", b""))
 
-        async def send(message: dict[str, Any]) -> None:
-            while not seen or llm.engine.scheduler.running:
-                await asyncio.sleep(0.001)
-            sent.append(message.get("body", b""))
-
-        try:
-            await posted(service, send, body)
-        finally:
-            service.close()
-
-    run(test)
-    events = [json.loads(line[6:]) for line in b"".join(sent).splitlines() if line.startswith(b"data: {")]
+    await posted(llm, send, {"prompt": CODE, "max_tokens": 4, "temperature": 0, "stream": True})
     (plain,) = llm.generate(CODE, SamplingParams(max_tokens=4, temperature=0))
-    assert "".join(choice["text"] for event in events for choice in event["choices"]) == plain.text != ""
+    told = [choice["text"] for event in events(b"".join(sent)) for choice in event["choices"]]
+    assert "".join(told) == plain.text != ""
 
 
-def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCaptureFixture) -> None:
-    llm = LLM("shipped", **llm_options())
+async def test_a_reader_that_takes_nothing_loses_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
 
-    async def test() -> None:
-        service = alone(llm, stall_timeout_s=0.05)
-        body = {"prompt": CODE, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-
-        async def send(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        try:
-            await posted(service, send, body)
-            assert service.gate.num_taken == 0
-        finally:
-            service.close()
-
+    body = {"prompt": CODE, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with caplog.at_level(logging.INFO, "forerun.serve.requests"):
-        run(test)
+        await posted(LLM("shipped", **llm_options()), send, body, stall_timeout_s=0.05)
     assert "'reason': 'stalled'" in caplog.text
 
 
-def test_patience() -> None:
+async def test_patience() -> None:
     """A short wait behind a long one, a wait that is in time behind one that was not, and a cancellation of others."""
 
-    async def test() -> None:
-        patience = Patience()
-        assert await patience.wait(asyncio.sleep(0, "done"), 60) == "done"
-        for _ in range(2):
-            with pytest.raises(TimeoutError):
-                await patience.wait(asyncio.Event().wait(), 0.01)
-            assert await patience.wait(asyncio.sleep(0.03, "done"), 60) == "done"
-        await asyncio.sleep(0.02)  # nothing waits: nobody is cancelled
+    patience = Patience()
+    assert await patience.wait(asyncio.sleep(0, "done"), 60) == "done"
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await patience.wait(asyncio.Event().wait(), 0.01)
+        assert await patience.wait(asyncio.sleep(0.03, "done"), 60) == "done"
+    await asyncio.sleep(0.02)  # nothing waits: nobody is cancelled
 
-        async def waiting() -> None:
-            await Patience().wait(asyncio.Event().wait(), 60)
+    async def waiting() -> None:
+        await Patience().wait(asyncio.Event().wait(), 60)
 
-        task = asyncio.create_task(waiting())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run(test)
+    task = asyncio.create_task(waiting())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
-def test_a_model_without_a_template_refuses_conversations(checkpoints: Any) -> None:
+async def test_a_model_without_a_template_refuses_conversations(checkpoints: Any) -> None:
     llm = LLM(checkpoints / "llama", **llm_options())
 
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            hello = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-            for url, body in (
-                ("/v1/chat/completions", hello),
-                ("/v1/messages", hello),
-                ("/v1/messages/count_tokens", hello),
-                ("/v1/responses", {"input": "x"}),
-            ):
-                answer = await client.post(url, json=body)
-                assert (answer.status_code, "chat template" in answer.json()["error"]["message"]) == (400, True)
-            assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
-
-    run(test)
+    async with served(llm) as (client, _):
+        hello = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        for url, body in (
+            ("/v1/chat/completions", hello),
+            ("/v1/messages", hello),
+            ("/v1/messages/count_tokens", hello),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            answer = await client.post(url, json=body)
+            assert (answer.status_code, "chat template" in answer.json()["error"]["message"]) == (400, True)
+        assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
 def ask_for_what_is_described(server: Running, num_examples: int) -> dict[str, set[int]]:
@@ -539,19 +469,13 @@ def ask_for_what_is_described(server: Running, num_examples: int) -> dict[str, s
     return seen
 
 
-def test_lists_of_models_have_no_places_of_files() -> None:
+async def test_lists_of_models_have_no_places_of_files() -> None:
     llm = LLM("shipped", draft="none", max_batch_size=2)
 
-    async def test() -> None:
-        services = Services([Service(llm, ("small", "/srv/models/small"))])
-        app = httpx.ASGITransport(make_app(services))
-        async with httpx.AsyncClient(transport=app, base_url="http://test") as client:
-            listed = (await client.get("/v1/models")).json()
-            assert ([one["id"] for one in listed["data"]], listed["last_id"]) == (["small"], "small")
-            assert (await client.get("/v1/models//srv/models/small")).status_code == 200  # who knows it may say it
-        services.close()
-
-    run(test)
+    async with served(llm, names=("small", "/srv/models/small")) as (client, _):
+        listed = (await client.get("/v1/models")).json()
+        assert ([one["id"] for one in listed["data"]], listed["last_id"]) == (["small"], "small")
+        assert (await client.get("/v1/models//srv/models/small")).status_code == 200  # who knows it may say it
 
 
 def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,25 +557,21 @@ def test_a_server_that_has_ended_leaves_logging_as_it_was() -> None:
     assert [logging.getLogger(name).level for name in names] == before
 
 
-def test_a_request_is_a_span_below_the_clients_own() -> None:
+async def test_a_request_is_a_span_below_the_clients_own() -> None:
     """Where OpenTelemetry is set up; what the log says of a request is in the span, its text is not."""
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     trace.set_tracer_provider(provider)
     parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
 
-    async def test() -> None:
+    try:
         async with served(LLM("shipped", max_batch_size=2, **llm_options())) as (client, _):
             good = await client.post("/v1/completions", **asked(max_tokens=8), headers=parent)
             bad = await client.post("/v1/completions", **asked(max_tokens=-2), headers=parent)
             assert (good.status_code, bad.status_code) == (200, 400)
-
-    try:
-        run(test)
     finally:
-        spans = [
-            span for span in kept.get_finished_spans() if span.name == "/v1/completions"
-        ]  # FastAPI has its own, too
+        # FastAPI has its own, too.
+        spans = [span for span in kept.get_finished_spans() if span.name == "/v1/completions"]
         provider.shutdown()
     for span, status in zip(spans, (200, 400), strict=True):
         assert (span.context.trace_id, span.parent.span_id) == (int("ab" * 16, 16), int("cd" * 8, 16))
@@ -660,30 +580,27 @@ def test_a_request_is_a_span_below_the_clients_own() -> None:
         assert CODE not in str(dict(span.attributes))
 
 
-def test_a_page_takes_what_the_context_allows() -> None:
+async def test_a_page_takes_what_the_context_allows() -> None:
     """And says what to do with more; the limit of all bodies holds there, too."""
     llm = LLM("shipped", draft="none", max_batch_size=1)
-
-    async def test() -> None:
-        for most_bytes, most, option in ((4 << 20, 40_000, "--max-seq-len"), (9_000, 9_000, "--max-body-bytes")):
-            service = alone(llm, max_body_bytes=most_bytes)
-            service.first.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=5_000))  # type: ignore[assignment]
-            page = Door(answered, service, None, ("/lab",), Origins())
-            try:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url="http://test") as client:
-                    for length, status in ((most, 200), (most + 1, 413)):
-                        body = json.dumps("x" * (length - 2)).encode()
-                        headers = {"content-type": "application/json"}
-                        answer = await client.post("/lab/api/live", content=body, headers=headers)
-                        assert answer.status_code == status
-                    message = answer.json()["error"]["message"]
-                    assert f"takes {most:,} bytes at once, and this has {most + 1:,}: shorten it" in message
-                    assert message.endswith(f"or raise {option}")
-            finally:
-                service.first.llm = llm
-                service.close()
 
     async def answered(scope: Any, receive: Any, send: Any) -> None:
         await JSONResponse({})(scope, receive, send)
 
-    run(test)
+    for most_bytes, most, option in ((4 << 20, 40_000, "--max-seq-len"), (9_000, 9_000, "--max-body-bytes")):
+        service = alone(llm, max_body_bytes=most_bytes)
+        service.first.llm = SimpleNamespace(engine=SimpleNamespace(max_seq_len=5_000))  # type: ignore[assignment]
+        page = Door(answered, service, None, ("/lab",), Origins())
+        try:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url="http://test") as client:
+                for length, status in ((most, 200), (most + 1, 413)):
+                    body = json.dumps("x" * (length - 2)).encode()
+                    headers = {"content-type": "application/json"}
+                    answer = await client.post("/lab/api/live", content=body, headers=headers)
+                    assert answer.status_code == status
+                message = answer.json()["error"]["message"]
+                assert f"takes {most:,} bytes at once, and this has {most + 1:,}: shorten it" in message
+                assert message.endswith(f"or raise {option}")
+        finally:
+            service.first.llm = llm
+            service.close()

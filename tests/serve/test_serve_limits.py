@@ -67,10 +67,8 @@ def test_the_lab_has_the_limits_of_the_server(strict: Running) -> None:
 
 def test_agents_are_told_what_was_ignored(strict: Running) -> None:
     answer = strict.http.post("/v1/responses", json={**CODEX, "max_output_tokens": 4, "temperature": 0})
-    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (
-        200,
-        "tools[1], reasoning.summary, tools, reasoning_effort",
-    )
+    ignored = "tools[1], reasoning.summary, tools, reasoning_effort"
+    assert (answer.status_code, answer.headers["x-forerun-ignored"]) == (200, ignored)
     assert answer.text.count("event: response.output_text.delta") in range(1, 5)
     answer = strict.http.post("/v1/messages?beta=true", json={**CLAUDE_CODE, "stop_sequences": [" "]})
     ignored = "context_management, tools, reasoning_effort, max_tokens"
@@ -256,12 +254,10 @@ def test_sigterm_lets_accepted_requests_finish() -> None:
             wait_for(lambda: running.metric("forerun:num_requests_waiting") == 8)
             running.process.send_signal(signal.SIGTERM)
             wait_for(lambda: running.http.get("/ready").status_code == 503)
-            turned = running.http.post("/v1/completions", json=asked)
-            assert code(turned) == (503, "draining")
-            assert int(turned.headers["retry-after"]) >= 1
-            turned = running.http.post("/lab/api/theory", json={"calls": []})
-            assert code(turned) == (503, "draining")
-            assert int(turned.headers["retry-after"]) >= 1
+            for url, body in (("/v1/completions", asked), ("/lab/api/theory", {"calls": []})):
+                turned = running.http.post(url, json=body)
+                assert code(turned) == (503, "draining")
+                assert int(turned.headers["retry-after"]) >= 1
             assert running.http.get("/lab/").status_code == 200
             assert running.http.get("/health").status_code == 200
             assert [answer.result() for answer in answers] == [alone[num] for num in lengths]

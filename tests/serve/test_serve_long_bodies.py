@@ -19,7 +19,7 @@ from forerun.serve.bodies import MOST_ENTRIES
 from forerun.serve.events import as_json, in_slices
 from forerun.serve.texts import TextOptions, Texts
 from serve.running import CODE
-from serve.test_serve_inside import asked, run, served
+from serve.test_serve_inside import asked, served
 from speculation import llm_options
 
 pytestmark = pytest.mark.once("texts, whatever the speculation")
@@ -51,7 +51,7 @@ ATTACKS: dict[str, tuple[str, dict[str, Any], int, str]] = {
 }
 
 
-def test_a_request_beside_long_bodies_is_late_by_two_steps_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_beside_long_bodies_is_late_by_two_steps_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the bodies are, four times each; and this process reads none of them."""
     llm = LLM("shipped", draft="none", max_batch_size=4)
     lengths, real, num_steps = list[int](), Texts.work, 0
@@ -65,33 +65,30 @@ def test_a_request_beside_long_bodies_is_late_by_two_steps_at_most(monkeypatch: 
         num_steps += 1
         time.sleep(0.05)  # longer than a short body takes
 
-    async def test() -> None:
-        async with served(llm) as (client, service):
-            going = asyncio.create_task(client.post("/v1/completions", **asked(max_tokens=2000, ignore_eos=True)))
-            await client.post("/tokenize", json={"prompt": WORD})  # the process starts
-            assert service.aside.pid not in (None, os.getpid())
-            end = llm.listen(count)
-            for name, (url, fields, status, said) in ATTACKS.items():
-                body = json.dumps(fields).encode()
-                assert aside.LONG_BYTES < len(body) < service.limits.max_body_bytes
-                headers = {"content-type": "application/json"}
-                attacks = [asyncio.create_task(client.post(url, content=body, headers=headers)) for _ in range(4)]
-                await asyncio.sleep(0.01)
-                before = num_steps
-                answer = await client.post("/v1/completions", **asked(prompt="def f(", max_tokens=1))
-                assert (answer.status_code, num_steps - before <= MOST_STEPS) == (200, True), (name, num_steps - before)
-                for attack in await asyncio.gather(*attacks):
-                    assert (attack.status_code, said in attack.text) == (status, True), (name, attack.text[:500])
-            end()
-            going.cancel()
-
     monkeypatch.setattr(Texts, "work", work)
-    run(test)
+    async with served(llm) as (client, service):
+        going = asyncio.create_task(client.post("/v1/completions", **asked(max_tokens=2000, ignore_eos=True)))
+        await client.post("/tokenize", json={"prompt": WORD})  # the process starts
+        assert service.aside.pid not in (None, os.getpid())
+        end = llm.listen(count)
+        for name, (url, fields, status, said) in ATTACKS.items():
+            body = json.dumps(fields).encode()
+            assert aside.LONG_BYTES < len(body) < service.limits.max_body_bytes
+            headers = {"content-type": "application/json"}
+            attacks = [asyncio.create_task(client.post(url, content=body, headers=headers)) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            before = num_steps
+            answer = await client.post("/v1/completions", **asked(prompt="def f(", max_tokens=1))
+            assert (answer.status_code, num_steps - before <= MOST_STEPS) == (200, True), (name, num_steps - before)
+            for attack in await asyncio.gather(*attacks):
+                assert (attack.status_code, said in attack.text) == (status, True), (name, attack.text[:500])
+        end()
+        going.cancel()
     assert lengths
     assert max(lengths) <= aside.LONG_BYTES
 
 
-def test_long_and_short_bodies_are_answered_alike() -> None:
+async def test_long_and_short_bodies_are_answered_alike() -> None:
     """The process makes what a thread makes, errors included; and it is started anew where it ended."""
     llm = LLM("shipped", **llm_options())
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -108,22 +105,18 @@ def test_long_and_short_bodies_are_answered_alike() -> None:
         ("/v1/completions", {"prompt": [5] * 50, "nothing": 1}),
     ]
 
-    async def test() -> None:
-        async with served(llm) as (client, service):
-            for i, (url, fields) in enumerate(bodies):
-                body, headers = json.dumps(fields).encode(), {"content-type": "application/json"}
-                short, long = [
-                    await client.post(url, content=sent, headers=headers)
-                    for sent in (body, body + b" " * aside.LONG_BYTES)
-                ]
-                assert (short.status_code, known(short.json())) == (long.status_code, known(long.json()))
-                if i == 0:
-                    pid = service.aside.pid
-                    assert pid is not None
-                    os.kill(pid, 9)  # nobody is told: the next one is read by another process
-            assert service.aside.pid not in (None, pid)
-
-    run(test)
+    async with served(llm) as (client, service):
+        for i, (url, fields) in enumerate(bodies):
+            body, headers = json.dumps(fields).encode(), {"content-type": "application/json"}
+            short, long = [
+                await client.post(url, content=sent, headers=headers) for sent in (body, body + b" " * aside.LONG_BYTES)
+            ]
+            assert (short.status_code, known(short.json())) == (long.status_code, known(long.json()))
+            if i == 0:
+                pid = service.aside.pid
+                assert pid is not None
+                os.kill(pid, 9)  # nobody is told: the next one is read by another process
+        assert service.aside.pid not in (None, pid)
 
 
 def test_what_ends_every_process_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,37 +141,34 @@ def known(answer: dict[str, Any]) -> str:
     return re.sub("[0-9a-f]{24}", "ID", json.dumps({k: v for k, v in answer.items() if k not in differs}))
 
 
-def test_fields_have_limits() -> None:
+async def test_fields_have_limits() -> None:
     llm = LLM("shipped", draft="none", max_batch_size=2, max_seq_len=64)
 
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            most: dict[str, Any] = {
-                "bad_words": ["w"] * MOST_ENTRIES["bad_words"],
-                "stop": ["w" * 1024] * MOST_ENTRIES["stop"],
-                "stop_token_ids": [5] * MOST_ENTRIES["stop_token_ids"],
-                "logit_bias": {str(i): -1 for i in range(llm.engine.runner.num_ids)},
-                "prediction": [5] * 64,
-                "cache_salt": "s" * 1024,
-            }
-            one_more: dict[str, Any] = {
-                "bad_words": [*most["bad_words"], "w"],
-                "stop": [*most["stop"][1:], "w" * 1025],
-                "stop_token_ids": [*most["stop_token_ids"], 5],
-                "logit_bias": {str(i): -1 for i in range(MOST_ENTRIES["logit_bias"] + 1)},
-                "prediction": [5] * 65,
-                "cache_salt": "s" * 1025,
-                "acceptance": "ratio:" + " " * 1025,
-                "draft": "none:" + " " * 1025,
-            }
-            assert (await client.post("/v1/completions", **asked(**most, max_tokens=1))).status_code == 200
-            for name, value in one_more.items():
-                answer = await client.post("/v1/completions", **asked(**{name: value}, max_tokens=1))
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
-            many = await client.post("/v1/completions", **asked(bad_words=["w" * 512] * 129, max_tokens=1))
-            assert "at most 65,536 characters in all its texts, not 66,048" in many.json()["error"]["message"]
-
-    run(test)
+    async with served(llm) as (client, _):
+        most: dict[str, Any] = {
+            "bad_words": ["w"] * MOST_ENTRIES["bad_words"],
+            "stop": ["w" * 1024] * MOST_ENTRIES["stop"],
+            "stop_token_ids": [5] * MOST_ENTRIES["stop_token_ids"],
+            "logit_bias": {str(i): -1 for i in range(llm.engine.runner.num_ids)},
+            "prediction": [5] * 64,
+            "cache_salt": "s" * 1024,
+        }
+        one_more: dict[str, Any] = {
+            "bad_words": [*most["bad_words"], "w"],
+            "stop": [*most["stop"][1:], "w" * 1025],
+            "stop_token_ids": [*most["stop_token_ids"], 5],
+            "logit_bias": {str(i): -1 for i in range(MOST_ENTRIES["logit_bias"] + 1)},
+            "prediction": [5] * 65,
+            "cache_salt": "s" * 1025,
+            "acceptance": "ratio:" + " " * 1025,
+            "draft": "none:" + " " * 1025,
+        }
+        assert (await client.post("/v1/completions", **asked(**most, max_tokens=1))).status_code == 200
+        for name, value in one_more.items():
+            answer = await client.post("/v1/completions", **asked(**{name: value}, max_tokens=1))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
+        many = await client.post("/v1/completions", **asked(bad_words=["w" * 512] * 129, max_tokens=1))
+        assert "at most 65,536 characters in all its texts, not 66,048" in many.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("num", [1, 40, 3000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import gzip
 import http.client
@@ -29,6 +28,7 @@ from serve.running import CODE, Running, serving
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
 JSON = {"content-type": "application/json"}
+KEY = {"authorization": "Bearer secret"}
 FRIEND = "https://chat.example.org"
 
 
@@ -76,12 +76,7 @@ def test_only_pages_of_the_server_and_its_friends_make_it_compute(friendly: Runn
             assert ask(friendly, path, host=host, **said) == (403, "host_not_allowed"), host
     for origin in (f"http://{own}", FRIEND, FRIEND.upper(), f"http://localhost:{port}"):
         assert ask(friendly, origin=origin, **said)[0] == 200, origin
-    for origin in (
-        "http://evil.example",
-        "null",
-        f"{FRIEND}.evil.example",
-        "http://127.0.0.1",
-    ):
+    for origin in ("http://evil.example", "null", f"{FRIEND}.evil.example", "http://127.0.0.1"):
         for path in ("/v1/completions", "/tokenize", "/lab/api/theory"):
             assert ask(friendly, path, origin=origin, **said) == (403, "origin_not_allowed"), origin
     for kind in (
@@ -191,29 +186,26 @@ def test_default_ports_and_names_of_this_machine_are_one_origin(origin: str, hos
         )
 
 
-def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read() -> None:
+async def test_probes_are_answered_by_any_name_and_nothing_else_that_a_page_could_read() -> None:
     """Also where the engine has failed: then the reason is for those who call the server by its own name."""
     llm = LLM("shipped", draft="none", max_batch_size=1)
 
-    async def test() -> None:
-        service = Services([Service(llm, ("small",))])
-        app = httpx.ASGITransport(make_app(service, origins=origins_of(ServerOptions(host="0.0.0.0"))))
-        try:
-            async with httpx.AsyncClient(transport=app, base_url="http://evil.example", timeout=60) as client:
-                for path in ("/health", "/ready"):
-                    assert (await client.get(path)).json() == {"status": "ok"}
-                    assert (await client.post(path)).status_code == 403
-                for path in ("/metrics", "/openapi.json", "/v1/models", "/v1/models/small", "/lab/", "/nowhere"):
-                    answer = await client.get(path)
-                    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed"), path
-                service.first.failure = InternalError("a secret")
-                assert (await client.get("/health")).json() == {"status": "failed"}
-                own = await client.get("/health", headers={"host": "10.0.0.1:8000"})
-                assert own.json() == {"status": "failed", "message": "a secret"}
-        finally:
-            service.close()
-
-    asyncio.run(test())
+    service = Services([Service(llm, ("small",))])
+    app = httpx.ASGITransport(make_app(service, origins=origins_of(ServerOptions(host="0.0.0.0"))))
+    try:
+        async with httpx.AsyncClient(transport=app, base_url="http://evil.example", timeout=60) as client:
+            for path in ("/health", "/ready"):
+                assert (await client.get(path)).json() == {"status": "ok"}
+                assert (await client.post(path)).status_code == 403
+            for path in ("/metrics", "/openapi.json", "/v1/models", "/v1/models/small", "/lab/", "/nowhere"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed"), path
+            service.first.failure = InternalError("a secret")
+            assert (await client.get("/health")).json() == {"status": "failed"}
+            own = await client.get("/health", headers={"host": "10.0.0.1:8000"})
+            assert own.json() == {"status": "failed", "message": "a secret"}
+    finally:
+        service.close()
 
 
 @pytest.fixture(scope="module")
@@ -241,33 +233,31 @@ def test_a_browser_that_asks_first_is_answered_without_the_key(keyed: Running) -
     assert asked.headers["access-control-allow-private-network"] == "true"
     assert "x-api-key" in asked.headers["access-control-allow-headers"]
     assert keyed.http.options("/v1/models").status_code == 401  # it asks for nothing
-    key = {"authorization": "Bearer secret"}
-    assert keyed.http.options("/v1/models", headers={**key, **ORIGIN}).status_code == 405
+    assert keyed.http.options("/v1/models", headers={**KEY, **ORIGIN}).status_code == 405
     for answer, status in (
-        (keyed.http.get("/v1/models", headers={**ORIGIN, **key}), 200),
+        (keyed.http.get("/v1/models", headers={**ORIGIN, **KEY}), 200),
         (keyed.http.get("/v1/models", headers=ORIGIN), 401),
-        (keyed.http.post("/v1/completions", headers={**ORIGIN, **key}, json={}), 400),
+        (keyed.http.post("/v1/completions", headers={**ORIGIN, **KEY}, json={}), 400),
     ):
         assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (status, ORIGIN["origin"])
         assert answer.headers["vary"] == "Origin"
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
     body = {"prompt": CODE, "max_tokens": 2, "stream": True}
-    streamed = keyed.http.post("/v1/completions", headers={**ORIGIN, **key}, json=body)
+    streamed = keyed.http.post("/v1/completions", headers={**ORIGIN, **KEY}, json=body)
     assert (streamed.status_code, streamed.headers["access-control-allow-origin"]) == (200, ORIGIN["origin"])
 
 
 def test_an_answer_that_is_kept_is_not_shown_to_another_page(keyed: Running) -> None:
-    key = {"authorization": "Bearer secret"}
     for headers in ({}, {"origin": "https://evil.example"}, ORIGIN):
-        answer = keyed.http.get("/v1/models", headers={**key, **headers})
+        answer = keyed.http.get("/v1/models", headers={**KEY, **headers})
         assert answer.headers["vary"] == "Origin"
 
 
 def test_other_pages_are_told_nothing(keyed: Running) -> None:
-    evil, key = {"origin": "https://evil.example"}, {"authorization": "Bearer secret"}
+    evil = {"origin": "https://evil.example"}
     asked = keyed.http.options("/v1/completions", headers={**ASKS, **evil})
     assert (asked.status_code, asked.json()["error"]["code"]) == (403, "origin_not_allowed")
-    for answer in (asked, keyed.http.get("/v1/models", headers={**evil, **key}), keyed.http.get("/health")):
+    for answer in (asked, keyed.http.get("/v1/models", headers={**evil, **KEY}), keyed.http.get("/health")):
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 

@@ -74,14 +74,13 @@ def test_a_body_chooses_the_model(two: Running) -> None:
     params = SamplingParams(max_tokens=16, temperature=0)
     (expected,) = LLM("shipped", draft="none").generate(CODE, params)
     reports = {}
+    asked: Any = {"prompt": CODE, "max_tokens": 16, "temperature": 0}
+    asked["extra_body"] = {"speculation": {"report": True}}
     for model in told:
-        fields = {"speculation": {"report": True}}
-        answer = client.completions.create(model=model, prompt=CODE, max_tokens=16, temperature=0, extra_body=fields)
+        answer = client.completions.create(model=model, **asked)
         assert (answer.model, answer.choices[0].text) == (model, expected.text)
         reports[model] = answer.to_dict()["forerun"]["draft"]
-        chunks = client.completions.create(
-            model=model, prompt=CODE, max_tokens=16, temperature=0, extra_body=fields, stream=True
-        )
+        chunks = client.completions.create(model=model, stream=True, **asked)
         assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
     assert reports["plain"] == "none" != reports["small"]
     assert two.http.post("/v1/completions", json={"prompt": CODE, "max_tokens": 1}).json()["model"] == "small"
@@ -98,11 +97,9 @@ def test_a_long_body_chooses_it_too(two: Running) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_an_unknown_model_is_refused_with_the_names_that_are_there(two: Running, path: str) -> None:
-    asked = {"prompt": CODE, "messages": [{"role": "user", "content": CODE}], "input": CODE}
-    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
-    answer = two.http.post(path, json={"model": "gpt-5", field: asked[field], "max_tokens": 2})
-    if path == "/v1/responses":
-        answer = two.http.post(path, json={"model": "gpt-5", field: asked[field]})
+    talk = {"messages": [{"role": "user", "content": CODE}], "max_tokens": 2}
+    asked = {"/v1/completions": {"prompt": CODE}, "/v1/responses": {"input": CODE}}.get(path, talk)
+    answer = two.http.post(path, json={"model": "gpt-5", **asked})
     assert answer.status_code == 404
     assert "'small' or 'plain'" in answer.json()["error"]["message"]
     assert two.http.get("/v1/models/gpt-5").status_code == 404

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +31,27 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     )
 
 
-def test_a_budget_of_messages_is_held_beside_a_draft_model(llm: LLM) -> None:
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            for budget in (0, 1, 2, 3, 7, 12):
-                thinking = {"type": "enabled", "budget_tokens": budget}
-                body: dict[str, Any] = {"model": "small", "max_tokens": 30, "messages": ASKED, "thinking": thinking}
-                answers = [
-                    await client.post("/v1/messages", json={**body, "temperature": 0, **draft})
-                    for draft in ({}, {"draft": "none"})
-                ]
-                assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-                drafted, plain = (answer.json() for answer in answers)
-                assert drafted["content"] == plain["content"]
-                assert [part["type"] for part in plain["content"]] == ["thinking", "text"][budget == 0 :]
-
-    asyncio.run(test())
+async def test_a_budget_of_messages_is_held_beside_a_draft_model(llm: LLM) -> None:
+    async with served(llm) as (client, _):
+        for budget in (0, 1, 2, 3, 7, 12):
+            thinking = {"type": "enabled", "budget_tokens": budget}
+            body: dict[str, Any] = {"model": "small", "max_tokens": 30, "messages": ASKED, "thinking": thinking}
+            answers = [
+                await client.post("/v1/messages", json={**body, "temperature": 0, **draft})
+                for draft in ({}, {"draft": "none"})
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+            drafted, plain = (answer.json() for answer in answers)
+            assert drafted["content"] == plain["content"]
+            assert [part["type"] for part in plain["content"]] == ["thinking", "text"][budget == 0 :]
 
 
-def test_what_code_says_that_gives_up_is_told_to_nobody(llm: LLM) -> None:
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            body = {"prompt": "x", "grammar": 'start: (text "b")+\ntext[lazy]: /[ac]*/'}
-            answer = await client.post("/v1/completions", json=body)
-            said = answer.json()["error"]["message"]
-            assert answer.status_code == 400
-            assert said == (
-                "grammar cannot be honoured: llguidance, which reads it, fails on it; change it, or leave it out"
-            )
-
-    asyncio.run(test())
+async def test_what_code_says_that_gives_up_is_told_to_nobody(llm: LLM) -> None:
+    async with served(llm) as (client, _):
+        body = {"prompt": "x", "grammar": 'start: (text "b")+\ntext[lazy]: /[ac]*/'}
+        answer = await client.post("/v1/completions", json=body)
+        said = answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert said == (
+            "grammar cannot be honoured: llguidance, which reads it, fails on it; change it, or leave it out"
+        )

@@ -26,7 +26,7 @@ from forerun.serve.options import ServerOptions
 from forerun.serve.service import MOST_ARRIVING
 from forerun.serve.turns import MOST_AT_ONCE, Turns, new_loop
 from serve.running import CODE, Running, wait_for
-from serve.test_serve_inside import begun, run, served
+from serve.test_serve_inside import begun, served
 from speculation import llm_options
 
 pytestmark = pytest.mark.once("connections and bodies, whatever the speculation")
@@ -106,63 +106,54 @@ def test_a_server_runs_in_such_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------------------- bodies
 
 
-def test_the_number_of_bodies_that_do_not_end_is_bounded() -> None:
+async def test_the_number_of_bodies_that_do_not_end_is_bounded() -> None:
     """The oldest is given up, with a word, and whoever sends a body at once is answered."""
     llm = LLM("shipped", draft="none", max_batch_size=2)
 
-    async def test() -> None:
-        async with served(llm, max_queue=3) as (client, services), AsyncExitStack() as stack:
-            assert services.arriving._most == MOST_ARRIVING
-            services.arriving = Arriving(5, 1 << 20)
-            all_of_them = [await stack.enter_async_context(begun(services, "/tokenize", b"{")) for _ in range(7)]
-            first, second, *others = all_of_them
-            for one in (first, second):
-                start, body = await one
-                assert start["status"] == 408
-                assert b"while there was room for it: send it faster" in body["body"]
-            assert not any(one.done() for one in others)
-            assert services.arriving.num == 5
-            assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
-        assert services.arriving.num == 0
-
-    run(test)
+    async with served(llm, max_queue=3) as (client, services), AsyncExitStack() as stack:
+        assert services.arriving._most == MOST_ARRIVING
+        services.arriving = Arriving(5, 1 << 20)
+        all_of_them = [await stack.enter_async_context(begun(services, "/tokenize", b"{")) for _ in range(7)]
+        first, second, *others = all_of_them
+        for one in (first, second):
+            start, body = await one
+            assert start["status"] == 408
+            assert b"while there was room for it: send it faster" in body["body"]
+        assert not any(one.done() for one in others)
+        assert services.arriving.num == 5
+        assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+    assert services.arriving.num == 0
 
 
-def test_ids_of_a_text_are_no_more_than_the_context_has() -> None:
+async def test_ids_of_a_text_are_no_more_than_the_context_has() -> None:
     llm = LLM("shipped", draft="none", max_batch_size=2, max_seq_len=64)
 
-    async def test() -> None:
-        async with served(llm) as (client, _):
-            assert (await client.post("/detokenize", json={"tokens": [7] * 64})).status_code == 200
-            refused = await client.post("/detokenize", json={"tokens": [7] * 65})
-            message = "tokens has 65 ids and the context 64, so no text is as long: send them in parts"
-            assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
-
-    run(test)
+    async with served(llm) as (client, _):
+        assert (await client.post("/detokenize", json={"tokens": [7] * 64})).status_code == 200
+        refused = await client.post("/detokenize", json={"tokens": [7] * 65})
+        message = "tokens has 65 ids and the context 64, so no text is as long: send them in parts"
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
 
 
-def test_what_comes_from_the_process_for_long_bodies_is_bytes_and_arrays() -> None:
+async def test_what_comes_from_the_process_for_long_bodies_is_bytes_and_arrays() -> None:
     """The server's own threads stand still while an object of many parts is made of bytes."""
     llm = LLM("shipped", draft="none", max_batch_size=2)
     prompts = [[7] * 1500, [8] * 1500, [9] * 9]
     too_large = {"prompt": [[2**40] * 9, [7] * 1500, [7] * 1500], "max_tokens": 1}
 
-    async def test() -> None:
-        async with served(llm) as (client, services):
-            body = json.dumps({"prompt": prompts, "max_tokens": 1}).encode()
-            assert len(body) > LONG_BYTES
-            job, ids = await services.read("/v1/completions", body)
-            assert [type(one) for one in ids] == [array] * 3
-            assert ([list(one) for one in ids], job.prompts) == (prompts, ())
-            text = json.dumps({"prompt": "a b " * 1000, "return_token_strs": True}).encode()
-            written, ignored = await services.read("/tokenize", text)
-            assert (json.loads(written)["count"], ignored) == (len(llm.tokenizer.encode("a b " * 1000)), ())
-            answer = await client.post("/v1/completions", content=body, headers=HEADERS)
-            assert len(answer.json()["choices"]) == 3
-            refused = await client.post("/v1/completions", json=too_large)
-            assert (refused.status_code, "the model's ids are" in refused.text) == (400, True)
-
-    run(test)
+    async with served(llm) as (client, services):
+        body = json.dumps({"prompt": prompts, "max_tokens": 1}).encode()
+        assert len(body) > LONG_BYTES
+        job, ids = await services.read("/v1/completions", body)
+        assert [type(one) for one in ids] == [array] * 3
+        assert ([list(one) for one in ids], job.prompts) == (prompts, ())
+        text = json.dumps({"prompt": "a b " * 1000, "return_token_strs": True}).encode()
+        written, ignored = await services.read("/tokenize", text)
+        assert (json.loads(written)["count"], ignored) == (len(llm.tokenizer.encode("a b " * 1000)), ())
+        answer = await client.post("/v1/completions", content=body, headers=HEADERS)
+        assert len(answer.json()["choices"]) == 3
+        refused = await client.post("/v1/completions", json=too_large)
+        assert (refused.status_code, "the model's ids are" in refused.text) == (400, True)
 
 
 def test_a_conversation_that_is_kept_is_joined_and_not_read() -> None:
@@ -189,7 +180,7 @@ def test_what_an_answer_repeats_is_bounded(name: str) -> None:
         generating()[responses.RESPONSES].job(body(responses.MOST_REPEATED + 1), "small")
 
 
-def test_a_stream_that_says_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_says_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ollama's lines have no sign of life. The stream waits all the same, and does not ask again at once."""
     llm, may_step, num_waits = LLM("shipped", **llm_options()), threading.Event(), 0
     real = Patience.wait
@@ -199,20 +190,17 @@ def test_a_stream_that_says_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatc
         num_waits += 1
         return await real(self, awaited, at_most_s)
 
-    async def test() -> None:
-        async with served(llm, keep_alive_s=0.1) as (client, _):
-            end = llm.listen(lambda _: may_step.wait(60))
-            body = {"prompt": "x", "raw": True, "options": {"num_predict": 3}}
-            asking = asyncio.create_task(client.post(ollama.GENERATE, json=body))
-            await asyncio.sleep(0.5)
-            told = num_waits
-            may_step.set()
-            assert (await asking).status_code == 200
-            end()
-            assert told < 100
-
     monkeypatch.setattr(Patience, "wait", wait)
-    run(test)
+    async with served(llm, keep_alive_s=0.1) as (client, _):
+        end = llm.listen(lambda _: may_step.wait(60))
+        body = {"prompt": "x", "raw": True, "options": {"num_predict": 3}}
+        asking = asyncio.create_task(client.post(ollama.GENERATE, json=body))
+        await asyncio.sleep(0.5)
+        told = num_waits
+        may_step.set()
+        assert (await asking).status_code == 200
+        end()
+        assert told < 100
 
 
 # ------------------------------------------------------------------------------------------------------------- attacks

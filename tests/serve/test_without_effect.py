@@ -40,44 +40,33 @@ ANY = (True, 1, "x", ["x"], {"x": 1})
 # A value of each field that makes another Job. Some are heard beside others only: then these come first.
 Example = Any | tuple[dict[str, Any], Any]
 GREEDY = {"temperature": 0}
+BEAMS = {**GREEDY, "num_beams": 2, "stream": False}
 OF_PARAMS: dict[str, Example] = {
+    **dict.fromkeys(("cache_salt", "decoder_prompt", "prediction"), "x"),
+    **dict.fromkeys(("ignore_eos", "json_object", "stream"), True),
+    **dict.fromkeys(("min_tokens", "priority"), 1),
+    **dict.fromkeys(("forced_eos_token_id", "max_tokens", "seed", "spec_length", "top_k"), 3),
+    **dict.fromkeys(("min_p", "temperature", "top_p"), 0.25),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0.5),
     "acceptance": "ratio",
     "bad_words": ["x"],
-    "cache_salt": "x",
     "choice": ["a", "b"],
-    "decoder_prompt": "x",
     "draft": "none",
-    "draft_beams": ({**GREEDY, "num_beams": 2, "stream": False}, 3),
-    "early_stopping": ({**GREEDY, "num_beams": 2, "stream": False}, True),
-    "forced_eos_token_id": 3,
-    "frequency_penalty": 0.5,
+    "draft_beams": (BEAMS, 3),
+    "early_stopping": (BEAMS, True),
     "grammar": 'start: "a"',
-    "ignore_eos": True,
-    "json_object": True,
     "json_schema": {"type": "object"},
     "json_whitespace": "compact",
-    "length_penalty": ({**GREEDY, "num_beams": 2, "stream": False}, 0.5),
+    "length_penalty": (BEAMS, 0.5),
     "logit_bias": {"3": 1},
-    "min_p": 0.25,
-    "min_tokens": 1,
+    "model": "other",
+    "n": 2,
     "num_beams": ({**GREEDY, "stream": False}, 2),
-    "prediction": "x",
-    "presence_penalty": 0.5,
-    "priority": 1,
     "regex": "a",
     "repetition_penalty": 1.25,
-    "seed": 3,
-    "spec_length": 3,
     "speculation": {"report": True},
-    "stop_token_ids": [3],
-    "temperature": 0.25,
-    "top_k": 3,
-    "top_p": 0.25,
-    "model": "other",
-    "stream": True,
     "stop": ["x"],
-    "max_tokens": 3,
-    "n": 2,
+    "stop_token_ids": [3],
 }
 WITH_TOOL = {"tools": [TOOL]}
 OF_OPENAI: dict[str, Example] = {
@@ -89,6 +78,14 @@ OF_OPENAI: dict[str, Example] = {
     "structured_outputs": {"regex": "a"},
     "stream_options": ({"stream": True}, {"include_usage": True}),
     "return_token_ids": True,
+}
+LLAMA: Any = {"n_predict": 3, "penalize_nl": None, "repeat_penalty": 1.25, "response_fields": ["content"]}
+OLLAMA: dict[str, Example] = {
+    "chat_template_kwargs": {"x": 1},
+    "format": "json",
+    "options": {"top_k": 3},
+    "stream": False,
+    "think": True,
 }
 OWN: dict[str, dict[str, Example]] = {
     openai.CHAT: {
@@ -133,42 +130,10 @@ OWN: dict[str, dict[str, Example]] = {
         "tool_choice": ({"tools": [{"name": "f", "input_schema": {}}]}, {"type": "any"}),
         "tools": [{"name": "f", "input_schema": {}}],
     },
-    llama_server.COMPLETION: {
-        "n_predict": 3,
-        "penalize_nl": None,
-        "prompt": "x",
-        "repeat_penalty": 1.25,
-        "response_fields": ["content"],
-    },
-    llama_server.INFILL: {
-        "input_prefix": "x",
-        "input_suffix": "x",
-        "n_predict": 3,
-        "penalize_nl": None,
-        "prompt": "x",
-        "repeat_penalty": 1.25,
-        "response_fields": ["content"],
-    },
-    ollama.CHAT: {
-        "chat_template_kwargs": {"x": 1},
-        "format": "json",
-        "messages": [{"role": "user", "content": "x"}],
-        "options": {"top_k": 3},
-        "stream": False,
-        "think": True,
-        "tools": [TOOL],
-    },
-    ollama.GENERATE: {
-        "chat_template_kwargs": {"x": 1},
-        "format": "json",
-        "options": {"top_k": 3},
-        "prompt": "x",
-        "raw": True,
-        "stream": False,
-        "suffix": "x",
-        "system": "x",
-        "think": True,
-    },
+    llama_server.COMPLETION: {**LLAMA, "prompt": "x"},
+    llama_server.INFILL: {**LLAMA, "input_prefix": "x", "input_suffix": "x", "prompt": "x"},
+    ollama.CHAT: {**OLLAMA, "messages": [{"role": "user", "content": "x"}], "tools": [TOOL]},
+    ollama.GENERATE: {**OLLAMA, "prompt": "x", "raw": True, "suffix": "x", "system": "x"},
 }
 
 

@@ -83,24 +83,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
 }
 GONE = object()
-VALUES: list[Any] = [
-    GONE,
-    None,
-    True,
-    -1,
-    3.5,
-    "",
-    "x",
-    [],
-    {},
-    [1],
-    ["x"],
-    {"a": 1},
-    [{}],
-    {"type": "text"},
-    "auto",
-    10**30,
-]
+VALUES: list[Any] = [GONE, None, True, -1, 3.5, "", "x", [], {}, [1], ["x"], {"a": 1}, [{}], {"type": "text"}, "auto"]
 VALUES += ["\ud800", [None], 10**30]
 GROUPS = ((), ("text", "output_config"), ("tools", "tool_choice"))  # fields left out: two grammars are refused early
 
