@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,31 @@ def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
                 main(arguments)
         out, err = capfd.readouterr()
         return Done(int(exit_.value.code or 0), out, said(err), bool(spared))
+
+    return run
+
+
+@pytest.fixture
+def ok(cli: Callable[..., Done]) -> Callable[..., str]:
+    """Runs `forerun ...`, which must end well; returns what it prints."""
+
+    def run(*arguments: str, **options: Any) -> str:
+        done = cli(*arguments, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def refused(cli: Callable[..., Done]) -> Callable[..., str]:
+    """Runs `forerun ...`, which must end with 2 and one line on standard error alone; returns what the line says."""
+
+    def run(*arguments: str, **options: Any) -> str:
+        done = cli(*arguments, **options)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith("error: ")
+        return done.stderr.removeprefix("error: ").rstrip("\n")
 
     return run
 

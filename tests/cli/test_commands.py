@@ -22,53 +22,41 @@ from forerun.native import isa
         ("train heads", "forerun.train.heads"),
     ],
 )
-def test_lists_have_every_file_of_the_folder(cli: Any, command: str, package: str) -> None:
-    done = cli(*command.split())
-    assert done.returncode == 0, done.stderr
+def test_lists_have_every_file_of_the_folder(ok: Any, command: str, package: str) -> None:
+    lines = ok(*command.split()).splitlines()
     for name in registry.names(package):
-        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
-    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+        assert any(line.startswith(f"{name} ") for line in lines)
+    assert all(len(line) <= 80 for line in lines)
 
 
-def test_one_method_is_shown_with_its_options(cli: Any) -> None:
-    done = cli("drafters", "lookup")
-    assert done.returncode == 0, done.stderr
-    assert "max_n (int, 1 to 64)" in done.stdout
-    trained = cli("train", "heads", "pass")
-    assert "vectors (int, 1 to 16)" in trained.stdout
-    assert "Without --lr its learning rate is 0.01." in " ".join(trained.stdout.split())
-    wrong = cli("rules", "rato")
-    assert wrong.returncode == 2
-    assert "there is no acceptance rule 'rato' (did you mean 'ratio'?)" in wrong.stderr
+def test_one_method_is_shown_with_its_options(ok: Any, refused: Any) -> None:
+    assert "max_n (int, 1 to 64)" in ok("drafters", "lookup")
+    trained = ok("train", "heads", "pass")
+    assert "vectors (int, 1 to 16)" in trained
+    assert "Without --lr its learning rate is 0.01." in " ".join(trained.split())
+    assert "there is no acceptance rule 'rato' (did you mean 'ratio'?)" in refused("rules", "rato")
 
 
-def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(cli: Any) -> None:
+def test_demo_shows_both_runs_and_says_in_which_mode_they_are_identical(ok: Any) -> None:
     arguments = ("--target", "llama", "--draft", "./draft", "--shape", "none", "--max-tokens", "16", "x = ")
-    done = cli("demo", *arguments)
-    assert done.returncode == 0, done.stderr
-    for words in (
-        "--- plain decoding ---",
-        "--- with speculation ---",
-        "speed-up",
-        "acceptance rate",
-        "forerun bench latency --target",
-    ):
-        assert words in done.stdout
+    printed = ok("demo", *arguments)
+    headings = ("--- plain decoding ---", "--- with speculation ---")
+    for words in (*headings, "speed-up", "acceptance rate", "forerun bench latency --target"):
+        assert words in printed
     dtype, build = ("float32", "torch ") if isa() == "reference" else ("bfloat16", f"native kernels, {isa()})")
     verdict = f"identical: yes, all 16 tokens (greedy; {dtype} weights on cpu; {build}"
-    assert verdict in " ".join(done.stdout.split())
-    assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(("plain", "speculative")))
+    assert verdict in " ".join(printed.split())
+    assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith(("plain", "speculative")))
 
 
-def test_demo_of_a_pair_shows_each_kind_of_work_and_sums_them_up(cli: Any, tmp_path: Path) -> None:
+def test_demo_of_a_pair_shows_each_kind_of_work_and_sums_them_up(ok: Any, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}", encoding="utf-8")
     pair = ("--pair", "--target", "long", "--draft", "./draft", "--max-tokens", "3")
-    done = cli("demo", *pair, FORERUN_CHAT_TEMPLATE=str(template), FORERUN_MAX_SEQ_LEN="4096")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("identical: yes, all 3 tokens") == len(PAIR_KINDS)
-    assert "Question: I want to swim" in done.stdout
-    summary = done.stdout.partition("=== All of them ===")[2].splitlines()
+    printed = ok("demo", *pair, FORERUN_CHAT_TEMPLATE=str(template), FORERUN_MAX_SEQ_LEN="4096")
+    assert printed.count("identical: yes, all 3 tokens") == len(PAIR_KINDS)
+    assert "Question: I want to swim" in printed
+    summary = printed.partition("=== All of them ===")[2].splitlines()
     for words in ("an edit of code", "a question about a text", "ordinary chat", "a story", "geometric mean"):
         assert any(line.startswith(words) and line.count("x") >= 2 for line in summary), words
 
@@ -95,34 +83,22 @@ HOW_TO_GET_THE_PAIR = (
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_a_sentence_says_how_to_get_the_pair(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
+    refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    done = cli("demo", "--pair", **({"FORERUN_PAIR": str(tmp_path)} if folder else {}))
     why = f"FORERUN_PAIR={tmp_path} is no folder with a file qwen2.5-coder-1.5b*.gguf"
-    assert (done.returncode, done.stdout) == (2, "")
     said = why if folder else "the pair is not here, and the hub cannot be asked"
-    assert done.stderr == f"error: {said}: {HOW_TO_GET_THE_PAIR}\n"
+    given = {"FORERUN_PAIR": str(tmp_path)} if folder else {}
+    assert refused("demo", "--pair", **given) == f"{said}: {HOW_TO_GET_THE_PAIR}"
 
 
-def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, tmp_path: Path) -> None:
-    sizes = (
-        "--hidden-size",
-        "128",
-        "--num-layers",
-        "3",
-        "--num-heads",
-        "16",
-        "--num-kv-heads",
-        "4",
-        "--ffn-size",
-        "64",
-    )
+def test_bench_widen_writes_a_checkpoint_that_says_the_same(cli: Any, ok: Any, tmp_path: Path) -> None:
+    heads = ("--num-heads", "16", "--num-kv-heads", "4")
+    sizes = ("--hidden-size", "128", "--num-layers", "3", *heads, "--ffn-size", "64")
     out = str(tmp_path / "wide")
-    done = cli("bench", "widen", "llama", out, "--shape", "demo", *sizes)
-    assert done.returncode == 0, done.stderr
-    assert "a widened small model (hidden 128, 3 layers, ffn 64, 16/4 heads of 8, 257 ids)" in done.stdout
+    printed = ok("bench", "widen", "llama", out, "--shape", "demo", *sizes)
+    assert "a widened small model (hidden 128, 3 layers, ffn 64, 16/4 heads of 8, 257 ids)" in printed
     base = ("--draft", "none", "--temperature", "0", "--max-tokens", "24", "--json", "def f(n):")
     small, wide = (json.loads(cli("generate", "--target", folder, *base).stdout) for folder in ("llama", out))
     assert small["token_ids"] == wide["token_ids"]
@@ -161,32 +137,29 @@ def test_bench_latency_prints_its_limit_two_tables_and_one_json_line(cli: Any, t
     assert record["widened"] is False
 
 
-def test_json_of_a_benchmark_is_written_where_it_is_asked_for_and_nowhere_else(cli: Any, tmp_path: Path) -> None:
+def test_json_of_a_benchmark_is_written_where_it_is_asked_for_and_nowhere_else(
+    ok: Any, refused: Any, tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "text": "def f(n):"}\n', encoding="utf-8")
     base = ("bench", "latency", "--target", "llama", "--draft", "lookup", "--prompt-file", str(prompts))
     sizes = ("--max-tokens", "8", "--temperature", "0")
-    done = cli(*base, *sizes, "--json", str(tmp_path / "found.json"))
-    assert done.returncode == 0, done.stderr
-    assert "{" not in done.stdout
+    assert "{" not in ok(*base, *sizes, "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["bench"] == "latency"
     for wrong in (tmp_path, tmp_path / "nowhere" / "found.json"):
-        refused = cli(*base, "--json", str(wrong))
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "cannot be written: name a file in a folder that may be written to" in refused.stderr
-    piped = cli(*base, *sizes).stdout
+        sentence = refused(*base, "--json", str(wrong))
+        assert "cannot be written: name a file in a folder that may be written to" in sentence
+    piped = ok(*base, *sizes)
     assert "limit without speculation: " in piped
     assert "{" not in piped
 
 
-def test_bench_latency_compares_lengths_of_one_drafter(cli: Any, tmp_path: Path) -> None:
+def test_bench_latency_compares_lengths_of_one_drafter(ok: Any, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "text": "def f(n):"}\n', encoding="utf-8")
     lengths = ("--spec-length", "2", "--spec-length", "4")
     base = ("--target", "llama", "--draft", "./draft", "--temperature", "0", "--prompt-file", str(prompts))
-    done = cli("bench", "latency", *base, *lengths, "--max-tokens", "24", "--json", "-")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = ok("bench", "latency", *base, *lengths, "--max-tokens", "24", "--json", "-").splitlines()
     record = json.loads(lines[-1])
     assert [(line["draft"], line["spec_length"]) for line in record["lines"]] == [
         ("none", 0),
@@ -197,14 +170,6 @@ def test_bench_latency_compares_lengths_of_one_drafter(cli: Any, tmp_path: Path)
     assert any(line.startswith("T=0 ./draft: best of the measured lengths is K=") for line in lines)
 
 
-def test_a_draft_shape_without_a_draft_model_is_refused_before_anything_is_loaded(cli: Any) -> None:
-    done = cli("bench", "latency", "--target", "nowhere", "--draft-shape", "demo", FORERUN_DRAFT="lookup")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: draft='lookup' is no model that could be widened: name a draft model, or leave it out\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("draft", "sentence"),
     {
@@ -213,9 +178,10 @@ def test_a_draft_shape_without_a_draft_model_is_refused_before_anything_is_loade
         "path and quantization",
     }.items(),
 )
-def test_drafts_that_cannot_be_widened_are_refused(cli: Any, draft: str, sentence: str) -> None:
-    done = cli("bench", "latency", "--target", "nowhere", "--draft-shape", "demo", "--draft", draft)
-    assert (done.returncode, done.stdout, done.stderr.replace("\n", " ").strip()) == (2, "", f"error: {sentence}")
+def test_drafts_that_cannot_be_widened_are_refused(refused: Any, draft: str, sentence: str) -> None:
+    """Before anything is loaded, wherever the draft is named."""
+    words = ("bench", "latency", "--target", "nowhere", "--draft-shape", "demo")
+    assert refused(*words, "--draft", draft) == refused(*words, FORERUN_DRAFT=draft) == sentence
 
 
 def test_public_names_load_when_used() -> None:

@@ -130,10 +130,7 @@ def test_a_card_says_who_computes_on_it() -> None:
 
 CASES = {
     "stale": (("operators", {"problem": "the extension is old: run this"}), "The extension is old: run this."),
-    "isa": (
-        ("operators", {"isa": "baseline"}),
-        "FORERUN_ISA=baseline keeps the avx2 kernels from running: unset it.",
-    ),
+    "isa": (("operators", {"isa": "baseline"}), "FORERUN_ISA=baseline keeps the avx2 kernels from running: unset it."),
     "quota": (("cores", {"quota": 2.5}), "A control group grants the time of 2.5 of 4 cores: raise its CPU limit."),
     "affinity": (
         ("cores", {"num_allowed": 7}),

