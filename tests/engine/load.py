@@ -21,7 +21,7 @@ from forerun.models.runner import Runner
 from forerun.ops.cpu.model import CpuModel
 from forerun.ops.torch import TorchModel
 from forerun.pacing import Pacing
-from forerun.types import SamplingParams
+from forerun.types import SamplingParams, StepReport
 from speculation import mode, pacing_of
 from support import VOCAB, noisy_copy, random_decoder
 
@@ -37,14 +37,8 @@ def runner_with(
     folder: Folder | None = None,
 ) -> Runner:
     """A runner whose cache holds so many tokens in all. folder: where its blocks are kept on disk."""
-    cache = BlockCache.of(
-        model,
-        backend,  # type: ignore[arg-type]
-        max_batch_size=8,
-        max_seq_len=128,
-        num_tokens=num_tokens,
-        prefix_caching=prefix_caching,
-    )
+    sizes = {"max_batch_size": 8, "max_seq_len": 128, "num_tokens": num_tokens}
+    cache = BlockCache.of(model, backend, prefix_caching=prefix_caching, **sizes)
     if folder is not None:
         about = [blocks.weights(model.config), weights_digest(model.stored())]
         cache.keep_on_disk(Keeper(cache.pools, folder.shelf(about, cache.record_bytes)))
@@ -61,13 +55,9 @@ def engine_with(
     """
     paced = pacing_of(spec_length) if policy is None else policy
     kept = options.pop("backend", "paged"), options.pop("prefix_caching", True), options.get("folder")
-    router = Router(
-        ({"none": Drafter()} if mode() == "off" else {})
-        | {
-            "model": ModelDrafter(runner_with(options.pop("draft_model", DRAFT), num_tokens, *kept), Options()),
-            "lookup": LookupDrafter(LookupOptions()),
-        }
-    )
+    drafting = ModelDrafter(runner_with(options.pop("draft_model", DRAFT), num_tokens, *kept), Options())
+    members = {"model": drafting, "lookup": LookupDrafter(LookupOptions())}
+    router = Router({"none": Drafter(), **members} if mode() == "off" else members)
     return Engine(
         runner_with(options.pop("model", MODEL), num_tokens, *kept),
         router,
@@ -115,6 +105,20 @@ def check(engine: Engine) -> None:
     assert not engine.scheduler._is_full, "a pass had less room than was counted"
     for request in engine.scheduler.running:
         assert engine.runner.cache.length(request.seq.id) <= len(request.seq.tokens) - 1
+
+
+def heard(engine: Engine, *, detail: bool = False) -> list[StepReport]:
+    """The reports of all steps from here on."""
+    reports = list[StepReport]()
+    engine.listen(reports.append, detail=detail)
+    return reports
+
+
+def assert_empty(*caches: BlockCache) -> None:
+    """Every block of these caches is there, and free."""
+    for cache in caches:
+        cache.check_integrity()
+        assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
 
 
 def caches(engine: Engine) -> list[BlockCache]:

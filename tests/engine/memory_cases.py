@@ -25,16 +25,8 @@ from saved import save_checkpoint
 from tensors import as_tensor
 
 SHARED: dict[str, Any] = {"model_type": "llama", "norm_eps": 1e-5, "max_positions": 131072, "tied": True}
-LLAMA_1B = Plain(
-    vocab_size=128256,
-    hidden_size=2048,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    ffn_size=8192,
-    **SHARED,
-).spec
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
+LLAMA_1B = Plain(vocab_size=128256, hidden_size=2048, num_layers=16, ffn_size=8192, **HEADS, **SHARED).spec
 LLAMA_3B = resized(LLAMA_1B, hidden_size=3072, num_layers=28, num_heads=24, head_dim=128)
 SMALL = resized(
     LLAMA_1B, vocab_size=2000, hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768
@@ -66,11 +58,7 @@ def schemes_of(config: Spec, bits: int) -> dict[str, Scheme]:
 
 
 def one_pass(
-    config: Spec,
-    options: EngineConfig,
-    dtype: str,
-    num_taps: int = 0,
-    schemes: Mapping[str, Scheme] | None = None,
+    config: Spec, options: EngineConfig, dtype: str, num_taps: int = 0, schemes: Mapping[str, Scheme] | None = None
 ) -> Callable[[], object]:
     """Run the largest pass of these options: a prompt chunk, while all other requests verify at the context's end."""
     generator = torch.Generator().manual_seed(0)

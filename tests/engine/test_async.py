@@ -23,7 +23,7 @@ from typing import Any, Self
 import pytest
 
 import processes
-from engine.load import caches
+from engine.load import assert_empty, caches
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport, native, verify
 from forerun.engine.loop import Loop
 from forerun.engine.request import Chunk, Request
@@ -59,9 +59,7 @@ def assert_idle(llm: LLM) -> None:
     llm._loop.call(lambda: None)
     assert not llm.engine.scheduler.running
     assert not llm.engine.scheduler.waiting
-    for cache in caches(llm.engine):
-        cache.check_integrity()
-        assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+    assert_empty(*caches(llm.engine))
 
 
 @pytest.mark.speculation("off", "fixed", "auto")
@@ -208,7 +206,6 @@ def test_a_listener_cannot_call_the_engine_that_runs_it(llm: LLM, caplog: pytest
     with caplog.at_level(logging.ERROR):
         llm.generate(PROMPTS[0], params())
     (record,) = caplog.records
-    assert record.exc_info is not None
     assert isinstance(record.exc_info[1], BadOption)
     assert "a listener runs inside a step and cannot call the engine" in str(record.exc_info[1])
     end()
@@ -339,7 +336,6 @@ def test_several_outputs_of_one_prompt_stream_mixed(llm: LLM) -> None:
             assert "".join(chunk.text for chunk in own) == out.text
             assert [token for chunk in own for token in chunk.token_ids] == out.token_ids
             assert [chunk.finish_reason for chunk in own if chunk.finish_reason] == [out.finish_reason]
-            assert own[-1].output is not None
             assert own[-1].output.index == i
     assert_idle(llm)
 
@@ -348,9 +344,6 @@ def test_requests_carry_their_times(llm: LLM) -> None:
     before = time.monotonic()
     for out in llm.generate(PROMPTS, params()):
         report = out.report
-        assert report.scheduled_at_s is not None
-        assert report.first_token_at_s is not None
-        assert report.last_token_at_s is not None
         times = [before, report.arrived_at_s, report.scheduled_at_s, report.first_token_at_s, report.last_token_at_s]
         assert times == sorted(times)
         assert report.last_token_at_s > report.first_token_at_s
@@ -565,7 +558,6 @@ def test_an_llm_that_is_dropped_takes_its_thread_along() -> None:
     llm = LLM("shipped", **llm_options())
     llm.generate(PROMPTS[0], params(4))
     thread, engine = llm._loop._thread, weakref.ref(llm.engine)
-    assert thread is not None
     assert thread.is_alive()
     del llm
     gc.collect()
@@ -693,6 +685,5 @@ def test_a_drafter_that_takes_more_than_it_was_granted_is_done_without(
     with caplog.at_level(logging.ERROR):
         assert llm.generate(PROMPTS[0], params())[0].token_ids == expected
     (record,) = caplog.records
-    assert record.exc_info is not None
     assert "drafted more nodes than" in str(record.exc_info[1])
     assert_idle(llm)

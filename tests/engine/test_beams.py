@@ -38,7 +38,6 @@ class Reversed(ToyModel):
     """The adversarial draft model: it ranks tokens as the target does, from the last to the first."""
 
     def _make(self, context: tuple[int, ...]) -> np.ndarray:
-        assert self.near is not None
         logits = self.near.logits_after(context)
         return np.where(np.isinf(logits), logits, -logits)
 
@@ -57,13 +56,7 @@ def drafts_of(model: ToyModel) -> dict[str, ToyModel]:
 
 
 def runner_of(model: ToyModel, num_tokens: int | None, backend: str = "paged") -> Runner:
-    cache = BlockCache.of(
-        model,
-        backend,  # type: ignore[arg-type]
-        max_batch_size=24,
-        max_seq_len=64,
-        num_tokens=num_tokens,
-    )
+    cache = BlockCache.of(model, backend, max_batch_size=24, max_seq_len=64, num_tokens=num_tokens)
     return Runner(model, cache)
 
 
@@ -133,30 +126,15 @@ def assert_found(outputs: Seq[Request], expected: Seq[Found]) -> None:
 PENALTIES, STOPPINGS = (0.0, 0.7, 1.0, 2.0), (True, False, "never")
 
 
-def configurations() -> Iterator[tuple[str, dict[str, Any]]]:
-    """1,080 of them: (drafter, options of the search)."""
+def configurations() -> Iterator[dict[str, Any]]:
+    """The options of 1,080 searches."""
+    names = ("draft", "num_beams", "spec_length", "draft_beams", "length_penalty", "early_stopping")
     for draft, width, levels in itertools.product(("good", "bad", "reversed"), (1, 2, 3), (1, 3)):
-        for wide, penalty, stopping in itertools.product(range(width, 3 * width + 1), PENALTIES, STOPPINGS):
-            yield (
-                draft,
-                {
-                    "draft": draft,
-                    "num_beams": width,
-                    "draft_beams": wide,
-                    "spec_length": levels,
-                    "length_penalty": penalty,
-                    "early_stopping": stopping,
-                    "n": width,
-                },
-            )
+        for more in itertools.product(range(width, 3 * width + 1), PENALTIES, STOPPINGS):
+            yield {**dict(zip(names, (draft, width, levels, *more), strict=True)), "n": width}
 
 
-TABLES = {
-    "plain": {},
-    "ties": {"tie_step": 0.5},
-    "excluded": {"zero_share": 0.3},
-    "peaked": {"scale": 3.0},
-}
+TABLES = {"plain": {}, "ties": {"tie_step": 0.5}, "excluded": {"zero_share": 0.3}, "peaked": {"scale": 3.0}}
 
 
 def test_1080_configurations_find_what_the_target_alone_finds() -> None:
@@ -170,7 +148,7 @@ def test_1080_configurations_find_what_the_target_alone_finds() -> None:
         free = engine.scheduler.free_kv_tokens
         added = []
         for i in part:
-            _, given = wanted[int(i)]
+            given = wanted[int(i)]
             prompt = [1 + int(i) % 4, int(i) % 5, 2]
             added.append((prompt, search(**given), engine.add_all(prompt, search(**given))))
         while any(request.seq.finish_reason is None for _, _, outputs in added for request in outputs):
@@ -198,13 +176,9 @@ def mixture() -> list[tuple[list[int], SamplingParams]]:
     """Searches of all kinds, and requests that are none."""
     made: list[tuple[list[int], SamplingParams]] = []
     for i, draft in enumerate(("good", "none", "lookup", "bad", "reversed", "good")):
-        width = 2 + i % 3
-        made.append(
-            (
-                [1, 2, 3, 1, 2] + [i % V] * (1 + 7 * (i % 3)),
-                search(num_beams=width, n=1 + i % 2, draft=draft, max_tokens=25, spec_length=1 + i % 3, priority=i % 2),
-            )
-        )
+        prompt = [1, 2, 3, 1, 2] + [i % V] * (1 + 7 * (i % 3))
+        options = {"num_beams": 2 + i % 3, "n": 1 + i % 2, "spec_length": 1 + i % 3, "priority": i % 2}
+        made.append((prompt, search(draft=draft, max_tokens=25, **options)))
         made.append(([2, 1, i % V], [GREEDY, DRAWN][i % 2]))
     return made
 
@@ -298,8 +272,6 @@ def test_no_draft_is_one_step_in_each_pass_and_rows_are_counted() -> None:
     assert plain.report.mean_accepted_length == 1
     assert plain.report.num_rows == 1 + 3 * 19, "the prompt's last token, then three beams"
     report = drafted.report
-    assert report.mean_accepted_length is not None
-    assert report.rows_per_pass is not None
     assert 1.3 < report.mean_accepted_length <= 3
     assert 3 < report.rows_per_pass <= 3 + 2 * 3
     assert report.num_accepted == report.num_emitted - report.num_steps
@@ -392,12 +364,10 @@ def test_options_of_draws_say_nothing_to_a_search_and_the_drafter_goes_on() -> N
 
 def test_a_drafter_that_knows_one_text_is_refused() -> None:
     model = target(1)
-    engine = Engine(
-        runner_of(model, None), Router({"own": Drafter(), "lookup": LookupDrafter(Options())}), FixedPacing(2)
-    )
-    with pytest.raises(
-        BadOption, match="draft='own' cannot draft for the beams of num_beams=3: ask for draft='lookup'"
-    ):
+    router = Router({"own": Drafter(), "lookup": LookupDrafter(Options())})
+    engine = Engine(runner_of(model, None), router, FixedPacing(2))
+    sentence = "draft='own' cannot draft for the beams of num_beams=3: ask for draft='lookup'"
+    with pytest.raises(BadOption, match=sentence):
         engine.add([1], search())
     with pytest.raises(BadOption, match="num_beams=3 is more than max_num_batched_tokens=2"):
         engine_of(model, max_batch_size=2, max_num_batched_tokens=2).add([1], search())
@@ -425,9 +395,8 @@ def _wrong_parent(*given: Any, **named: Any) -> Any:
 def _any_rank_ends(scores: Any, nexts: Any, width: int, ends: Any, num: int, is_last: bool = False) -> Any:
     live, _ = STEP(scores, nexts, width, ends, num, is_last)
     candidates = itertools.islice(beams.best_first(scores, nexts, num), 3 * width)
-    return live, [made for made in candidates if is_last or ends(made.beam, made.token)][
-        : None if not is_last else width
-    ]
+    ended = [made for made in candidates if is_last or ends(made.beam, made.token)]
+    return live, ended[: width if is_last else None]
 
 
 def _draft_scores(search_: BeamSearch, nexts: Any) -> None:

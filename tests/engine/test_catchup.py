@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.load import DRAFT, MODEL, alone, engine_with, run, runner_with
+from engine.load import DRAFT, MODEL, alone, engine_with, heard, run, runner_with
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.catchup import FIRST_TOKENS, LEAST_TOKENS, SHARE, CatchUp
 from forerun.engine.engine import Engine
@@ -22,16 +22,10 @@ class Late(FixedPacing):
         return False
 
 
-def late_engine(catchup_tokens: int, prefill_chunk_tokens: int = 512) -> Engine:
+def late_engine(catchup_tokens: int) -> Engine:
     router = Router({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
-    return Engine(
-        runner_with(MODEL, 1024),
-        router,
-        Late(3),
-        max_seq_len=128,
-        prefill_chunk_tokens=prefill_chunk_tokens,
-        catchup_tokens=catchup_tokens,
-    )
+    options = {"max_seq_len": 128, "prefill_chunk_tokens": 512, "catchup_tokens": catchup_tokens}
+    return Engine(runner_with(MODEL, 1024), router, Late(3), **options)
 
 
 def greedy(max_tokens: int, draft: str) -> SamplingParams:
@@ -141,11 +135,9 @@ def test_the_engine_paces_catching_up_by_what_it_takes() -> None:
 
 
 def test_what_prompts_take_is_not_there_for_others_in_the_same_step() -> None:
-    engine = engine_with(
-        policy="fixed", spec_length=3, prefill_chunk_tokens=40, catchup_tokens=48, prefix_caching=False
-    )
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    options = {"prefill_chunk_tokens": 40, "catchup_tokens": 48, "prefix_caching": False}
+    engine = engine_with(policy="fixed", spec_length=3, **options)
+    reports = heard(engine)
     first = engine.add([1] * 80, greedy(40, "model"))
     while first.seq.num_output_tokens < 2:
         engine.step()

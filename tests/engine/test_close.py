@@ -42,7 +42,6 @@ def test_help_says_what_each_field_is() -> None:
     for cls in (SamplingParams, EngineConfig, RequestOutput, Chunk):
         text = str(cls.__doc__)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            line = next(
-                line for line in text.splitlines() if line.strip().startswith((f"{field.name}:", f"{field.name},"))
-            )
+            starts = f"{field.name}:", f"{field.name},"
+            line = next(line for line in text.splitlines() if line.strip().startswith(starts))
             assert len(line.split()) > 2, field.name

@@ -136,6 +136,5 @@ def test_operators_that_cannot_refuse_at_the_door() -> None:
     assert kept_dtype("int8", "native", CacheShape(2, 1, 2048), "bfloat16", must=False) == "bfloat16"
     with pytest.raises(BadOption, match="auto, bfloat16, float32, int8"):
         LLM(SHIPPED_TARGET, kv_cache_dtype="int4")
-    LLM(
-        SHIPPED_TARGET, draft="none", ops="reference", dtype="float32", kv_cache_dtype="float32", max_seq_len=64
-    ).close()
+    options = {"dtype": "float32", "kv_cache_dtype": "float32", "max_seq_len": 64}
+    LLM(SHIPPED_TARGET, draft="none", ops="reference", **options).close()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from drafters import published as published_heads
+from engine.load import assert_empty
 from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
 from forerun.errors import UnsupportedModel
 from tiny import byte_tokenizer, write_tiny
@@ -80,6 +81,14 @@ def write_other(folder: Path, name: str, **generation: Any) -> Any:
     return module
 
 
+def generated(module: Any, source: list[int], num: int, **more: Any) -> list[int]:
+    """What generate() of transformers says behind the start of an answer."""
+    mask = torch.ones(1, len(source), dtype=torch.int64)
+    given = {"max_new_tokens": num, "do_sample": False, "num_beams": 1, **more}
+    ids: list[int] = module.generate(torch.tensor([source]), attention_mask=mask, **given)[0, 1:].tolist()
+    return ids
+
+
 def sources(num: int, longest: int = 60) -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(1, 257) for _ in range(rng.randrange(1, longest))] for _ in range(num)]
@@ -98,8 +107,7 @@ def test_greedy_texts_are_those_of_transformers(published: tuple[Any, Path, Path
     for draft in ("none", "suffix", "model"):
         outs = llm.generate(asked, SamplingParams(max_tokens=24, temperature=0, draft=draft))
         for source, out in zip(asked, outs, strict=True):
-            wanted = module.generate(torch.tensor([source]), max_new_tokens=24, do_sample=False, num_beams=1)[0, 1:]
-            assert out.token_ids == wanted.tolist()
+            assert out.token_ids == generated(module, source, 24)
             assert out.prompt_ids == source
 
 
@@ -111,15 +119,8 @@ def test_the_texts_of_others(tmp_path: Path, name: str, more: dict[str, Any]) ->
     with LLM(tmp_path, draft="suffix", max_seq_len=96, dtype="float32") as made:
         outs = made.generate(asked, SamplingParams(max_tokens=20, temperature=0))
     for source, out in zip(asked, outs, strict=True):
-        wanted = module.generate(
-            torch.tensor([source]),
-            attention_mask=torch.ones(1, len(source), dtype=torch.int64),
-            max_new_tokens=20 + num_begun - 1,
-            do_sample=False,
-            num_beams=1,
-            forced_eos_token_id=None,
-        )
-        assert out.token_ids == wanted[0, num_begun:].tolist()
+        wanted = generated(module, source, 19 + num_begun, forced_eos_token_id=None)
+        assert out.token_ids == wanted[num_begun - 1 :]
 
 
 @pytest.mark.parametrize("name", ["Bart", "Marian"])
@@ -129,13 +130,12 @@ def test_a_cut_answer_ends_as_transformers_ends_it(tmp_path: Path, name: str) ->
     with LLM(tmp_path, draft="suffix", max_seq_len=96, dtype="float32") as made:
         assert made.params().forced_eos_token_id == 0
         for source, num in itertools.product(asked, (1, 2, 9)):
-            inputs = {"attention_mask": torch.ones(1, len(source), dtype=torch.int64), "max_new_tokens": num}
-            wanted = module.generate(torch.tensor([source]), **inputs, do_sample=False, num_beams=1)[0, 1:].tolist()
+            wanted = generated(module, source, num)
             (out,) = made.generate(source, made.params(max_tokens=num, temperature=0))
             assert out.token_ids == wanted
             assert out.finish_reason == ("length" if len(wanted) == num else "stop")
             assert out.text == made.tokenizer.decode(wanted[:-1])
-            wanted = module.generate(torch.tensor([source]), **inputs, do_sample=False, num_beams=3)[0, 1:].tolist()
+            wanted = generated(module, source, num, num_beams=3)
             (out,) = made.generate(source, made.params(max_tokens=num, temperature=0, num_beams=3, draft="lookup"))
             assert out.token_ids == wanted
         assert made.generate(asked[0], SamplingParams(max_tokens=1, temperature=0))[0].token_ids != [0]
@@ -150,9 +150,8 @@ def test_an_answer_that_begins_as_it_was_told(published: tuple[Any, Path, Path],
     module, source = published[0], [5, 80, 7, 9]
     params = SamplingParams(max_tokens=10, temperature=0, decoder_prompt=[9, 8])
     (out,) = llm.generate(source, params)
-    begun = torch.tensor([[3, 9, 8]])
-    wanted = module.generate(torch.tensor([source]), decoder_input_ids=begun, max_new_tokens=10, do_sample=False)
-    assert out.token_ids == wanted[0, 3:].tolist()
+    wanted = generated(module, source, 10, decoder_input_ids=torch.tensor([[3, 9, 8]]))
+    assert out.token_ids == wanted[2:]
 
 
 def test_drawn_texts_are_plain_decodings(llm: LLM) -> None:
@@ -210,10 +209,8 @@ def test_equal_texts_of_other_sources_share_nothing(published: tuple[Any, Path, 
     texts, long = set(), [*range(60, 108)]
     for source in ([5, 80, 7, 9], [200, 201], [5, 80, 7, 9], long, long[:16], long[:32], [*long[:32], *[200] * 16]):
         (out,) = llm.generate(source, SamplingParams(**params, decoder_prompt=begun[1:]))
-        wanted = module.generate(
-            torch.tensor([source]), decoder_input_ids=torch.tensor([begun]), max_new_tokens=6, do_sample=False
-        )
-        assert out.token_ids == wanted[0, len(begun) :].tolist()
+        wanted = generated(module, source, 6, decoder_input_ids=torch.tensor([begun]))
+        assert out.token_ids == wanted[len(begun) - 1 :]
         texts.add(tuple(out.token_ids))
     assert len(texts) > 1
 
@@ -225,9 +222,7 @@ def test_equal_sources_without_a_prefix_cache(published: tuple[Any, Path, Path],
     with LLM(published[1], max_seq_len=96, max_batch_size=6, dtype="float32", prefix_caching=False) as made:
         found = made.generate([*sources(3), *sources(3)], params)
         assert [out.token_ids for out in found] == [*wanted, *wanted]
-        cache: Any = made.engine.runner.cache
-        cache.check_integrity()
-        assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+        assert_empty(made.engine.runner.cache)
 
 
 def test_what_cannot_be_served(published: tuple[Any, Path, Path], tmp_path: Path) -> None:
@@ -257,11 +252,7 @@ def test_preempted_requests_say_the_same(published: tuple[Any, Path, Path], llm:
         found = small.generate(asked, params)
         assert [out.token_ids for out in found] == wanted
         assert small.engine.scheduler.num_preemptions > 0
-        for runner in (small.engine.runner, small.drafters["model"].runner):
-            assert runner is not None
-            cache: Any = runner.cache
-            cache.check_integrity()
-            assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+        assert_empty(small.engine.runner.cache, small.drafters["model"].runner.cache)
 
 
 def test_sources_are_run_as_prompts_are(published: tuple[Any, Path, Path]) -> None:
@@ -285,10 +276,8 @@ def test_nothing_is_left_of_aborted_requests(llm: LLM) -> None:
             llm.generate([7, 8], SamplingParams(max_tokens=1 + i % 5, temperature=0))
         llm.end(requests)
     llm.generate([7, 8], SamplingParams(max_tokens=1, temperature=0))
-    for runner in runners:
-        runner.cache.check_integrity()
-        assert runner.cache.free_tokens() == runner.cache.num_blocks * runner.cache.block_tokens
-        assert not runner.sources._known
+    assert_empty(*(runner.cache for runner in runners))
+    assert not any(runner.sources._known for runner in runners)
 
 
 def test_what_no_encoder_reads(llm: LLM) -> None:

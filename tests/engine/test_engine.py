@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from engine.load import assert_empty, heard
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.types import SamplingParams, Sequence
 from forerun.verify import ratio
@@ -22,9 +23,8 @@ def serve(engine, *requests):
 
 def test_waiting_requests_join_at_step_boundaries_first_come_first_served():
     engine = engine_for(random_decoder(1), max_batch_size=2)
-    requests = [
-        engine.add([i, i + 1], SamplingParams(max_tokens=n, temperature=0.0)) for i, n in enumerate((3, 9, 2, 2))
-    ]
+    params = [SamplingParams(max_tokens=n, temperature=0.0) for n in (3, 9, 2, 2)]
+    requests = [engine.add([i, i + 1], own) for i, own in enumerate(params)]
     started, finished = [], []
     while len(finished) < 4:
         finished += engine.step()
@@ -38,8 +38,7 @@ def test_a_prompt_is_run_in_chunks_beside_decoding_requests():
     engine = engine_for(random_decoder(1), prefill_chunk_tokens=8)
     first = engine.add([1, 2], GREEDY)
     engine.step()
-    reports = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     second = engine.add(list(range(30)), GREEDY)
     engine.step()
     engine.step()
@@ -60,17 +59,14 @@ def test_a_request_that_ignores_the_models_end_ids_has_its_own():
 
 @pytest.mark.once("no engine runs")
 def test_an_end_id_at_the_longest_length_is_an_end():
-    ends = {
-        token: Sequence(0, [1], 1, SamplingParams(), 0, 2, frozenset({5})).commit(token, "plain") for token in (5, 6)
-    }
-    assert ends == {5: "stop", 6: "length"}
+    seqs = [Sequence(0, [1], 1, SamplingParams(), 0, 2, frozenset({5})) for _ in range(2)]
+    assert [seq.commit(token, "plain") for seq, token in zip(seqs, (5, 6), strict=True)] == ["stop", "length"]
 
 
 @pytest.mark.once("about the first draft, which has a fixed length")
 def test_prefill_stops_one_short_so_that_the_first_decode_step_speculates():
     engine = engine_for(random_decoder(1), "model")
-    reports = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     engine.add([3, 4, 5], GREEDY)
     engine.step()
     engine.step()
@@ -115,8 +111,7 @@ def test_min_tokens_keeps_end_ids_out_of_the_first_tokens(draft):
 @pytest.mark.speculation("fixed", "auto")
 def test_the_report_adds_up():
     engine = engine_for(random_decoder(1), "model", spec_length=4)
-    steps = []
-    engine.listen(steps.append, detail=True)
+    steps = heard(engine, detail=True)
     params = SamplingParams(max_tokens=60, temperature=0.7, seed=3)
     (ids,) = serve(engine, request := engine.add([1, 2, 3], params))
     report = request.report
@@ -171,8 +166,7 @@ def test_aborting_at_any_time_leaks_no_block(draft):
         assert victim.seq.finish_reason == "abort"
         for pool in caches:
             pool.check_integrity()
-    for pool in caches:
-        assert pool.free_tokens() == pool.num_blocks * pool.block_tokens
+    assert_empty(*caches)
 
 
 def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
@@ -196,12 +190,7 @@ def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
         ([1], {"logit_bias": {77: 1.0}}, BadOption, "logit_bias holds the id 77"),
         ([1], {"acceptance": "usual"}, BadOption, "there is no acceptance rule 'usual'"),
         ([1], {"stop": ("x",)}, BadOption, "use stop_token_ids"),
-        (
-            [1] * 300,
-            {"max_tokens": None},
-            PromptTooLong,
-            "300 tokens and max_seq_len is 256, so there is no room",
-        ),
+        ([1] * 300, {"max_tokens": None}, PromptTooLong, "300 tokens and max_seq_len is 256, so there is no room"),
         ([1] * 200, {"max_tokens": 57}, PromptTooLong, "200 tokens and max_tokens=57, but max_seq_len is 256"),
         ([1] * 256, {"max_tokens": None}, PromptTooLong, "256 tokens"),
     ],
@@ -233,8 +222,7 @@ def test_the_draft_model_stops_at_its_own_last_position():
     alone = serve(plain := engine_for(random_decoder(1)), plain.add([1, 2], SamplingParams(60, temperature=0.0)))
     model = engine.drafter.first.runner.model
     model.config = type(model.config)(**{**model.config.__dict__, "max_positions": 30})
-    steps = []
-    engine.listen(steps.append, detail=True)
+    steps = heard(engine, detail=True)
     assert serve(engine, engine.add([1, 2], SamplingParams(60, temperature=0.0))) == alone
     for r in (r for s in steps for r in s.rounds):
         assert r.position + len(r.tokens) - 1 <= 30 if r.tokens else r.position + 1 > 29

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.load import alone, caches, check, engine_with, mixed, run
-from forerun.engine.engine import Engine, philox_coins
+from engine.load import alone, assert_empty, caches, check, engine_with, mixed, run
+from forerun.engine.engine import philox_coins
 from forerun.engine.request import Request
 from forerun.errors import CapacityError
 from forerun.kv import SCRATCH_SLOT
@@ -58,13 +58,6 @@ def kept(tmp_path: Path) -> Iterator[Folder]:
     folder.close()
 
 
-def is_whole(engine: Engine) -> bool:
-    """Whether all blocks of all caches are free when nobody runs."""
-    for cache in caches(engine):
-        cache.check_integrity()
-    return all(cache.free_tokens() == cache.num_blocks * cache.block_tokens for cache in caches(engine))
-
-
 @pytest.mark.once("its requests choose their drafters")
 @pytest.mark.parametrize("draft", ["none", "model"])
 def test_a_request_that_grows_takes_the_blocks_of_what_is_fetched_for_another(
@@ -84,7 +77,7 @@ def test_a_request_that_grows_takes_the_blocks_of_what_is_fetched_for_another(
     assert late.num_fetching == 0, "its fetch was given up"
     outputs = run(engine, [first, late])
     assert outputs == alone([([1] * 60, greedy(60)), (PROMPT, greedy(4))])
-    assert is_whole(engine)
+    assert_empty(*caches(engine))
 
 
 @pytest.mark.once("its requests choose their drafters")
@@ -130,7 +123,7 @@ def test_an_aborted_request_leaves_nothing_of_its_fetch(kept: Folder, disk: thre
     assert late.num_fetching == 1
     engine.abort(late)
     engine.abort(other)
-    assert is_whole(engine)
+    assert_empty(*caches(engine))
 
 
 @pytest.mark.once("its requests choose their drafters")
@@ -221,5 +214,5 @@ def test_random_arrivals_and_aborts_on_a_slow_disk_end_nobody_else(
         check(engine)
     assert sum(request.report.num_disk_tokens > 0 for request in requests) > num // 10
     assert {request for request in requests if request.seq.finish_reason == "abort"} == aborted
-    assert is_whole(engine)
+    assert_empty(*caches(engine))
     folder.close()

@@ -102,20 +102,9 @@ def assert_valid(text: str, params: SamplingParams, reason: str | None) -> None:
 
 @pytest.mark.parametrize("acceptance", ["ratio", "block", "match", "typical", "lenience:l=0.5"])
 def test_every_rule_keeps_to_the_grammar(llm: LLM, acceptance: str, speculation: Any) -> None:
-    outs = llm.generate(
-        PROMPTS * 4,
-        SamplingParams(
-            max_tokens=90,
-            temperature=1.1,
-            seed=3,
-            json_schema=SCHEMA,
-            json_whitespace="compact",
-            acceptance=acceptance,
-            draft="lookup",
-        ),
-        raw=True,
-    )
-    for out in outs:
+    asked = {"json_schema": SCHEMA, "json_whitespace": "compact", "acceptance": acceptance, "draft": "lookup"}
+    params = SamplingParams(max_tokens=90, temperature=1.1, seed=3, **asked)
+    for out in llm.generate(PROMPTS * 4, params, raw=True):
         assert out.finish_reason == "stop"
         jsonschema.validate(json.loads(out.text), SCHEMA)
 

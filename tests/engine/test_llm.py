@@ -111,7 +111,6 @@ def test_streams_and_batches_beside_each_other_lose_nothing():
         if len(pieces) == 1:
             llm().generate("import os", greedy(60))
     assert [t for c in pieces for t in c.token_ids] == whole.token_ids
-    assert pieces[-1].output is not None
     first, second = llm().stream(PROMPT, greedy(20)), llm().stream(PROMPT, greedy(9))
     seen = ([], [])
     for _ in range(40):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.load import assert_empty
 from engine.test_encoder_decoders import sources, write_other, write_t5
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Request, RequestOutput
@@ -120,10 +121,8 @@ def test_beams_are_those_of_transformers(kind: Kind) -> None:
         wanted = by_transformers(module, asked, num_return_sequences=3, eos_token_id=end, **settings)
         cut = [text[: text.index(end) + 1] if end in text else text for text in wanted]
         for draft in ("none", "lookup", "model"):
-            params = llm.params(
-                max_tokens=MOST, temperature=0, n=3, draft=draft, stop_token_ids=[end], ignore_eos=True, **settings
-            )
-            outs = llm.generate(asked, params)
+            asked_for = {"max_tokens": MOST, "temperature": 0, "n": 3, "ignore_eos": True, **settings}
+            outs = llm.generate(asked, llm.params(draft=draft, stop_token_ids=[end], **asked_for))
             assert [out.token_ids for out in outs] == cut
 
 
@@ -136,9 +135,8 @@ def written(num: int) -> list[tuple[list[int], dict[str, Any]]]:
     heads = [[rng.randrange(1, 257) for _ in range(17)] for _ in range(3)]
     made = []
     for i in range(num):
-        source = rng.choice(heads)[: rng.choice((0, 0, 16, 17))] + [
-            rng.randrange(1, 257) for _ in range(rng.randrange(7))
-        ]
+        source = rng.choice(heads)[: rng.choice((0, 0, 16, 17))]
+        own = [rng.randrange(1, 257) for _ in range(rng.randrange(7))]
         fields: dict[str, Any] = {
             "max_tokens": rng.choice((2, 2, 3, 36)),
             "temperature": rng.choice((0.0, 0.7, 1.3)),
@@ -149,7 +147,7 @@ def written(num: int) -> list[tuple[list[int], dict[str, Any]]]:
             "priority": rng.choice((0, 0, 1)),
             "spec_length": rng.choice((1, 2)),  # so that what is preempted depends on no clock
         }
-        made.append((source or [7], fields))
+        made.append((source + own or [7], fields))
     return made
 
 
@@ -187,16 +185,11 @@ def test_no_neighbour_and_no_preemption_moves_a_bit(small: tuple[Path, Path], mo
 
         monkeypatch.setattr(scheduler, "_preempt", watched)
         params = [SamplingParams(**fields, draft=drafts[i % len(drafts)]) for i, (_, fields) in enumerate(asked)]
-        for i in range(
-            drafts.index("prediction"), len(params), len(drafts)
-        ):  # right up to a token, and wrong behind it
+        # Right up to a token, and wrong behind it.
+        for i in range(drafts.index("prediction"), len(params), len(drafts)):
             params[i] = dataclasses.replace(params[i], prediction=[*alone[i][0][:-1], 99])
         outs = llm.generate([source for source, _ in asked], params)
-        for runner in (llm.engine.runner, llm.drafters["model"].runner):
-            assert runner is not None
-            cache: Any = runner.cache
-            cache.check_integrity()
-            assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+        assert_empty(llm.engine.runner.cache, llm.drafters["model"].runner.cache)
     assert [told(out) for out in outs] == alone
     assert sum(num > 0 for num in preempted) > 10, "of texts that had begun"
     by_draft = {name: sum(out.report.num_accepted for out in outs[i :: len(drafts)]) for i, name in enumerate(drafts)}
@@ -230,9 +223,8 @@ def test_the_source_of_who_gives_way_is_room_for_another(small: tuple[Path, Path
 def test_a_text_that_copies_its_source_does_not_take_its_rows(kind: Kind) -> None:
     """A preempted text looks for its rows among those of the same salt, which are not the source's."""
     engine, told = kind[2].engine, []
-    params = kind[2].params(
-        max_tokens=40, temperature=0, draft="none", logit_bias={70: 1e3}, logprobs=0, ignore_eos=True
-    )
+    asked = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    params = kind[2].params(draft="none", logit_bias={70: 1e3}, **asked)
     start = engine.make([70], params)[0].seq.tokens[0]
     for is_preempted in (False, True):
         (request,) = engine.make([start, *[70] * 40], params)

@@ -209,9 +209,8 @@ def test_activations_bound_a_real_pass(name: str, tmp_path: Path) -> None:
     sizes, more, dtype = PASSES[name]
     config = resized(SMALL, **{key: value for key, value in sizes.items() if key != "softcap"})
     config = replace(config, blocks=tuple(capped(block, sizes.get("softcap")) for block in config.blocks))
-    options = EngineConfig(
-        **{"draft": "lookup", "ops": "reference", "max_batch_size": 4, "max_seq_len": 1024, **CHUNK, **more}
-    )
+    asked = {"draft": "lookup", "ops": "reference", "max_batch_size": 4, "max_seq_len": 1024, **CHUNK, **more}
+    options = EngineConfig(**asked)
     planned = bytes_by_name(memory_plan(config, None, options, dtype=dtype))["activations"]
     measured = peak_bytes(one_pass(config, options, dtype), tmp_path / "trace.json")
     assert 0.6 * planned <= measured <= planned, f"planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB"

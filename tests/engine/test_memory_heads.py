@@ -58,10 +58,7 @@ def own_heads() -> dict[str, tuple[Mapping[str, Any], Shapes]]:
         "dflash": (dflash.to_json(3), {n: s for n, s in dflash_model.shapes(dflash).items() if n != "d2t"}),
         "medusa": ({"medusa_num_heads": 3, "medusa_num_layers": 2, **ids}, blocks("{}.{}.linear.", 3, 2)),
         "hydra": ({"hydra_num_heads": 3, "hydra_num_layers": 2, **ids}, hydra.shapes(3, 2, WIDTH)),
-        "blockwise": (
-            {"num_heads": 2, "intermediate_size": 512, **ids},
-            head_files.feed_forward_shapes(2, 512, WIDTH),
-        ),
+        "blockwise": ({"num_heads": 2, "intermediate_size": 512, **ids}, head_files.feed_forward_shapes(2, 512, WIDTH)),
         "pass": ({"num_look_ahead": 4}, {"look_ahead": (4, WIDTH)}),
     }
 

@@ -170,20 +170,18 @@ def numbers_of_a_child(source: str, *args: str, **environment: str) -> list[int]
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, BF16) for name in PASSES]
-    + [pytest.param(name, F32, marks=[] if name == "odd" else pytest.mark.parity) for name in PASSES],
+    ("name", "dtype", "num_taps"),
+    [(name, BF16, 0) for name in PASSES]
+    + [pytest.param(name, F32, 0, marks=[] if name == "odd" else pytest.mark.parity) for name in PASSES]
+    + [("inner layers", F32, 3)],  # 22 MB of them
 )
-def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: str) -> None:
-    planned, measured = numbers_of_a_child(MEASURED, name, dtype, "0")
-    print(
-        f"\n{name} {dtype}: planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}"
-    )
+def test_buffers_and_activations_bound_a_real_pass(name: str, dtype: str, num_taps: int) -> None:
+    planned, measured = numbers_of_a_child(MEASURED, name, dtype, str(num_taps))
+    said = f"{name} {dtype}: planned {planned / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB, {measured / planned:.2f}"
+    print(f"\n{said}")
     # What was given back stays advised to come in huge pages: two of them, at the ends, may be counted whole.
     # The plan has room for torch's kernels, which are not used, and buffers of passes whose few rows threads share.
-    assert 0.7 * (planned - KERNEL_BYTES) <= measured <= planned + 2 * HUGE_PAGE_BYTES, (
-        f"{planned / 1e6:.2f} MB, {measured / 1e6:.2f} measured"
-    )
+    assert 0.7 * (planned - KERNEL_BYTES) <= measured <= planned + 2 * HUGE_PAGE_BYTES, said
 
 
 PREPARED = """
@@ -224,12 +222,6 @@ def test_rows_of_inner_layers_are_planned() -> None:
     three, none = (memory_plan(SMALL, None, options, dtype=F32, num_taps=num) for num in (3, 0))
     taps = three.bytes_of("activations") - none.bytes_of("activations")
     assert taps == 3 * (512 + 3 * (options.longest_draft + 1)) * SMALL.hidden_size * 4
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_a_pass_that_returns_inner_layers() -> None:
-    planned, measured = numbers_of_a_child(MEASURED, "inner layers", "float32", "3")  # 22 MB of them
-    assert 0.7 * (planned - KERNEL_BYTES) <= measured <= planned + 2 * HUGE_PAGE_BYTES
 
 
 def test_buffers_of_both_models_stay_and_nothing_comes_later() -> None:

@@ -23,14 +23,11 @@ def test_they_are_those_of_an_output_with_the_same_tokens(llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPT)
     (out,) = llm.generate([ids], SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=3, logprobs=3))
     places = out.prompt_logprobs
-    assert places is not None
     assert (len(places), places[0]) == (len(ids), None)
     assert [place.token_id for place in places[1:] if place is not None] == ids[1:]
     assert len(ids) > 40  # more than are run in one step
     for i in (1, 2, 31, 32, 33, len(ids) - 1):
         (one,) = llm.generate([ids[:i]], SamplingParams(max_tokens=1, temperature=0, logprobs=3))
-        assert one.logprobs is not None
-        assert places[i] is not None
         assert places[i].top == one.logprobs[0].top, i
         assert all(logprob <= 0 and not math.isnan(logprob) for _, logprob in places[i].top)
 
@@ -38,9 +35,8 @@ def test_they_are_those_of_an_output_with_the_same_tokens(llm: LLM) -> None:
 def test_what_is_in_the_cache_and_what_runs_beside_it_change_nothing(llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0)
     (first,) = llm.generate(PROMPT, params)
-    again, plain, other = llm.generate(
-        [PROMPT, PROMPT, "class A:"], [params, SamplingParams(max_tokens=8, temperature=0), params]
-    )
+    other_params = SamplingParams(max_tokens=8, temperature=0)
+    again, plain, other = llm.generate([PROMPT, PROMPT, "class A:"], [params, other_params, params])
     assert again.prompt_logprobs == first.prompt_logprobs
     assert again.token_ids == plain.token_ids == first.token_ids
     assert plain.prompt_logprobs is None

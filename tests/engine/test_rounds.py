@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import DRAFT, MODEL, alone, engine_with, mixed, run, runner_with
+from engine.load import DRAFT, MODEL, alone, engine_with, heard, mixed, run, runner_with
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
@@ -61,8 +61,7 @@ def greedy(max_tokens: int, **more: object) -> SamplingParams:
 def test_reports_of_steps_add_up() -> None:
     """Of a mixed batch in little memory: to the sequences, the rounds, the drafters, and the requests."""
     engine = engine_with(192, prefill_chunk_tokens=16, catchup_tokens=24)
-    reports: list[StepReport] = []
-    engine.listen(reports.append, detail=True)
+    reports = heard(engine, detail=True)
     outputs = run(engine, requests := [engine.add(*one) for one in mixed(5, 16)])
     for report in reports:
         assert report.num_decoding == len(report.sequences) == len(report.rounds)
@@ -137,8 +136,7 @@ def test_a_round_that_a_stop_id_cuts_counts_what_it_emitted_and_what_was_committ
     cut = 0
     for end in set(plain):
         engine = engine_with(spec_length=8)
-        reports: list[StepReport] = []
-        engine.listen(reports.append)
+        reports = heard(engine)
         (output,) = run(engine, [request := engine.add([5, 6], greedy(30, stop_token_ids=(end,)))])
         assert sum(report.num_committed for report in reports) == len(output)
         emitted = sum(report.num_emitted for report in reports)
@@ -163,8 +161,7 @@ def test_the_step_after_an_interrupted_one_reports_itself_alone(monkeypatch: pyt
         run(engine, requests)
     monkeypatch.undo()
     assert requests[0].seq.finish_reason == "length"
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     engine.step()
     assert requests[0] not in engine.scheduler.running
     assert reports[0].drafts["model"].num_nodes == reports[0].num_drafted > 0
@@ -178,8 +175,7 @@ def test_the_step_after_an_interrupted_one_reports_itself_alone(monkeypatch: pyt
 def test_a_policy_hears_every_step_and_every_end() -> None:
     policy = Told(3)
     engine = engine_with(policy=policy, max_batch_size=3)
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     requests = [engine.add([i], greedy(9)) for i in range(5)]
     engine.step()
     engine.abort(requests[1])
@@ -193,8 +189,7 @@ def test_whatever_a_policy_grants_stays_within_the_limits_of_the_step() -> None:
     for granted in (1000, -1):
         policy = Told(granted)
         engine = engine_with(112, policy=policy, max_num_batched_tokens=24, prefill_chunk_tokens=8)
-        reports: list[StepReport] = []
-        engine.listen(reports.append)
+        reports = heard(engine)
         wanted = [([i] * 10, greedy(40)) for i in range(4)]
         assert run(engine, [engine.add(*one) for one in wanted]) == alone(wanted)
         assert max(report.num_rows for report in reports) <= 24
@@ -362,16 +357,9 @@ def test_each_draw_is_asked_for_with_its_own_sequence() -> None:
 def test_draft_models_together_keep_to_the_budget_of_a_step(names: str) -> None:
     """Two long prompts, of one draft model or of one each: 16 tokens per step, and no more than the target reads."""
     router = Router({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
-    engine = Engine(
-        runner_with(MODEL, 1024),
-        router,
-        make("fixed", 3),
-        max_seq_len=128,
-        prefill_chunk_tokens=64,
-        catchup_tokens=16,
-    )
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    options = {"max_seq_len": 128, "prefill_chunk_tokens": 64, "catchup_tokens": 16}
+    engine = Engine(runner_with(MODEL, 1024), router, make("fixed", 3), **options)
+    reports = heard(engine)
     run(engine, [engine.add([i] * 90, greedy(8, draft=name)) for i, name in enumerate(names)])
     reading = [report for report in reports if report.num_prefill_tokens and not report.num_decoding]
     caught_up = [sum(draft.num_catchup_tokens for draft in report.drafts.values()) for report in reading]
@@ -405,9 +393,7 @@ def test_a_draft_model_holds_what_was_committed_and_nothing_that_was_rejected() 
     run(engine, [noisy])
     assert 0 < noisy.report.num_accepted < noisy.report.num_drafted
     guesses = [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]
-    for (
-        tokens,
-        drafted,
-    ) in guesses:  # in every round the draft model guesses first what it says after the committed tokens
+    # In every round the draft model guesses first what it says after the committed tokens.
+    for tokens, drafted in guesses:
         engine = Engine(runner_with(DRAFT, 256), Router({}), make("fixed", 1), max_seq_len=128)
         assert run(engine, [engine.add(tokens, greedy(1))]) == [[drafted]]

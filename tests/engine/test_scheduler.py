@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.load import MODEL, alone, caches, check, engine_with, mixed, run
+from engine.load import MODEL, alone, assert_empty, caches, check, engine_with, heard, mixed, run
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.errors import BadOption
-from forerun.types import SamplingParams, StepReport
+from forerun.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
 
@@ -91,29 +91,12 @@ def test_drafts_preempt_no_request(tokens: int) -> None:
 
 def test_a_pass_has_no_more_rows_than_the_budget() -> None:
     engine = engine_with(max_num_batched_tokens=16, prefill_chunk_tokens=12, spec_length=9)
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     run(engine, [engine.add(*one) for one in mixed(2, 12)])
     assert max(report.num_rows for report in reports) == 16
     assert max(report.num_prefill_tokens for report in reports) == 12
     for report in reports:
         assert report.num_rows == report.num_prefill_tokens + report.num_decoding + report.num_drafted
-
-
-def test_lower_priority_numbers_are_served_first_and_take_a_place() -> None:
-    engine = engine_with(max_batch_size=1)
-    late = engine.add([1, 2], SamplingParams(max_tokens=20, temperature=0.0, priority=1))
-    engine.step()
-    engine.step()
-    urgent = engine.add([3, 4], SamplingParams(max_tokens=5, temperature=0.0, priority=-1))
-    usual = engine.add([5, 6], SamplingParams(max_tokens=5, temperature=0.0))
-    order = []
-    while len(order) < 3:
-        order += engine.step()
-        check(engine)
-    assert order == [urgent, usual, late]
-    assert late.report.num_preemptions >= 1
-    assert usual.report.num_preemptions == 0
 
 
 def at_work(engine: Engine, *requests: Request) -> None:
@@ -165,16 +148,6 @@ def test_what_running_requests_share_is_not_freed_by_one_of_them() -> None:
         assert engine.scheduler.num_preemptions == 0
         engine.step()
     run(engine, [equal, worse, late])
-
-
-def test_equal_priorities_do_not_take_places() -> None:
-    engine = engine_with(max_batch_size=1)
-    requests = [engine.add([i], SamplingParams(max_tokens=3, temperature=0.0)) for i in range(4)]
-    order = []
-    while len(order) < 4:
-        order += engine.step()
-    assert order == requests
-    assert engine.scheduler.num_preemptions == 0
 
 
 def test_the_cache_of_a_drafter_counts_for_admission() -> None:
@@ -262,8 +235,7 @@ def test_a_request_may_choose_only_what_the_engine_has() -> None:
 @pytest.mark.once("about drafts of fixed lengths")
 def test_methods_and_lengths_stand_side_by_side_in_one_pass() -> None:
     engine = engine_with(spec_length=4)
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     choices = [("none", None), ("lookup", 3), ("model", None), ("model", 2)]
     for draft, length in choices:
         params = SamplingParams(max_tokens=30, temperature=0.0, draft=draft, spec_length=length)
@@ -280,8 +252,7 @@ def test_methods_and_lengths_stand_side_by_side_in_one_pass() -> None:
 @pytest.mark.once("about drafts of a fixed length")
 def test_a_request_that_is_nearly_full_decodes_plainly_beside_others() -> None:
     engine = engine_with(spec_length=9)
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     engine.add([1] * 126, SamplingParams(max_tokens=2, temperature=0.0))
     engine.add([2] * 5, GREEDY)
     while not any(len(report.sequences) == 2 for report in reports):
@@ -295,8 +266,7 @@ def test_a_request_that_is_nearly_full_decodes_plainly_beside_others() -> None:
 def test_the_draft_model_runs_a_long_prompt_beside_the_target(catchup_tokens: int) -> None:
     """As many tokens as the target, not ahead of it: its steps would be the longer for it."""
     engine = engine_with(prefill_chunk_tokens=16, catchup_tokens=catchup_tokens)
-    reports: list[StepReport] = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     run(engine, [request := engine.add([i % 9 for i in range(100)], SamplingParams(max_tokens=9, temperature=0.0))])
     prefill = [report for report in reports if report.num_prefill_tokens]
     assert [report.drafts["model"].num_catchup_tokens for report in prefill] == [16] * 6 + [3]
@@ -329,7 +299,7 @@ def test_random_arrivals_and_aborts_lose_no_block_and_answer_each_request_once(s
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     for cache in caches(engine):
-        assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+        assert_empty(cache)
         cache.clear_prefixes()
         cache.check_integrity()
     assert MODEL is engine.runner.model

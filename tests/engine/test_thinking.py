@@ -33,10 +33,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     draft = write_thinking(folder / "draft", inner_scale=0.04)
     (folder / "chat.jinja").write_text(TEMPLATE, encoding="utf-8")
     others = f"(model:path={draft});recycle;none"
-    template = str(folder / "chat.jinja")
-    with LLM(
-        str(target), draft="suffix:shape=tree", extra_drafts=others, max_seq_len=200, chat_template=template
-    ) as one:
+    options = {"extra_drafts": others, "max_seq_len": 200, "chat_template": str(folder / "chat.jinja")}
+    with LLM(str(target), draft="suffix:shape=tree", **options) as one:
         yield one
 
 

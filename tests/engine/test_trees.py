@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.load import DRAFT, MODEL, run, runner_with
+from engine.load import DRAFT, MODEL, heard, run, runner_with
 from forerun import LLM, BadOption, SamplingParams, drafters, registry
 from forerun.drafters import Drafter, Seen
 from forerun.engine.engine import Engine
@@ -134,8 +134,7 @@ def test_extra_rows_are_scored_shown_and_never_kept() -> None:
 
 def test_extra_rows_count_as_nodes_of_the_budget() -> None:
     engine = Engine(runner_with(MODEL, 400), Router({"watcher": Watcher()}), make("fixed", 2))
-    reports: list[Any] = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     run(engine, [engine.add([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))])
     assert max(report.num_rows for report in reports if report.num_decoding) == 2, "one node, and no room for two more"
 
@@ -144,13 +143,8 @@ def test_extra_rows_are_hidden_from_a_rule_that_needs_all_rows() -> None:
     texts = []
     for drafter in (Watcher(), Drafter()):
         engine = Engine(runner_with(MODEL, 400), Router({"watcher": drafter}), make("fixed", 3))
-        params = SamplingParams(
-            max_tokens=8,
-            temperature=1.0,
-            top_k=1,
-            acceptance="traversal",
-            draft="watcher" if isinstance(drafter, Watcher) else "none",
-        )
+        draft = "watcher" if isinstance(drafter, Watcher) else "none"
+        params = SamplingParams(max_tokens=8, temperature=1.0, top_k=1, acceptance="traversal", draft=draft)
         requests = [engine.add([1, 2, 3 + i], params) for i in range(2)]
         texts.append(run(engine, requests))
         assert not any(request.error for request in requests)
@@ -161,9 +155,8 @@ def test_a_hidden_layer_that_the_target_lacks_is_refused_when_the_engine_is_made
     for layer in (MODEL.config.num_layers + 1, -1):
         watcher = Watcher()
         watcher.hidden_layers = (0, layer)
-        with pytest.raises(
-            BadOption, match=f"'watcher' reads hidden states behind {layer} layers, but the target has 1"
-        ):
+        sentence = f"'watcher' reads hidden states behind {layer} layers, but the target has 1"
+        with pytest.raises(BadOption, match=sentence):
             Engine(runner_with(MODEL, 400), Router({"watcher": watcher}), make("fixed", 3))
     watcher.hidden_layers = (0, MODEL.config.num_layers)
     Engine(runner_with(MODEL, 400), Router({"watcher": watcher}), make("fixed", 3))

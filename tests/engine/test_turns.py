@@ -18,11 +18,8 @@ from forerun.types import SamplingParams, StepReport
 
 pytestmark = pytest.mark.once("about time, which no drafter changes")
 
-STREAM_S, READER_S, TOKEN_S = (
-    0.040,
-    0.010,
-    0.001,
-)  # a step of the engine that streams, of the one that reads, its tokens
+# Seconds of a step of the engine that streams, of one of the engine that reads, and of each of its tokens.
+STREAM_S, READER_S, TOKEN_S = 0.040, 0.010, 0.001
 
 
 def greedy(max_tokens: int) -> SamplingParams:
