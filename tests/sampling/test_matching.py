@@ -102,7 +102,6 @@ COUNTED: dict[str, str] = {
 def start_of(params: SamplingParams, spelling: Tokenizer) -> Callable[[], Constraint]:
     grammar = vocabulary(spelling).compiled(params)
     held = grammar if params.thinking is None else Limited(params.thinking, grammar, spelling.num_ids)
-    assert held is not None
     return functools.partial(held.start, frozenset(spelling.encode(END)), 0)
 
 

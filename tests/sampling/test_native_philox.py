@@ -146,32 +146,22 @@ def test_ties_of_the_race_go_to_the_lowest_id(isa, rest):
 
 
 @pytest.mark.parametrize("isa", BOTH)
-def test_the_largest_of_all_words_wins_with_the_smallest_weight_of_all(isa):
-    """1 - u is 2^-33, less than which there is not: pruning may not be stricter than that."""
-    seed, position, best = 289_736, 5, 788
-    words = words_of(1024, seed, position)
-    assert words[best] == 2**32 - 1
-    weights = np.zeros(1024, np.float32)
-    weights[0] = 1
-    ratio = float(arithmetic.log(1 - 2.0**-33) / arithmetic.log((words[0] + 0.5) * 2.0**-32))
-    for factor, winner in ((1 - 1e-6, 0), (1 + 1e-6, best)):
-        weights[best] = ratio * factor
-        assert race(isa, weights, None, seed, position) == winner
+@pytest.mark.parametrize(("size", "seed", "position", "far"), [(4096, 1, 2, 1000), (1024, 289_736, 5, 236)])
+def test_the_best_word_wins_with_the_smallest_weight_that_can(isa, size, seed, position, far):
+    """Pruning must not lose an id whose weight is tiny and whose time is tinier: just before and just after.
 
-
-@pytest.mark.parametrize("isa", BOTH)
-def test_the_best_word_wins_with_the_smallest_weight_that_can(isa):
-    """Pruning must not lose an id whose weight is tiny and whose time is tinier: just before and just after."""
-    words = words_of(4096, 1, 2)
+    The second one has the largest of all words: 1 - u is 2^-33, less than which there is not.
+    """
+    words = words_of(size, seed, position)
     best = int(words.argmax())
-    uniforms = (words + 0.5) * 2.0**-32
-    heavy = (best + 1000) % 4096
-    weights = np.zeros(4096, np.float32)
+    assert size == 4096 or words[best] == 2**32 - 1
+    heavy = (best + far) % size
+    weights = np.zeros(size, np.float32)
     weights[heavy] = 1
-    ratio = float(arithmetic.log(uniforms[best]) / arithmetic.log(uniforms[heavy]))
+    best_time, heavy_time = arithmetic.log((words[[best, heavy]] + 0.5) * 2.0**-32).tolist()
     for factor, winner in ((1 - 1e-6, heavy), (1 + 1e-6, best)):
-        weights[best] = ratio * factor
-        assert race(isa, weights, None, 1, 2) == winner
+        weights[best] = best_time / heavy_time * factor
+        assert race(isa, weights, None, seed, position) == winner
 
 
 # ----------------------------------------------------------------------------------------------------------- the draw

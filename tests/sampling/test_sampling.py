@@ -154,8 +154,7 @@ def test_end_ids_are_masked_until_min_tokens():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "banned"),
-    [([], [4]), ([0], [1, 4]), ([0, 1], [2, 4]), ([2, 0, 1], [2, 4]), ([1], [4])],
+    ("tokens", "banned"), [([], [4]), ([0], [1, 4]), ([0, 1], [2, 4]), ([2, 0, 1], [2, 4]), ([1], [4])]
 )
 def test_bad_words_are_not_completed(tokens, banned):
     history = History(tokens, 0, bad_word_ids=((4,), (0, 1), (0, 1, 2)))
@@ -222,8 +221,7 @@ def test_min_p_keeps_what_is_equal():
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
-    [(1e-9, [1]), (0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [0, 1, 3]), (1, [0, 1, 2, 3])],
+    ("top_p", "kept"), [(1e-9, [1]), (0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [0, 1, 3]), (1, [0, 1, 2, 3])]
 )
 def test_top_p_keeps_the_token_that_crosses(top_p, kept):
     assert support(row(*np.log([0.2, 0.4, 0.1, 0.3])), top_p=top_p) == kept
@@ -309,10 +307,7 @@ def test_transformers_agrees_on_bad_words_and_min_tokens():
     logits = np.random.default_rng(0).standard_normal(20)
     words = [[3], [5, 6], [1, 2, 4]]
     for tokens in ([7, 1, 2], [7, 8, 5], [9, 9, 9]):
-        steps = (
-            hf.NoBadWordsLogitsProcessor(words, eos_token_id=19),
-            hf.MinNewTokensLengthLogitsProcessor(1, 3, 19),
-        )
+        steps = (hf.NoBadWordsLogitsProcessor(words, eos_token_id=19), hf.MinNewTokensLengthLogitsProcessor(1, 3, 19))
         history = History(tokens, 1, frozenset({19}), tuple(map(tuple, words)))
         made = distribution(logits, history, min_tokens=3)
         assert made == pytest.approx(warped(logits, tokens, *steps).tolist(), abs=1e-14)
