@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from forerun.testing import Branching, dense, drawn_tree, enumerate_outcomes, tables
+from forerun.testing import Branching, dense, drawn_tree, emitted, enumerate_outcomes, plain, tables, total_variation
 from forerun.verify import ratio
 
 EXACT, CAUGHT = 1e-12, 1e-6
@@ -55,3 +55,13 @@ def mean_tokens(rule, target, drafter) -> float:
         return 1 + len(rule(draft, 0, [dense(target(context)) for context in contexts], coins)[0])
 
     return sum(weight * num for weight, num in enumerate_outcomes(run))
+
+
+def largest_error(rule, shape, draws, kinds=("unlike", "alike", "zeros")) -> float:
+    """How far a wrong rule is from the target where it is farthest, among these tables."""
+    errors = []
+    for kind in kinds:
+        target, near = TABLES[kind]
+        said = emitted(rule, target, drawn_tree(shape, near, draws), HORIZON)
+        errors.append(total_variation(said, plain(target, HORIZON)))
+    return max(errors)
