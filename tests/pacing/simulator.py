@@ -137,6 +137,10 @@ class World:
             costs.drafts["model"] = PassTime((1, 2), (1.0, 1 + draft_row), self.machine.pass_s)
         return build(Options(), None, costs)
 
+    def paced(self, num_steps: int) -> Track:
+        """What auto makes of it."""
+        return self.run(self.auto(), num_steps)
+
     def sequence(self, b: int, **params: object) -> Sequence:
         if b not in self.seqs:
             tokens = [0] * self.prompt_tokens
@@ -175,7 +179,7 @@ class World:
         lengths = [k if k and self.found(step, s.id) else 0 for k, s in zip(granted, seqs, strict=True)]
         num_context = sum(len(s.tokens) for s in seqs)
         catchup = sum(self.uncached_tokens[s.id] for s, k in zip(seqs, granted, strict=True) if k)
-        report = self.report(seqs, lengths, granted, step, num_context, num_prompt, catchup)
+        report = self.report(seqs, lengths, granted, step, num_prompt, catchup)
         track.granted.append(granted)
         alphas = [self.alpha(step, s.id) for s in seqs]
         track.tokens.append(sum(formulas.expected_tokens(a, k) for a, k in zip(alphas, lengths, strict=True)))
@@ -184,18 +188,11 @@ class World:
         return report
 
     def report(
-        self,
-        seqs: list[Sequence],
-        lengths: list[int],
-        granted: list[int],
-        step: int,
-        num_context: int,
-        num_prompt: int,
-        catchup: int,
+        self, seqs: list[Sequence], lengths: list[int], granted: list[int], step: int, num_prompt: int, catchup: int
     ) -> StepReport:
         """What the policy is told, with noise."""
-        rng, machine = self.rng, self.machine
-        slow = self._slowness(step)
+        num_context = sum(len(s.tokens) for s in seqs)
+        rng, machine, slow = self.rng, self.machine, self._slowness(step)
         report = StepReport(num_decoding=len(seqs), num_prefill_tokens=num_prompt, num_context_tokens=num_context)
         report.num_rows = len(seqs) + sum(lengths) + num_prompt
         for s, k, g in zip(seqs, lengths, granted, strict=True):

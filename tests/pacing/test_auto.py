@@ -11,17 +11,14 @@ from forerun.errors import BadOption
 from forerun.pacing import auto, make
 from forerun.pacing.cost import Costs
 from forerun.types import Sequence, SequenceStep, StepReport
-from pacing.simulator import COMPUTE_BOUND, CPU, QUIET, Machine, Track, World
-
-
-def run(world: World, num_steps: int) -> Track:
-    return world.run(world.auto(), num_steps)
+from pacing.simulator import COMPUTE_BOUND, CPU, QUIET, Machine, World
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_drafter_that_turns_bad_is_dropped(seed):
     """From 0.9 to 0: plain within 90 steps, and for nearly all of the 150 behind them."""
-    track = run(World(lambda step, b: 0.9 if step < 600 else 0.0, machine=Machine(CPU, pass_s=0.004), seed=seed), 840)
+    world = World(lambda step, b: 0.9 if step < 600 else 0.0, machine=Machine(CPU, pass_s=0.004), seed=seed)
+    track = world.paced(840)
     assert min(granted[0] for granted in track.granted[600:690]) == 0
     assert sum(granted[0] > 0 for granted in track.granted[690:]) <= 5
 
@@ -31,13 +28,13 @@ def test_a_drafter_that_turns_bad_is_dropped(seed):
 def test_probes_find_a_drafter_that_turns_good(seed, draft):
     """From 0 to 0.9: within the longest pause between two probes, and a hundred steps more."""
     world = World(lambda step, b: 0.0 if step < 900 else 0.9, machine=Machine(CPU), seed=seed, draft=draft)
-    track = run(world, 1700)
+    track = world.paced(1700)
     assert max(granted[0] for granted in track.granted[600:900]) <= 1, "probes are of one node"
     assert sum(granted[0] >= 4 for granted in track.granted[1600:]) >= 90
 
 
 def test_pauses_between_probes_double():
-    track = run(World(lambda step, b: 0.0, machine=Machine(CPU, pass_s=0.002), noise=QUIET), 1200)
+    track = World(lambda step, b: 0.0, machine=Machine(CPU, pass_s=0.002), noise=QUIET).paced(1200)
     probes = [step for step, granted in enumerate(track.granted) if granted[0] and step > 40]
     pauses = [later - earlier for earlier, later in itertools.pairwise(probes)]
     assert all(later == min(2 * earlier, 512) for earlier, later in itertools.pairwise(pauses)), pauses
@@ -45,12 +42,12 @@ def test_pauses_between_probes_double():
 
 
 def test_a_batch_whose_drafter_fails_is_probed_as_one():
-    track = run(World(lambda step, b: 0.0, 32, Machine(CPU, pass_s=0.002)), 500)
+    track = World(lambda step, b: 0.0, 32, Machine(CPU, pass_s=0.002)).paced(500)
     assert 0 < sum(map(sum, track.granted[100:])) <= 32, "nodes in 400 steps of 32 requests"
 
 
 def test_lengths_are_per_request():
-    track = run(World(lambda step, b: 0.9 if b % 2 else 0.0, 4, Machine(CPU, pass_s=0.002)), 600)
+    track = World(lambda step, b: 0.9 if b % 2 else 0.0, 4, Machine(CPU, pass_s=0.002)).paced(600)
     assert all(sum(granted[b] >= 2 for granted in track.granted[200:]) > 300 for b in (1, 3))
     assert all(sum(granted[b] == 0 for granted in track.granted[200:]) > 300 for b in (0, 2))
 
@@ -58,21 +55,21 @@ def test_lengths_are_per_request():
 def test_a_request_keeps_its_own_length():
     world = World(lambda step, b: 0.0, 2, Machine(COMPUTE_BOUND))
     world.sequence(0, spec_length=4)
-    track = run(world, 300)
+    track = world.paced(300)
     assert all(granted[0] == 4 for granted in track.granted)
     assert sum(granted[1] for granted in track.granted) < 30
 
 
 def test_never_more_than_the_limit_nor_than_spec_length():
     world = World(lambda step, b: 1.0, machine=Machine(CPU, pass_s=0.0001), limit=3)
-    assert max(granted[0] for granted in run(world, 100).granted) == 3
+    assert max(granted[0] for granted in world.paced(100).granted) == 3
     world = World(lambda step, b: 1.0, machine=Machine(CPU, pass_s=0.0001))
     assert max(granted[0] for granted in world.run(auto.build(auto.Options(), 2, Costs()), 100).granted) == 2
 
 
 def test_hysteresis():
     """With nothing but sampling noise a length is kept most of the time."""
-    track = run(World(lambda step, b: 0.7, machine=Machine(CPU, pass_s=0.003), seed=3), 1200)
+    track = World(lambda step, b: 0.7, machine=Machine(CPU, pass_s=0.003), seed=3).paced(1200)
     assert track.num_changes(0, 100) <= 110, "of 137 plans"
 
 

@@ -10,13 +10,9 @@ import math
 
 import pytest
 
-from pacing.simulator import COMPUTE_BOUND, CPU, GPU, PER_ROW, Machine, Track, World, fixed_rate, oracle
+from pacing.simulator import COMPUTE_BOUND, CPU, GPU, PER_ROW, Curve, Machine, World, fixed_rate, oracle
 
 STEPS = 2000
-
-
-def run(world: World, num_steps: int = STEPS) -> Track:
-    return world.run(world.auto(), num_steps)
 
 
 def check(ratios: list[float], mean: float, least: float) -> None:
@@ -24,26 +20,25 @@ def check(ratios: list[float], mean: float, least: float) -> None:
     assert min(ratios) >= least, ratios
 
 
+def constant(num: int, curve: Curve, alpha: float, pass_s: float = 0.002, seed: int = 0) -> World:
+    """Requests whose drafter is always as good."""
+    return World(lambda step, b: alpha, num, Machine(curve, pass_s=pass_s), seed=seed)
+
+
 def test_one_request():
     """2 % regret over all machines and drafters, over 2,000 rounds that begin with nothing known."""
     cases = [(CPU, 0.3, 0.006), (CPU, 0.6, 0.002), (CPU, 0.8, 0.002), (CPU, 0.95, 0.002), (PER_ROW, 0.3, 0.0003)]
     cases += [(PER_ROW, 0.8, 0.002), (GPU, 0.8, 0.0003), (GPU, 1.0, 0.002), (COMPUTE_BOUND, 0.6, 0.002)]
-    ratios = []
-    for curve, alpha, pass_s in cases:
-        for seed in range(2):
-            world = World(lambda step, b, a=alpha: a, machine=Machine(curve, pass_s=pass_s), seed=seed)
-            ratios.append(run(world).rate() / oracle(world, 0, 1))
+    worlds = [constant(1, *case, seed) for case in cases for seed in range(2)]
+    ratios = [world.paced(STEPS).rate() / oracle(world, 0, 1) for world in worlds]
     check(ratios, mean=0.985, least=0.95)
 
 
 def test_batches():
     """The same over 800 rounds, of which the first 200 are for learning what wide passes cost."""
     cases = [(2, PER_ROW, 0.8), (4, CPU, 0.8), (8, CPU, 0.5), (8, GPU, 0.5), (16, PER_ROW, 0.5), (32, GPU, 0.8)]
-    ratios = []
-    for num, curve, alpha in cases:
-        for seed in range(1 if num == 32 else 2):
-            world = World(lambda step, b, a=alpha: a, num, Machine(curve, pass_s=0.002), seed=seed)
-            ratios.append(run(world, 800).rate(200) / oracle(world, 0, 1))
+    worlds = [constant(*case, seed=seed) for case in cases for seed in range(1 if case[0] == 32 else 2)]
+    ratios = [world.paced(800).rate(200) / oracle(world, 0, 1) for world in worlds]
     check(ratios, mean=0.98, least=0.93)
 
 
@@ -53,7 +48,7 @@ def test_always_wrong(num, curve, draft):
     """A drafter that is never right costs less than 2 % of plain decoding."""
     world = World(lambda step, b: 0.0, num, Machine(curve, pass_s=0.002), seed=num, draft=draft)
     num_steps = STEPS if num == 1 else 500
-    assert run(world, num_steps).rate() / fixed_rate(world, 0, 0, 1) >= 0.98
+    assert world.paced(num_steps).rate() / fixed_rate(world, 0, 0, 1) >= 0.98
 
 
 def bursty(step: int, b: int) -> float:
@@ -68,13 +63,13 @@ def drifting(step: int, b: int) -> float:
 def test_changing_acceptance_beats_every_fixed_length(alpha):
     worlds = [World(alpha, machine=Machine(CPU, pass_s=0.004), seed=seed) for seed in range(8)]
     best = oracle(worlds[0], 0, 1500, max_length=8)
-    check([run(world, 1500).rate() / best for world in worlds], mean=1.05, least=1.0)
+    check([world.paced(1500).rate() / best for world in worlds], mean=1.05, least=1.0)
 
 
 def test_good_and_bad_requests_side_by_side():
     """Half of the batch is never right, half nearly always: lengths of their own beat any common one."""
     world = World(lambda step, b: 0.9 if b % 2 else 0.0, 4, Machine(CPU, pass_s=0.002))
-    track = run(world, 1000)
+    track = world.paced(1000)
     assert track.rate() >= 1.05 * oracle(world, 0, 1)
     assert sum(granted[0] == 0 for granted in track.granted[200:]) > 600
 
@@ -86,7 +81,7 @@ def test_lookup_that_mostly_finds_nothing(rate, alpha):
     for seed in range(4):
         world = World(lambda step, b: alpha, machine=Machine(PER_ROW, pass_s=1e-5), draft="lookup", seed=seed)
         world.found = lambda step, b: (step // 8 * 7919 + b) % 100 < 100 * rate
-        ratios.append(run(world).rate() / oracle(world, 0, STEPS))
+        ratios.append(world.paced(STEPS).rate() / oracle(world, 0, STEPS))
     check(ratios, mean=0.97, least=0.95)
 
 
@@ -98,7 +93,7 @@ def test_requests_come_and_go():
         return range(start, start + (1, 4, 12, 2, 8)[step // 40 % 5])
 
     world = World(lambda step, b: 0.75, machine=Machine(CPU, pass_s=0.002), batch=batch)
-    track = run(world, 1600)
+    track = world.paced(1600)
     for length in range(8):  # seconds that it takes to emit as much in each stretch
         seconds = 0.0
         for first in range(0, 1600, 40):
@@ -110,13 +105,13 @@ def test_prompts_beside_decoding():
     """Every third step also runs a chunk of 256 prompt rows, in which rows are dear."""
     world = World(lambda step, b: 0.7, 4, Machine(CPU, pass_s=0.002))
     world.num_prompt_rows = lambda step: 256 if step % 3 == 0 else 0
-    track = run(world, 1000)
+    track = world.paced(1000)
     assert track.rate() >= 0.95 * oracle(world, 0, 999)
 
 
 def test_the_same_reports_give_the_same_lengths():
     worlds = [World(drifting, 3, Machine(CPU), seed=5) for _ in range(2)]
-    assert run(worlds[0], 300).granted == run(worlds[1], 300).granted
+    assert worlds[0].paced(300).granted == worlds[1].paced(300).granted
 
 
 @pytest.mark.parity
@@ -125,10 +120,11 @@ def test_regret_on_simulated_machines():
     cases = [(1, CPU, 0.8), (1, PER_ROW, 0.6), (2, PER_ROW, 0.8), (4, CPU, 0.8)]
     cases += [(8, CPU, 0.5), (8, GPU, 0.5), (16, PER_ROW, 0.5)]
     ratios = []
-    for num, curve, alpha in cases:
+    for case in cases:
         for seed in range(10):
-            world = World(lambda step, b, a=alpha: a, num, Machine(curve, pass_s=0.002), seed=seed)
-            ratios.append(run(world, 600).rate(100) / oracle(world, 0, 1))
+            world = constant(*case, seed=seed)
+            ratios.append(world.paced(600).rate(100) / oracle(world, 0, 1))
+        num, _, alpha = case
         print(f"{num} at once, acceptance {alpha}: {[round(ratio, 3) for ratio in ratios[-10:]]}")
     print(f"mean {math.prod(ratios) ** (1 / len(ratios)):.4f}, least {min(ratios):.3f}")
     check(ratios, mean=0.985, least=0.93)

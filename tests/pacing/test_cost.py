@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +15,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.errors import CapacityError
 from forerun.pacing.cost import Costs
-from forerun.pacing.measuring import (
-    CONTEXT_TOKENS,
-    LEAST_LIMIT_S,
-    LIMIT_PASSES,
-    calibrated,
-    kept,
-    of_runner,
-)
+from forerun.pacing.measuring import CONTEXT_TOKENS, LEAST_LIMIT_S, LIMIT_PASSES, calibrated, kept, of_runner
 from forerun.pacing.pass_time import STEEPEST, WIDTHS, Fit, PassTime
 from forerun.types import DraftStep, SequenceStep, StepReport
 
@@ -30,6 +24,13 @@ from forerun.types import DraftStep, SequenceStep, StepReport
 def at_any_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever runs beside the tests, a curve is kept; the tests of that say otherwise."""
     monkeypatch.setattr("forerun.pacing.measuring.AGREEMENT", 1e9)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where curves are kept."""
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    return tmp_path
 
 
 class Machine:
@@ -82,11 +83,10 @@ def test_a_cache_without_room_drops_widths():
     assert of(Machine(lambda n: 0.001, most_rows=0)).ratios == PassTime().ratios
 
 
-def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+def test_measured_once_and_kept_in_a_file(folder, caplog):
     with caplog.at_level(logging.INFO):
         LLM("shipped", max_seq_len=256).measure_passes()
-    files = sorted(tmp_path.glob("passes-*.json"))
+    files = sorted(folder.glob("passes-*.json"))
     assert len(files) == 2, "one of the target, one of the draft model"
     said = [r for r in caplog.records if "once" in r.getMessage()]
     assert [r.levelno for r in said] == [logging.INFO] * 2
@@ -100,33 +100,25 @@ def test_measured_once_and_kept_in_a_file(tmp_path, monkeypatch, caplog):
         llm = LLM("shipped", max_seq_len=256)
         llm.measure_passes()
     assert "once" not in caplog.text
-    assert {path: path.read_text() for path in tmp_path.iterdir()} == texts
+    assert {path: path.read_text() for path in folder.iterdir()} == texts
     assert llm.pass_times()[""].one_row_s in {json.loads(text)[2] for text in texts.values()}
     cache = llm.engine.runner.cache
     cache.check_integrity()
     assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
 
 
-def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch):
-    machine = Machine(lambda n: 0.001 * n, most_rows=0)
-    runner = SimpleNamespace(fingerprint="a full cache", has_experts=False, try_pass=lambda n, behind=0: machine.run(n))
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    assert of_runner(runner).one_row_s is None
-    assert not list(tmp_path.iterdir())
+def test_what_could_not_be_measured_is_not_kept(folder):
+    assert of_runner(a_machine("a full cache", Machine(lambda n: 0.001 * n, most_rows=0))).one_row_s is None
+    assert not list(folder.iterdir())
 
 
-def test_passes_are_measured_when_no_request_comes(tmp_path, monkeypatch):
+def test_passes_are_measured_when_no_request_comes(folder, monkeypatch):
     """The first answer does not wait for it. Nothing is measured for requests that draft nothing."""
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("forerun.engine.loop.PAUSE_S", 0.01)
     passes, llm = list[int](), LLM("shipped", max_seq_len=256, max_batch_size=1)
-    try_pass = llm.engine.runner.try_pass
-    monkeypatch.setattr(
-        llm.engine.runner,
-        "try_pass",
-        lambda num, behind=0: passes.append(len(llm.engine.scheduler.running)) or try_pass(num, behind),
-    )
-    params = SamplingParams(max_tokens=40, temperature=0)
+    runner, running = llm.engine.runner, llm.engine.scheduler.running
+    try_pass, params = runner.try_pass, SamplingParams(max_tokens=40, temperature=0)
+    monkeypatch.setattr(runner, "try_pass", lambda num, behind=0: passes.append(len(running)) or try_pass(num, behind))
     llm.generate("def f(", SamplingParams(max_tokens=40, temperature=0, draft="none"))
     time.sleep(0.1)
     assert not passes
@@ -134,13 +126,12 @@ def test_passes_are_measured_when_no_request_comes(tmp_path, monkeypatch):
     while llm.engine.costs.runners or not passes:  # ended by the limit of all tests, if at all
         time.sleep(0.01)
     assert not any(passes), "what ran beside them"
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 2
     assert llm.engine.costs.target.fit is None
 
 
-def test_a_request_that_comes_ends_the_measuring(tmp_path, monkeypatch):
+def test_a_request_that_comes_ends_the_measuring(folder):
     """Behind the pass that runs; it begins anew the next time, and nothing of it stays in the cache."""
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     engine = LLM("shipped", max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).engine
     request = engine.add([1, 2, 3], SamplingParams(max_tokens=2, temperature=0))
     while request.seq.finish_reason is None:
@@ -149,12 +140,12 @@ def test_a_request_that_comes_ends_the_measuring(tmp_path, monkeypatch):
         asked = iter([True] * num_passes + [False])
         engine.rest(lambda asked=asked: next(asked))  # a call behind the one that says no would raise
         assert set(engine.costs.runners) == {"", "model"}
-        assert not list(tmp_path.iterdir())
+        assert not list(folder.iterdir())
         engine.runner.cache.check_integrity()
         assert engine.runner.cache.free_tokens() >= 256
     engine.rest()
     assert not engine.costs.runners
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(folder.iterdir())) == 2
 
 
 def a_machine(name: str, machine: Machine, extra_row: float = 0.2) -> SimpleNamespace:
@@ -219,9 +210,8 @@ def test_a_flat_curve_is_fitted_without_dividing_by_nothing():
         assert fit.observe(0.02, 1.0) == pytest.approx(0.02)
 
 
-def test_a_busy_moment_that_measures_no_slope_leaves_the_usual_one(tmp_path, monkeypatch):
+def test_a_busy_moment_that_measures_no_slope_leaves_the_usual_one(folder, monkeypatch):
     """Else no step would ever say that wide passes cost something."""
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     flat = PassTime(WIDTHS, [1.0] * len(WIDTHS), one_row_s=0.01, is_steady=False)
     monkeypatch.setattr("forerun.pacing.measuring.of_runner", lambda runner, pause: flat)
     costs = Costs.of({"": [a_machine("a machine", Machine(lambda n: 0.01))]}, {}, measures=True)
@@ -233,9 +223,8 @@ def test_a_busy_moment_that_measures_no_slope_leaves_the_usual_one(tmp_path, mon
     assert 0.01 < costs.target.one_row_s < 0.03
 
 
-def test_a_curve_that_was_kept_is_taken_at_once(tmp_path, monkeypatch):
+def test_a_curve_that_was_kept_is_taken_at_once(folder, monkeypatch):
     """Of all models of a drafter, or of none; not where nothing is to be measured."""
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     machine = Machine(lambda n: 0.01 * (1 + n / 8))
     monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
     first, second = (a_machine(name, machine) for name in ("first", "second"))
@@ -260,11 +249,10 @@ def flat_steps(costs: Costs, num: int) -> None:
         costs.observe(StepReport(num_decoding=1, num_rows=rows, score_s=0.01, target_forward_s=0.01))
 
 
-def test_a_curve_that_steps_contradict_is_measured_again(tmp_path, monkeypatch):
+def test_a_curve_that_steps_contradict_is_measured_again(folder, monkeypatch):
     """Once, when nothing runs: a curve from a busy moment is not kept for good."""
     machine = Machine(lambda n: 0.001 * n)
     runner = a_machine("a machine", machine)
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
     costs = Costs.of({"": [runner]}, {}, measures=True)
     costs.measure()
@@ -303,10 +291,7 @@ def test_a_drafter_with_two_models_takes_the_time_of_both():
 @pytest.mark.parametrize(
     "broken",
     [
-        "",
-        "{}",
-        "[]",
-        "3",
+        *("", "{}", "[]", "3", "[" * 100_000),
         "[[1], [1.0], 0.1, 1e10]",
         "[[1, 2], [1.0], 0.1, 1e10]",
         "[[1, 2], [1.0, NaN], 0.1, 1e10]",
@@ -315,15 +300,12 @@ def test_a_drafter_with_two_models_takes_the_time_of_both():
         '[["a", "b"], ["c", "d"], "e", "f"]',
         "[[1, 2], [1.0, 1.5], 0.1]",
         "[[1, 2], [1.0, 1.5], 0.1, 0.0]",
-        "[" * 100_000,
     ],
 )
-def test_a_file_that_holds_no_curve_is_written_anew(tmp_path, monkeypatch, broken):
-    machine = Machine(lambda n: 0.001 * n)
-    runner = SimpleNamespace(fingerprint="a machine", has_experts=False, try_pass=lambda n, behind=0: machine.run(n))
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+def test_a_file_that_holds_no_curve_is_written_anew(folder, broken):
+    runner = a_machine("a machine", Machine(lambda n: 0.001 * n))
     of_runner(runner)
-    (path,) = tmp_path.iterdir()
+    (path,) = folder.iterdir()
     path.write_text(broken.replace("1e10", str(time.time())))
     assert kept(runner) is None
     of_runner(runner)
@@ -333,49 +315,38 @@ def test_a_file_that_holds_no_curve_is_written_anew(tmp_path, monkeypatch, broke
     assert one_row_s > 0
 
 
+class Disturbed(Machine):
+    """Some of its passes take half as long again: each third one, or one alone."""
+
+    def __init__(self, is_busy: bool) -> None:
+        super().__init__(lambda n: 0.01 * (1 + n / 8))
+        self.is_busy = is_busy
+
+    def run(self, rows: int) -> None:
+        num = len(self.ran) + 1
+        self.speed = 1.5 if (num % 3 == 0 if self.is_busy else num == 40) else 1.0
+        super().run(rows)
+
+
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_curve_of_a_busy_moment_is_used_and_not_kept(tmp_path, monkeypatch, is_busy):
+def test_a_curve_of_a_busy_moment_is_used_and_not_kept(folder, monkeypatch, is_busy):
     """Rounds that disagree say that another process took its share; one pass alone may be slow."""
-    machine, num = Machine(lambda n: 0.01 * (1 + n / 8)), 0
-
-    def run(rows: int, behind: int = 0) -> None:
-        nonlocal num
-        num += 1
-        machine.speed = 1.5 if (num % 3 == 0 if is_busy else num == 40) else 1.0
-        machine.run(rows)
-
-    runner = SimpleNamespace(fingerprint="a machine", has_experts=False, try_pass=run)
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    machine = Disturbed(is_busy)
+    runner = a_machine("a machine", machine)
     monkeypatch.setattr("forerun.pacing.measuring.AGREEMENT", 1.1)
     monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
     assert float(of_runner(runner).ratio(8)) == pytest.approx(2 / 1.125, rel=0.5)
-    assert len(list(tmp_path.iterdir())) == (not is_busy)
+    assert len(list(folder.iterdir())) == (not is_busy)
+    if is_busy:  # it is corrected by steps
+        costs = Costs.of({"": [runner]}, {}, measures=True)
+        costs.measure()
+        assert not list(folder.iterdir())
+        assert costs.target.fit is not None
+        assert not costs.runners
 
 
-def test_a_curve_of_a_busy_moment_is_corrected_by_steps(tmp_path, monkeypatch):
-    machine, num = Machine(lambda n: 0.01 * (1 + n / 8)), 0
-
-    def run(rows: int, behind: int = 0) -> None:
-        nonlocal num
-        num += 1
-        machine.speed = 1.5 if num % 3 == 0 else 1.0
-        machine.run(rows)
-
-    runner = a_machine("a machine", machine)
-    runner.try_pass = run
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("forerun.pacing.measuring.AGREEMENT", 1.1)
-    monkeypatch.setattr("forerun.pacing.measuring.calibrated", lambda run: calibrated(run, machine.clock))
-    costs = Costs.of({"": [runner]}, {}, measures=True)
-    costs.measure()
-    assert not list(tmp_path.iterdir())
-    assert costs.target.fit is not None
-    assert not costs.runners
-
-
-def test_a_model_that_fails_is_not_measured_again(tmp_path, monkeypatch):
+def test_a_model_that_fails_is_not_measured_again(folder):
     """One for which the cache has no room now is, another time."""
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     full = a_machine("full", Machine(lambda n: 0.001 * n, most_rows=0))
     costs = Costs.of({"": [full]}, {}, measures=True)
     costs.measure()
@@ -388,15 +359,14 @@ def test_a_model_that_fails_is_not_measured_again(tmp_path, monkeypatch):
     assert costs.target.fit is not None
 
 
-def test_without_calibration_nothing_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+def test_without_calibration_nothing_is_measured(folder):
     LLM("shipped", max_seq_len=256, calibrate=False).measure_passes()
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path / "file"))
+def test_a_folder_that_cannot_be_written_is_no_error(folder, monkeypatch, caplog):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(folder / "file"))
     with caplog.at_level(logging.WARNING):
         LLM("shipped", max_seq_len=256).measure_passes()
     assert "cannot be written" in caplog.text
@@ -408,14 +378,9 @@ def test_the_slow_average_follows_the_machine_and_ignores_one_pause():
 
     def step(slowness: float) -> StepReport:
         draft = DraftStep(0.003 * slowness, 1, 3, 3, 3)
-        return StepReport(
-            num_decoding=1,
-            num_rows=4,
-            score_s=0.01 * slowness,
-            draft_s=draft.seconds,
-            sequences=steps,
-            drafts={"model": draft},
-        )
+        report = StepReport(num_decoding=1, num_rows=4, score_s=0.01 * slowness, draft_s=draft.seconds, sequences=steps)
+        report.drafts["model"] = draft
+        return report
 
     for _ in range(200):
         costs.observe(step(2.0))
@@ -454,22 +419,21 @@ def test_passes_that_come_slowly_into_caches_are_timed_when_they_have():
     assert found.one_row_s == pytest.approx(0.00105, rel=0.05)
 
 
-def test_passes_are_calibrated_behind_a_text(tmp_path, monkeypatch):
+def test_passes_are_calibrated_behind_a_text(folder, monkeypatch):
     """Of as many tokens as CONTEXT_TOKENS says, of which nothing is left in the cache; without where it has no room."""
-    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
     for size, seen in ((256, CONTEXT_TOKENS), (64, 0)):
         engine, behind = LLM("shipped", draft="none", max_seq_len=size, max_batch_size=1).engine, set[int]()
-        runner = engine.runner
-        forward = runner.forward
-        monkeypatch.setattr(
-            runner,
-            "forward",
-            lambda runs, r=runner, f=forward, b=behind: b.add(r.cache.length(runs[0].slot)) or f(runs),
-        )
-        for path in tmp_path.iterdir():
+        runner, forward = engine.runner, engine.runner.forward
+
+        def seen_forward(runs, runner=runner, forward=forward, behind=behind):
+            behind.add(runner.cache.length(runs[0].slot))
+            return forward(runs)
+
+        monkeypatch.setattr(runner, "forward", seen_forward)
+        for path in folder.iterdir():
             path.unlink()
         of_runner(runner)
         assert behind == {seen}
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(folder.iterdir())) == 1
         runner.cache.check_integrity()
         assert runner.cache.free_tokens() >= size
