@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,6 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
     folder = Folder(tmp_path / "kv", 1 << 30)
     second = cache(2.0)
     fetch = second.fetch(-2, tokens)
-    assert fetch is not None
     second.check_integrity()
     fetch.wait()
     second.arrived(fetch)
@@ -141,6 +141,29 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
         assert np.array_equal(ours.keys.values[rows[0]], theirs.keys.values[rows[1]])
         assert np.array_equal(ours.values.values[rows[0]], theirs.values.values[rows[1]])
     assert second.fetch(-2, tokens) is None, "all of it is in memory"
+    folder.close()
+
+
+@pytest.fixture
+def may_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What the disk waits for before it answers."""
+    may_read, reads = threading.Event(), Shelf.read
+
+    def read(self: Shelf, *given: Any) -> bool:
+        return may_read.wait() and reads(self, *given)
+
+    monkeypatch.setattr(Shelf, "read", read)
+    return may_read
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[BlockCache]:
+    """A small cache beside a folder into which another one has written the tokens 0 to 63."""
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    written(small_cache(folder), list(range(64)))
+    folder.close()
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    yield small_cache(folder)
     folder.close()
 
 
@@ -163,39 +186,23 @@ def written(cache: BlockCache, tokens: list[int]) -> None:
     cache.release(0)
 
 
-def test_a_fetch_takes_no_more_blocks_than_are_free(tmp_path: Path) -> None:
-    tokens = list(range(64))
-    folder = Folder(tmp_path / "kv", 1 << 30)
-    written(small_cache(folder), tokens)
-    folder.close()
-    cache = small_cache(folder := Folder(tmp_path / "kv", 1 << 30))
+def test_a_fetch_takes_no_more_blocks_than_are_free(filled: BlockCache) -> None:
+    cache, tokens = filled, list(range(64))
     cache.open(7)
     cache.reserve(7, 40)
     fetch = cache.fetch(-2, tokens)
-    assert fetch is not None
     cache.check_integrity()
     assert cache.fetch(-4, tokens) is None, "its block is on its way, and there is no other"
     fetch.wait()
     assert cache.arrived(fetch) == 16
     cache.check_integrity()
     assert cache.open(0, tokens) == 16
-    folder.close()
 
 
-def test_blocks_of_a_fetch_that_was_given_up_are_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_fetch_that_was_given_up_are_free_at_once(filled: BlockCache, may_read: threading.Event) -> None:
     """The disk has not answered yet: what it says later is written to no block, which another sequence may have."""
-    folder, tokens = Folder(tmp_path / "kv", 1 << 30), list(range(64))
-    written(small_cache(folder), tokens)
-    folder.close()
-    cache = small_cache(folder := Folder(tmp_path / "kv", 1 << 30))
-    may_read, reads = threading.Event(), disk.Shelf.read
-
-    def read(self: Shelf, *given: Any) -> bool:
-        return may_read.wait() and reads(self, *given)
-
-    monkeypatch.setattr(disk.Shelf, "read", read)
-    fetch = cache.fetch(-2, tokens)
-    assert fetch is not None
+    cache = filled
+    fetch = cache.fetch(-2, list(range(64)))
     assert cache.free_tokens() == 16
     fetch.give_up()
     assert cache.arrived(fetch) == 0
@@ -206,7 +213,6 @@ def test_blocks_of_a_fetch_that_was_given_up_are_free_at_once(tmp_path: Path, mo
     assert cache.open(0, others) == 48
     rows = cache.rows(0, 0, 48)
     assert all(pool[rows, 0, 0].float32().astype(int).tolist() == others[:48] for pool in cache.pools.tensors())
-    folder.close()
 
 
 def test_what_another_process_removed_is_not_there(tmp_path: Path) -> None:
@@ -236,7 +242,6 @@ def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path
     for start in (0, 100):
         tokens = list(range(start, start + 64))
         fetch = second.fetch(-2, tokens)
-        assert fetch is not None
         fetch.wait()
         assert second.arrived(fetch) == 48
         assert second.open(start, tokens) == 48
@@ -247,8 +252,7 @@ def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"target": "other"}, {"dtype": "float32"}, {"ops": "reference"}, {"quantization": "int8:group=16"}],
+    "change", [{"target": "other"}, {"dtype": "float32"}, {"ops": "reference"}, {"quantization": "int8:group=16"}]
 )
 def test_rows_of_other_weights_or_numbers_are_not_taken(
     tiny: dict[str, str], tmp_path: Path, change: dict[str, Any]
@@ -287,15 +291,11 @@ def test_what_memory_loses_comes_from_disk(tiny: dict[str, str], tmp_path: Path)
         llm.engine.runner.cache.check_integrity()
 
 
-def test_other_requests_go_on_while_rows_are_read(tiny: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
+def test_other_requests_go_on_while_rows_are_read(
+    tiny: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     asked(tiny["llama"], tmp_path / "kv")
-    may_read, reads = threading.Event(), disk.Shelf.read
-
-    def read(self: Shelf, *given: Any) -> bool:
-        may_read.wait()
-        return reads(self, *given)
-
-    monkeypatch.setattr(disk.Shelf, "read", read)
+    may_read = request.getfixturevalue("may_read")
     with LLM(tiny["llama"], draft="none", max_seq_len=256, kv_disk=f"1GB:{tmp_path / 'kv'}") as llm:
         other = llm.submit(["x"], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), raw=True)[0]
         late = llm.submit([TEXT], PARAMS, raw=True)[0]
@@ -313,63 +313,36 @@ def test_other_requests_go_on_while_rows_are_read(tiny: dict[str, str], tmp_path
 # ---------------------------------------------------------------------------------------------------------- what breaks
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def no_entry(folder: Path) -> None:
-    for path in files(folder, ENTRIES):
-        path.write_bytes(b"")
-
-
-def no_rows(folder: Path) -> None:
-    for path in files(folder, ROWS):
-        path.write_bytes(path.read_bytes()[:100])
-
-
-def a_wrong_row(folder: Path) -> None:
-    (path,) = files(folder, ROWS)
-    flip(path, 50)
-
-
-def a_wrong_entry(folder: Path) -> None:
-    (path,) = files(folder, ENTRIES)
-    flip(path, ENTRY_BYTES + 40)
-
-
-def no_rows_at_all(folder: Path) -> None:
-    for path in files(folder, ROWS):
-        path.unlink()
-
-
-def rubbish(folder: Path) -> None:
-    (path,) = files(folder, ENTRIES)
-    path.with_name("rubbish.idx").write_bytes(random.Random(3).randbytes(1000))
-    path.with_name("rubbish.kv").write_bytes(b"")
-
-
-def half_an_entry(folder: Path) -> None:
-    (path,) = files(folder, ENTRIES)
-    path.write_bytes(path.read_bytes()[: ENTRY_BYTES + 70])
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 @pytest.mark.parametrize(
-    ("harm", "num_found"),
+    ("ending", "harm", "num_found"),
     [
-        (no_entry, 0),
-        (no_rows, 0),
-        (no_rows_at_all, 0),
-        (a_wrong_row, 0),
-        (a_wrong_entry, 16),
-        (half_an_entry, 16),
-        (rubbish, len(TEXT) // 16 * 16),
+        pytest.param(ENTRIES, lambda data: b"", 0, id="no entry"),
+        pytest.param(ROWS, lambda data: data[:100], 0, id="few rows"),
+        pytest.param(ROWS, lambda data: None, 0, id="no file of rows"),
+        pytest.param(ROWS, lambda data: flipped(data, 50), 0, id="a wrong row"),
+        pytest.param(ENTRIES, lambda data: flipped(data, ENTRY_BYTES + 40), 16, id="a wrong entry"),
+        pytest.param(ENTRIES, lambda data: data[: ENTRY_BYTES + 70], 16, id="half an entry"),
+        pytest.param("", None, len(TEXT) // 16 * 16, id="rubbish beside it"),
     ],
 )
-def test_what_is_damaged_is_read_again(tiny: dict[str, str], tmp_path: Path, harm: Any, num_found: int) -> None:
+def test_what_is_damaged_is_read_again(
+    tiny: dict[str, str], tmp_path: Path, ending: str, harm: Callable[[bytes], bytes | None] | None, num_found: int
+) -> None:
     plain, _ = asked(tiny["llama"], tmp_path / "kv")
-    harm(tmp_path / "kv")
+    if harm is None:
+        (path,) = files(tmp_path / "kv", ENTRIES)
+        path.with_name("rubbish.idx").write_bytes(random.Random(3).randbytes(1000))
+        path.with_name("rubbish.kv").write_bytes(b"")
+    else:
+        (path,) = files(tmp_path / "kv", ending)
+        left = harm(path.read_bytes())
+        path.unlink()
+        if left is not None:
+            path.write_bytes(left)
     assert asked(tiny["llama"], tmp_path / "kv") == (plain, num_found)
     assert asked(tiny["llama"], tmp_path / "kv") == (plain, len(TEXT) // 16 * 16), "written again"
 
@@ -379,9 +352,8 @@ def test_rows_that_are_damaged_under_a_running_engine(
 ) -> None:
     plain, _ = asked(tiny["llama"], tmp_path / "kv")
     with LLM(tiny["llama"], draft="none", max_seq_len=256, kv_disk=f"1GB:{tmp_path / 'kv'}") as llm:
-        a_wrong_row(tmp_path / "kv")
-        for path in files(tmp_path / "kv", ROWS):
-            os.truncate(path, 700)
+        (path,) = files(tmp_path / "kv", ROWS)
+        path.write_bytes(flipped(path.read_bytes(), 50)[:700])
         with caplog.at_level(logging.WARNING):
             (out,) = llm.generate(TEXT, PARAMS, raw=True)
         llm.engine.runner.cache.check_integrity()
@@ -407,7 +379,6 @@ def started(target: str, folder: Path, limit: int = 0) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", WRITE, target, str(folder), str(limit)]
     made = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert made.stdout is not None
     assert made.stdout.readline() == "ready\n", made.stderr.read() if made.stderr else ""
     return made
 
@@ -440,7 +411,6 @@ def test_processes_that_are_killed_leave_nothing_wrong(tiny: dict[str, str], tmp
     chance = random.Random(11)
     for turn in range(6):
         process = started(tiny["llama"], tmp_path / "kv")
-        assert process.stdin is not None
         process.stdin.write(f"{TEXT} {turn}\n" * 3)
         process.stdin.flush()
         time.sleep(chance.random() * 0.05)
@@ -459,8 +429,6 @@ def test_two_processes_share_a_folder(tiny: dict[str, str], tmp_path: Path) -> N
     for turn in range(3):
         for number, text in enumerate(texts):
             own = both[(number + turn) % 2]
-            assert own.stdin is not None
-            assert own.stdout is not None
             own.stdin.write(text + "\n")
             own.stdin.flush()
             num, *ids = map(int, own.stdout.readline().split())

@@ -69,6 +69,11 @@ class Process:
         self.folder.close()
 
 
+@pytest.fixture
+def process(tmp_path: Path) -> Process:
+    return Process(tmp_path / "kv")
+
+
 def num_on_disk(path: Path, tokens: list[int]) -> int:
     """The tokens of a text that a new process finds in a folder, of those whose blocks are full."""
     process = Process(path)
@@ -106,8 +111,7 @@ def test_what_many_begin_with_is_found_behind_a_restart(tmp_path: Path, num_toke
     assert num_on_disk(tmp_path / "kv", ONCE) == 0
 
 
-def test_uses_are_known_to_later_processes(tmp_path: Path) -> None:
-    process = Process(tmp_path / "kv")
+def test_uses_are_known_to_later_processes(tmp_path: Path, process: Process) -> None:
     process.ask(ONCE)
     for _ in range(3):
         process.ask(SHARED)
@@ -119,8 +123,7 @@ def test_uses_are_known_to_later_processes(tmp_path: Path) -> None:
     assert num_on_disk(tmp_path / "kv", SHARED) == 160
 
 
-def test_what_nobody_uses_any_more_goes(tmp_path: Path) -> None:
-    process = Process(tmp_path / "kv")
+def test_what_nobody_uses_any_more_goes(tmp_path: Path, process: Process) -> None:
     for _ in range(100):
         process.ask(SHARED)
     ask_others(process, 6 * TURNOVER)
@@ -128,8 +131,7 @@ def test_what_nobody_uses_any_more_goes(tmp_path: Path) -> None:
     assert num_on_disk(tmp_path / "kv", SHARED) == 0
 
 
-def test_what_several_compute_at_the_same_time_is_used_by_all(tmp_path: Path) -> None:
-    process = Process(tmp_path / "kv")
+def test_what_several_compute_at_the_same_time_is_used_by_all(tmp_path: Path, process: Process) -> None:
     for slot in range(3):
         process.run(SHARED, slot)
     for slot in range(3):
@@ -151,8 +153,8 @@ def test_a_beginning_stays_as_long_as_what_goes_on_behind_it(tmp_path: Path) -> 
     assert num_on_disk(tmp_path / "kv", [*ONCE, *SHARED]) == 320
 
 
-def test_of_more_than_can_be_carried_the_most_used_stays(tmp_path: Path) -> None:
-    process, many = Process(tmp_path / "kv"), [next(OTHERS) for _ in range(TURNOVER)]
+def test_of_more_than_can_be_carried_the_most_used_stays(tmp_path: Path, process: Process) -> None:
+    many = [next(OTHERS) for _ in range(TURNOVER)]
     for number, text in enumerate(many):
         for _ in range(2 if number % 5 else 4):
             process.ask(text)
@@ -165,8 +167,7 @@ def test_of_more_than_can_be_carried_the_most_used_stays(tmp_path: Path) -> None
     assert sum(num_on_disk(tmp_path / "kv", text) for text in many) < 160 * TURNOVER // 2
 
 
-def test_the_folder_keeps_to_its_size_while_blocks_are_carried(tmp_path: Path) -> None:
-    process = Process(tmp_path / "kv")
+def test_the_folder_keeps_to_its_size_while_blocks_are_carried(process: Process) -> None:
     for _ in range(3 * TURNOVER):
         text = next(OTHERS)
         process.ask(text)
@@ -176,8 +177,7 @@ def test_the_folder_keeps_to_its_size_while_blocks_are_carried(tmp_path: Path) -
     assert len(process.folder.segments()) < 32, "what is carried from several segments goes to one"
 
 
-def test_what_is_in_memory_and_on_disk_no_more_is_written_when_it_is_used(tmp_path: Path) -> None:
-    process = Process(tmp_path / "kv")
+def test_what_is_in_memory_and_on_disk_no_more_is_written_when_it_is_used(tmp_path: Path, process: Process) -> None:
     process.ask(SHARED)
     for path, _, _ in process.folder.segments():
         remove(path)
@@ -187,9 +187,8 @@ def test_what_is_in_memory_and_on_disk_no_more_is_written_when_it_is_used(tmp_pa
     assert num_on_disk(tmp_path / "kv", SHARED) == 160
 
 
-def test_nothing_is_written_to_a_segment_that_another_process_has_removed(tmp_path: Path) -> None:
+def test_nothing_is_written_to_a_segment_that_another_process_has_removed(tmp_path: Path, process: Process) -> None:
     """Though the shelf has not been looked at since."""
-    process = Process(tmp_path / "kv")
     process.ask(ONCE)
     for path, _, _ in process.folder.segments():
         remove(path)
@@ -221,9 +220,8 @@ def test_a_segment_may_be_removed_while_it_is_written(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_rows_without_entries_go_in_their_turn(tmp_path: Path) -> None:
+def test_rows_without_entries_go_in_their_turn(process: Process) -> None:
     """They are what a process leaves that is killed while it removes a segment."""
-    process = Process(tmp_path / "kv")
     process.ask(ONCE)
     (path,) = process.shelf.path.glob(f"*{ENTRIES}")
     path.unlink()
@@ -232,9 +230,8 @@ def test_rows_without_entries_go_in_their_turn(tmp_path: Path) -> None:
     assert not path.with_suffix(ROWS).exists()
 
 
-def test_files_of_before_uses_were_counted_are_read(tmp_path: Path) -> None:
+def test_files_of_before_uses_were_counted_are_read(tmp_path: Path, process: Process) -> None:
     """A byte that was 0 counts the uses; everything else is where it was."""
-    process = Process(tmp_path / "kv")
     process.ask(SHARED)
     process.ask(SHARED)
     process.close()

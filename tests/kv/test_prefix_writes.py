@@ -137,22 +137,6 @@ def _another_key(cache: BlockCache) -> None:
     index._block_of[first], index._block_of[second] = index._block_of[second], index._block_of[first]
 
 
-def _lost_key(cache: BlockCache) -> None:
-    cache._prefixes._block_of.popitem()
-
-
-def _lost_block(cache: BlockCache) -> None:
-    cache._free.pop()
-
-
-def _path_too_long(cache: BlockCache) -> None:
-    cache._slots[0].length = 7
-
-
-def _swapped_blocks(cache: BlockCache) -> None:
-    cache._slots[0].table.reverse()
-
-
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -160,10 +144,10 @@ def _swapped_blocks(cache: BlockCache) -> None:
         (_free_though_published, "free and published"),
         (_shared_behind_the_end, "others may read"),
         (_another_key, "a key that is not its own"),
-        (_lost_key, "lost a published block"),
-        (_lost_block, "lost a block"),
-        (_path_too_long, "published more blocks than it filled"),
-        (_swapped_blocks, "published as other tokens"),
+        (lambda cache: cache._prefixes._block_of.popitem(), "lost a published block"),
+        (lambda cache: cache._free.pop(), "lost a block"),
+        (lambda cache: setattr(cache._slots[0], "length", 7), "published more blocks than it filled"),
+        (lambda cache: cache._slots[0].table.reverse(), "published as other tokens"),
     ],
 )
 def test_integrity_notices(break_it: Any, message: str) -> None:
