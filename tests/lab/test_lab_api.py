@@ -68,8 +68,11 @@ def test_what_is_no_finite_number_is_null(client: TestClient) -> None:
     assert evaluate(client, "break_even_alpha", gamma=5, c=0.1, verify_ratio=9.0) is None
 
 
+LLAMAS = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "machine": "h100"}
+
+
 def test_the_roofline_takes_names(client: TestClient) -> None:
-    given = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "machine": "h100", "context": 1000, "max_gamma": 3}
+    given = {**LLAMAS, "context": 1000, "max_gamma": 3}
     found = evaluate(client, "roofline", **given, batch=[1, 512])
     step, on = roofline.Step(batch=512, context=1000), roofline.MACHINES["h100"]
     ratios = roofline.verify_ratios(roofline.SHAPES["llama-3.1-8b"], step, on, 3)
@@ -80,7 +83,7 @@ def test_the_roofline_takes_names(client: TestClient) -> None:
 
 def test_the_roofline_of_a_mixture_takes_an_overlap(client: TestClient) -> None:
     """Arrays of both are broadcast. A further row is free where all rows choose the same experts."""
-    given = {"target": "qwen3-30b-a3b", "draft": "llama-3.2-1b", "machine": "h100", "context": 0, "max_gamma": 3}
+    given = {**LLAMAS, "target": "qwen3-30b-a3b", "context": 0, "max_gamma": 3}
     found = evaluate(client, "roofline", **given, overlap=[[0], [0.5], [1]], batch=[1, 2])
     target = roofline.SHAPES["qwen3-30b-a3b"]
     for overlap, row in zip((0, 0.5, 1), found, strict=True):
@@ -89,6 +92,10 @@ def test_the_roofline_of_a_mixture_takes_an_overlap(client: TestClient) -> None:
             expected = roofline.verify_ratios(target, step, roofline.MACHINES["h100"], 3)
             assert one["verify_ratios"] == pytest.approx(expected)
             assert (one["free_rows"] > 1) == (overlap == 1)
+
+
+def roofline_of(**arguments: Any) -> dict[str, Any]:
+    return {"function": "roofline", "arguments": {**LLAMAS, "batch": 1, "context": 1, "max_gamma": 1, **arguments}}
 
 
 REFUSED = {
@@ -104,22 +111,8 @@ REFUSED = {
     "endless": ({"function": "expected_tokens", "arguments": {"alpha": 10**400, "gamma": 1}}, "must be a number"),
     "unlike": ({"function": "optimal_acceptance", "arguments": {"p": [1, 0], "q": [1], "num_draws": 1}}, "acceptance"),
     "chains": ({"function": "block_tokens", "arguments": {"p": [1], "q": [1], "gamma": 17}}, "at most 16"),
-    "slow": (
-        {
-            "function": "roofline",
-            "arguments": {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "machine": "h100", "max_gamma": 256}
-            | {"batch": [1] * 10_000, "context": 9},
-        },
-        "more than 2 s",
-    ),
-    "machine": (
-        {
-            "function": "roofline",
-            "arguments": dict.fromkeys(("target", "draft", "machine"), "x")
-            | dict.fromkeys(("batch", "context", "max_gamma"), 1),
-        },
-        "must be one of smollm2-135m",
-    ),
+    "slow": (roofline_of(max_gamma=256, batch=[1] * 10_000, context=9), "more than 2 s"),
+    "machine": (roofline_of(target="x", draft="x", machine="x"), "must be one of smollm2-135m"),
 }
 
 

@@ -194,7 +194,6 @@ def test_landscape(pages: Pages) -> None:
     page.mouse.up()
     settle(page)
     dragged = re.fullmatch(r"alpha (\S+), K (\d+): .*", marker.get_attribute("aria-valuetext"))
-    assert dragged is not None
     assert 0.3 < float(dragged[1]) < 0.6
     assert int(dragged[2]) > 9
     value = formulas.speedup(float(dragged[1]), int(dragged[2]), 0.07)

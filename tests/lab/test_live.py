@@ -125,11 +125,8 @@ def test_coins_find_their_nodes() -> None:
     backwards = detail([-1, 0, 1], [(0, True), (1, True), (2, False)], [(2, False), (1, True)])
     assert {node: toss.depth for node, toss in coins_of(backwards).items()} == {2: 2, 1: 1}
     tree = [-1, -1, 1]
-    assert coins_of(detail(tree, [(0, False), (1, True), (2, False)], [(0, False), (0, True), (1, False)])).keys() == {
-        0,
-        1,
-        2,
-    }
+    in_order = detail(tree, [(0, False), (1, True), (2, False)], [(0, False), (0, True), (1, False)])
+    assert coins_of(in_order).keys() == {0, 1, 2}
     assert coins_of(detail(tree, [(0, False), (1, True)], [(1, False), (0, True)])) == {}, "tossed in another order"
     assert coins_of(detail(tree, [(0, False), (1, True)], [])) == {}
 
@@ -342,6 +339,5 @@ def test_watching_changes_no_token(llm: LLM) -> None:
     watched = llm.generate(PROMPT, dataclasses.replace(params))[0]
     end()
     assert watched.token_ids == alone.token_ids
-    assert [[test.accepted for test in one.tests] for one in details] == [
-        [toss.is_accepted for toss in one.tosses] for one in details
-    ]
+    tested = [[test.accepted for test in one.tests] for one in details]
+    assert tested == [[toss.is_accepted for toss in one.tosses] for one in details]

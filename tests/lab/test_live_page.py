@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -35,17 +36,10 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def url(llm: LLM) -> Iterator[str]:
-    with serving_lab(llm) as found:
-        yield found
-
-
-@pytest.fixture
-def pages(url: str, browser: Any) -> Iterator[Pages]:
-    made = Pages(browser, url.removesuffix("/lab/"))
-    yield made
-    made.close()
-    assert not made.problems, made.problems
+def server(llm: LLM) -> Iterator[Any]:
+    """The lab around that engine; `pages` are of it."""
+    with serving_lab(llm) as url:
+        yield SimpleNamespace(url=url.removesuffix("/lab/"))
 
 
 def opened(pages: Pages, settings: dict[str, Any], **window: Any) -> Any:
@@ -132,7 +126,6 @@ def test_the_race(llm: LLM, pages: Pages) -> None:
             at_s, num = begun[data["lane"]]
             behind.append((len(data["token_ids"]) - num) / (data["seconds"] - at_s))
     shown = re.search(r"prompt: ([\d.,]+) against ([\d.,]+) tokens", part(page, "race-says").inner_text())
-    assert shown is not None
     assert [number(one) for one in shown.groups()] == pytest.approx(behind, abs=0.06)
     assert part(page, "summary").locator("li").count() == 2
     assert page.locator("#trace .trace-stage canvas").bounding_box()["height"] > 120
