@@ -98,24 +98,15 @@ def random_mtp(target: Target, folder: Path) -> Mapping[str, Any]:
     config, width = target.model.config, target.model.config.hidden_size
     sizes = {"vocab_size": config.vocab_size, "hidden_size": width, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "layer_types": ["full_attention"]}
-    raw = {
-        "model_type": "qwen3_5_text",
-        **sizes,
-        **heads,
-        "max_position_embeddings": config.max_positions,
-        "partial_rotary_factor": 0.5,
-    }
+    raw = {"model_type": "qwen3_5_text", **sizes, **heads, "max_position_embeddings": config.max_positions,
+           "partial_rotary_factor": 0.5}  # fmt: skip
     block = {"self_attn.q_proj": (16, width), "self_attn.k_proj": (4, width), "self_attn.v_proj": (4, width),
              "self_attn.o_proj": (width, 8), "self_attn.q_norm": (4,), "self_attn.k_norm": (4,),
              "mlp.gate_proj": (8, width), "mlp.up_proj": (8, width), "mlp.down_proj": (width, 8),
              "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
     shapes = {f"mtp.layers.0.{name}.weight": shape for name, shape in block.items()}
-    outer = {
-        "fc": (width, 2 * width),
-        "pre_fc_norm_embedding": (width,),
-        "pre_fc_norm_hidden": (width,),
-        "norm": (width,),
-    }
+    outer = {"fc": (width, 2 * width), "pre_fc_norm_embedding": (width,), "pre_fc_norm_hidden": (width,),
+             "norm": (width,)}  # fmt: skip
     shapes |= {f"mtp.{name}.weight": shape for name, shape in outer.items()}
     (folder / "mtp").mkdir()
     (folder / "mtp" / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -152,10 +143,8 @@ PARTS = ("weight", "bias")
 
 
 def _random(shapes: Mapping[str, tuple[int, ...]], width: int) -> dict[str, HostTensor]:
-    return {
-        name: HostTensor.of(numbers(40 + seed, *shape) / np.float32(width**0.5))
-        for seed, (name, shape) in enumerate(shapes.items())
-    }
+    drawn = {name: numbers(40 + seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    return {name: HostTensor.of(weight / np.float32(width**0.5)) for name, weight in drawn.items()}
 
 
 def _saved(
@@ -195,12 +184,8 @@ NEEDS: dict[str, Callable[[Target, Path], Mapping[str, Any]]] = {
 
 # By drafter: options worth runs of their own in the proof by enumeration, beside the defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "model": [
-        {"draft_temperature": 0.0},
-        {"draft_temperature": 0.4, "draft_top_k": 2},
-        {"draft_top_k": 1},
-        {"draft_vocab": "2"},
-    ],
+    "model": [{"draft_temperature": 0.0}, {"draft_temperature": 0.4, "draft_top_k": 2}, {"draft_top_k": 1},
+              {"draft_vocab": "2"}],
     "lookup": [{"max_n": 2, "min_n": 2}],
     "suffix": [{"shape": "tree", "max_spec_factor": 4.0}, {"max_cached_tokens": 0, "min_token_prob": 0.0}],
     "datastore": [{"shape": "tree"}, {"max_match": 1, "num_continuations": 4}],
@@ -215,23 +200,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mixed": [{"of": "(lookup:min_n=2)+(cascade:of=(model:draft_temperature=0.5))"}],
     "switch": [{"of": "lookup+(model:draft_temperature=0.5)+cascade", "hysteresis": 0}],
     "several": [{"of": "model+(model:draft_temperature=0.5)"}],
-    "tree": [
-        {"shape": "2"},
-        {"shape": "2", "draws": "independent"},
-        {"shape": "2", "draws": "point"},
-        {"shape": "best_first", "draws": "point", "top_k": 2, "depth": 1},
-        {"shape": "3", "of": "(model:draft_temperature=0.4,draft_top_k=2)"},
-    ],
-    "cascade": [
-        {"of": "(model:draft_temperature=0.4,draft_top_k=2)", "inner": "mixed", "inner_length": 2},
-        {"inner": "(cascade:of=(model:draft_temperature=0.5))"},
-    ],
+    "tree": [{"shape": "2"}, {"shape": "2", "draws": "independent"}, {"shape": "2", "draws": "point"},
+             {"shape": "best_first", "draws": "point", "top_k": 2, "depth": 1},
+             {"shape": "3", "of": "(model:draft_temperature=0.4,draft_top_k=2)"}],
+    "cascade": [{"of": "(model:draft_temperature=0.4,draft_top_k=2)", "inner": "mixed", "inner_length": 2},
+                {"inner": "(cascade:of=(model:draft_temperature=0.5))"}],
     "medusa": [{"shape": "2x1"}, {"shape": "1x1"}],
     "hydra": [{"shape": "1x1"}],
     "dflash": [{"shape": "tree"}, {"shape": "tree", "draws": "point"}],
     "early_exit": [{"draft_temperature": 0.0}, {"draft_temperature": None, "draft_top_k": 2}],
     "self": [{"quantization": "int8", "draft_temperature": 0.6}],
-}
+}  # fmt: skip
 
 
 def _num_layers(target: Target) -> int:

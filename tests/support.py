@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 
+from forerun import LLM, native
 from forerun.blocks import Attention, Block, Mlp, Norm, Plain, Recurrence, Rope, Spec, weight_shapes
 from forerun.drafters import Drafter, Target
 from forerun.engine.engine import Engine
@@ -23,11 +25,13 @@ from forerun.ops.torch import TorchModel
 from forerun.ops.torch_tensors import host_of
 from forerun.registry import load, make_options
 from forerun.testing.engines import checkpoint_of, everyone, target_for
+from forerun.types import RoundDetail
 from methods import NEEDS
 from speculation import draft_of, pacing_of
 
 __all__ = ["checkpoint_of", "everyone"]  # the tests take them from here, too
 VOCAB = 61
+needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 
 
 def random_decoder(
@@ -112,6 +116,13 @@ def needed(name: str, target: Target) -> Mapping[str, Any]:
     if name in NEEDS and key not in _made:
         _made[key] = (target.model, NEEDS[name](target, new_folder()))
     return _made[key][1] if name in NEEDS else {}
+
+
+def rounds_of(served: Engine | LLM) -> list[RoundDetail]:
+    """A list that fills with the rounds of an engine."""
+    rounds = list[RoundDetail]()
+    served.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    return rounds
 
 
 def engine_for(

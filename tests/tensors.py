@@ -68,17 +68,10 @@ class TensorOps(CpuOps):
     linear, add_linear, add_gated, rms_norm, layer_norm, silu_mul, gated, rope, _attention = (
         _on_tensors(operator, always=False)
         for operator in (
-            CpuOps.linear,
-            CpuOps.add_linear,
-            CpuOps.add_gated,
-            CpuOps.rms_norm,
-            CpuOps.layer_norm,
-            CpuOps.silu_mul,
-            CpuOps.gated,
-            CpuOps.rope,
-            CpuOps.attention,
+            CpuOps.linear, CpuOps.add_linear, CpuOps.add_gated, CpuOps.rms_norm, CpuOps.layer_norm, CpuOps.silu_mul,
+            CpuOps.gated, CpuOps.rope, CpuOps.attention,
         )
-    )
+    )  # fmt: skip
 
     def pack(self, parts: Any, bias: Any = None, **options: Any) -> PackedMatrix:
         given = parts if isinstance(parts, list | tuple) else [parts]

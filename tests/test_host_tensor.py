@@ -14,15 +14,11 @@ from forerun.errors import InternalError
 from forerun.host_tensor import HostTensor, address, dtype_name, empty
 
 needs_kernels = pytest.mark.skipif(native.isa() == "reference", reason="no native kernels here")
-WIDE = np.concatenate(
-    [
-        np.array(
-            [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, 65504, 65519.996, 65520, 6e-8, 2.9e-8, 448.0]
-        ),
-        np.random.default_rng(0).standard_normal(200_000) * 10.0 ** np.random.default_rng(1).integers(-45, 38, 200_000),
-        np.random.default_rng(2).integers(0, 1 << 32, 200_000, dtype=np.uint32).view(np.float32).astype(np.float64),
-    ]
-)
+LIMITS = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, 65504, 65519.996, 65520, 6e-8, 2.9e-8, 448.0]
+NORMAL = np.random.default_rng(0).standard_normal(200_000)
+SIZES = 10.0 ** np.random.default_rng(1).integers(-45, 38, 200_000)
+BITS = np.random.default_rng(2).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+WIDE = np.concatenate([LIMITS, NORMAL * SIZES, BITS.view(np.float32).astype(np.float64)])
 TORCH = {name: getattr(torch, name) for name in host_tensor.FLOATS}
 
 
@@ -99,13 +95,8 @@ def test_addresses_are_of_contiguous_arrays() -> None:
 
 
 def test_types_have_one_name() -> None:
-    assert [dtype_name(t) for t in (torch.bfloat16, np.float32, np.dtype("int8"), "bfloat16", "torch.float32")] == [
-        "bfloat16",
-        "float32",
-        "int8",
-        "bfloat16",
-        "float32",
-    ]
+    names = [dtype_name(t) for t in (torch.bfloat16, np.float32, np.dtype("int8"), "bfloat16", "torch.float32")]
+    assert names == ["bfloat16", "float32", "int8", "bfloat16", "float32"]
 
 
 def test_an_array_of_another_type_is_refused() -> None:

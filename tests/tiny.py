@@ -37,21 +37,10 @@ def tiny_config(model_type: str, num_layers: int = 2, max_positions: int = 256) 
     """A model of a few thousand weights over 257 ids: one special token, 256 bytes."""
     if model_type in OTHERS:
         return read_config({**OTHERS[model_type], "model_type": model_type})
-    return Plain(
-        model_type=model_type,
-        vocab_size=257,
-        hidden_size=32,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        ffn_size=48,
-        norm_eps=1e-6,
-        max_positions=max_positions,
-        tied=True,
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
-    ).spec
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_layers": num_layers, "ffn_size": 48, "norm_eps": 1e-6}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_positions": max_positions}
+    own = {"tied": True, "qkv_bias": model_type == "qwen2", "qk_norm": model_type == "qwen3"}
+    return Plain(model_type=model_type, **sizes, **heads, **own).spec  # type: ignore[arg-type]
 
 
 def write_tiny(
