@@ -16,7 +16,8 @@ from huggingface_hub import constants
 from forerun import LLM, drafters
 from forerun.models.families import llama
 from forerun.text import tokenizer
-from models.gguf_files import random_weights, split, write_model
+from models.conftest import random_weights
+from models.gguf_files import split, write_model
 from openings import counted
 from tiny import tiny_config, write_tiny
 

@@ -19,40 +19,16 @@ from forerun.models.families import names_of
 from forerun.models.naming import Place, places
 from forerun.models.source import STACKED
 from forerun.ops.rotary import attention_factor, inverse_frequencies
-from models.conftest import OF_STATES
 from saved import published
 
 DENSE = ("F32", "F16", "BF16")
 # The float16 numbers of a block, by their first bytes; all other bytes may be anything.
-HALVES = {
-    "Q8_0": (0,),
-    "Q4_0": (0,),
-    "Q5_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-    "MXFP4": (),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "IQ3_S": (0,),
-    "IQ3_XXS": (0,),
-    "NVFP4": (),
-}
+HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2),
+          "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "Q2_K": (80, 82), "Q3_K": (108,), "IQ3_S": (0,),
+          "IQ3_XXS": (0,), "NVFP4": ()}  # fmt: skip
 # A type for each matrix of a layer, with as many others as there are: gate and up have different ones.
-MIXED = {
-    "embed_tokens": "Q3_K",
-    "q_proj": "IQ4_XS",
-    "k_proj": "IQ3_XXS",
-    "v_proj": "Q2_K",
-    "o_proj": "MXFP4",
-    "gate_proj": "IQ4_NL",
-    "up_proj": "NVFP4",
-    "down_proj": "IQ3_S",
-}
+MIXED = {"embed_tokens": "Q3_K", "q_proj": "IQ4_XS", "k_proj": "IQ3_XXS", "v_proj": "Q2_K", "o_proj": "MXFP4",
+         "gate_proj": "IQ4_NL", "up_proj": "NVFP4", "down_proj": "IQ3_S"}  # fmt: skip
 Array = np.ndarray[Any, Any]
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3", "ministral3": "mistral3", "gpt_neox": "gptneox",
                  "gemma4_text": "gemma4", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
@@ -189,12 +165,8 @@ def write_model(
     assert attention is not None
     for name in [name for name in stored if name.endswith("in_proj_qkvz.weight")]:
         # As the converter parts them, which our reader does not need to know.
-        stored |= {
-            f"{name.removesuffix('qkvz.weight')}{part}.weight": weights[
-                f"{name.removesuffix('qkvz.weight')}{part}.weight"
-            ]
-            for part in ("qkv", "z")
-        }
+        parts = (name.replace("qkvz", part) for part in ("qkv", "z"))
+        stored |= {part: weights[part] for part in parts}
         del stored[name]
     for name, tensor in stored.items():
         weight, heads = tensor.float().numpy(), 0
@@ -225,10 +197,9 @@ def write_model(
             writer.add_tensor(f"blk.{name.split('.')[2]}.{module}.weight", data, raw_dtype=Type[kind])
         elif name.endswith("dt_bias"):
             writer.add_tensor(theirs.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias")), data)
-        elif name.endswith("expert_bias"):
-            writer.add_tensor(f"{theirs.get_name(name)}.bias", data)
-        elif name.endswith("layer_scalar"):
-            writer.add_tensor(f"{theirs.get_name(name)}.weight", data)
+        elif name.endswith(("expert_bias", "layer_scalar")):
+            ending = "bias" if name.endswith("bias") else "weight"
+            writer.add_tensor(f"{theirs.get_name(name)}.{ending}", data)
         elif ".experts." in name:
             before, _, after = name.partition(".experts.")
             stacked.setdefault((f"{before}.experts.{after.partition('.')[2]}", kind), []).append(data)
@@ -384,14 +355,9 @@ def _by_layer(spec: Spec) -> dict[str, Any]:
 def byte_vocabulary() -> dict[str, Any]:
     """A tokenizer of one end token, 256 bytes and one merge, which llama.cpp insists on."""
     tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] + [1] * 257,
-        "tokenizer.ggml.merges": ["h e"],
-        "tokenizer.ggml.eos_token_id": 0,
-    }
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [3] + [1] * 257, "tokenizer.ggml.merges": ["h e"],
+            "tokenizer.ggml.eos_token_id": 0}  # fmt: skip
 
 
 def add(writer: Any, key: str, value: Any) -> None:
@@ -454,14 +420,3 @@ def write_vocabulary(path: Path, metadata: Mapping[str, Any]) -> None:
 
 def _dotted(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key.replace("__", "."): value for key, value in metadata.items()}
-
-
-def random_weights(config: Spec, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every weight random, norms and biases too, so that one left out or swapped shows."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, shape in weight_shapes(config).items():
-        noise = torch.randn(shape, generator=generator)
-        made[name] = 1 + 0.3 * noise if "norm" in name else noise * (0.3 if name.endswith(".bias") else 0.15)
-        made[name] = noise if name.endswith(OF_STATES) else made[name]
-    return made

@@ -82,7 +82,7 @@ class HubServer:
     def publish(self, hub_id: str, files: Path | Mapping[str, bytes], ref: str = "main", **access: Any) -> str:
         """A new commit, which `ref` means from now on. files: a folder, or contents by name. Returns the commit."""
         if isinstance(files, Path):
-            files = {path.name: path.read_bytes() for path in files.iterdir()}
+            files = contents(files)
         repo = self.repos.setdefault(hub_id, Repo(**access))
         content = b"".join(name.encode() + data for name, data in sorted(files.items()))
         commit = hashlib.sha1(hub_id.encode() + content).hexdigest()
@@ -212,6 +212,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self.wfile.write(body)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def serve() -> Iterator[HubServer]:

@@ -8,28 +8,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from forerun import SamplingParams
+from forerun.config import Quantization
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
-from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
-from forerun.models.runner import Runner
 from forerun.ops.reference import ReferenceOps
 from forerun.pacing.fixed import FixedPacing
+from models.test_parity import oracle_of
+from support import runner_for
 
 Raw = dict[str, Any]
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}  # for int8
 ENDS = (3, 10, 11, 12, 40, 41)  # several, so that texts of random models do end
 MOST = 12
-MODELS: dict[str, Raw] = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {},
-}
+MODELS: dict[str, Raw] = {"llama": {}, "mistral": {"sliding_window": None}, "qwen2": {"tie_word_embeddings": True},
+                          "qwen3": {}}  # fmt: skip
 # What is asked of both: fields of SamplingParams, and what transformers calls others.
 SEARCHES: dict[str, tuple[Raw, Raw]] = {
     "usual": ({"num_beams": 4, "n": 4}, {}),
@@ -54,19 +50,10 @@ class Both:
 
     def __init__(self, folder: Path) -> None:
         checkpoint = load_checkpoint(folder, ops=ReferenceOps(row_by_row=True))
-        self.engine = Engine(
-            self._runner(checkpoint.model),
-            Router({"model": ModelDrafter(self._runner(checkpoint.model.rounded(_int8())))}),
-            FixedPacing(2),
-            end_ids=frozenset(ENDS),
-            max_seq_len=64,
-        )
-        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.oracle = oracle.eval()
-
-    @staticmethod
-    def _runner(model: Any) -> Runner:
-        return Runner(model, BlockCache.of(model, "paged", max_batch_size=8, max_seq_len=64))
+        drafter = ModelDrafter(runner_for(checkpoint.model.rounded(Quantization.parse("int8")), max_seq_len=64))
+        runner, members = runner_for(checkpoint.model, max_seq_len=64), Router({"model": drafter})
+        self.engine = Engine(runner, members, FixedPacing(2), end_ids=frozenset(ENDS), max_seq_len=64)
+        self.oracle = oracle_of(folder)
 
     def found(self, prompt: list[int], **given: Any) -> list[Text]:
         params = SamplingParams(temperature=0.0, max_tokens=MOST, **given)
@@ -77,30 +64,24 @@ class Both:
         return [Text(output.token_ids, output.score or 0.0) for output in outputs]
 
     def expected(self, prompt: list[int], ours: Raw, theirs: Raw) -> list[Text]:
-        names = {"num_beams": "num_beams", "n": "num_return_sequences"}
-        names |= dict.fromkeys(("length_penalty", "early_stopping"))
-        given = {names[name] or name: value for name, value in ours.items() if name in names}
+        names = {name: name for name in ("num_beams", "length_penalty", "early_stopping")}
+        names["n"] = "num_return_sequences"
+        given = {names[name]: value for name, value in ours.items() if name in names}
+        mask = torch.ones(1, len(prompt), dtype=torch.int64)
+        ends = {"max_new_tokens": MOST, "eos_token_id": list(ENDS), "pad_token_id": 0}
+        scores = {"return_dict_in_generate": True, "output_scores": True}
         with torch.inference_mode():
             made = self.oracle.generate(
                 torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                attention_mask=mask,
                 do_sample=False,
-                max_new_tokens=MOST,
-                eos_token_id=list(ENDS),
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                output_scores=True,
+                **ends,
+                **scores,
                 **given,
                 **theirs,
             )
         texts = [_cut(row[len(prompt) :].tolist()) for row in made.sequences]
         return [Text(*pair) for pair in zip(texts, made.sequences_scores.tolist(), strict=True)]
-
-
-def _int8() -> Any:
-    from forerun.config import Quantization
-
-    return Quantization.parse("int8")
 
 
 def _cut(tokens: list[int]) -> list[int]:

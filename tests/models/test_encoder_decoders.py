@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +23,18 @@ from forerun.ops import reference
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
 from saved import save_checkpoint
+from support import runner_for
 
 transformers = pytest.importorskip("transformers")
 
-T5 = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-}
-BART = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "max_position_embeddings": 64,
-    "encoder_layers": 2,
-    "encoder_ffn_dim": 48,
-    "encoder_attention_heads": 2,
-    "decoder_layers": 3,
-    "decoder_ffn_dim": 64,
-    "decoder_attention_heads": 4,
-}
-GEMMA_2 = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "sliding_window": 4,
-    "query_pre_attn_scalar": 12,
-}
+T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+      "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}  # fmt: skip
+BART = {"vocab_size": 97, "d_model": 32, "max_position_embeddings": 64, "encoder_layers": 2, "encoder_ffn_dim": 48,
+        "encoder_attention_heads": 2, "decoder_layers": 3, "decoder_ffn_dim": 64,
+        "decoder_attention_heads": 4}  # fmt: skip
+GEMMA_2 = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,
+           "sliding_window": 4, "query_pre_attn_scalar": 12}  # fmt: skip
 WIDE = {**GEMMA_2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3}
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,21 +42,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5 1.1": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "bart": ("Bart", BART | IDS),
     "bart scaled": ("Bart", BART | IDS | {"scale_embedding": True, "activation_function": "relu"}),
-    "t5gemma": (
-        "T5Gemma",
-        {"vocab_size": 97, "encoder": GEMMA_2, "decoder": GEMMA_2 | {"attn_logit_softcapping": 0.01}},
-    ),
-    "t5gemma 9b-2b": (
-        "T5Gemma",
-        {
-            "vocab_size": 97,
-            "encoder": WIDE | {"attn_logit_softcapping": 4.0, "layer_types": ["full_attention"] * 3},
-            "decoder": GEMMA_2 | {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
-            "tie_word_embeddings": False,
-        },
-    ),
+    "t5gemma": ("T5Gemma",
+                {"vocab_size": 97, "encoder": GEMMA_2, "decoder": GEMMA_2 | {"attn_logit_softcapping": 0.01}}),
+    "t5gemma 9b-2b": ("T5Gemma", {"vocab_size": 97, "encoder": WIDE | {"attn_logit_softcapping": 4.0,
+                      "layer_types": ["full_attention"] * 3}, "decoder": GEMMA_2 | {"attn_logit_softcapping": None,
+                      "final_logit_softcapping": 5.0}, "tie_word_embeddings": False}),
     "marian": ("Marian", BART | IDS | {"activation_function": "swish", "scale_embedding": True}),
-}
+}  # fmt: skip
 CLASSES = {"T5": "T5ForConditionalGeneration", "Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel",
            "T5Gemma": "T5GemmaForConditionalGeneration"}  # fmt: skip
 SOURCES = {0: [*range(3, 40)], 1: [5, 4, 96], 2: [*range(90, 20, -3)]}
@@ -104,21 +72,40 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return module, folder
 
 
-def fast() -> ReferenceOps:
-    return ReferenceOps()
-
-
-def row_by_row() -> ReferenceOps:
-    return ReferenceOps(row_by_row=True)
-
-
+row_by_row = partial(ReferenceOps, row_by_row=True)
+REFERENCE, ROW_BY_ROW = pytest.param(ReferenceOps, id="fast"), pytest.param(row_by_row, id="row_by_row")
 NATIVE = pytest.param(CpuOps, id="native", marks=pytest.mark.skipif(native.isa() == "reference", reason="no kernels"))
 
 
-def runner_of(folder: Path, ops: Callable[[], ReferenceOps] = fast) -> Runner:
-    model = load_checkpoint(folder, dtype="float32", ops=ops()).model
-    cache = BlockCache.of(model, "paged", max_batch_size=8, max_seq_len=64)
-    return Runner(model, cache)
+def runner_of(folder: Path, ops: Callable[[], ReferenceOps] = ReferenceOps) -> Runner:
+    return runner_for(load_checkpoint(folder, dtype="float32", ops=ops()).model, max_seq_len=64)
+
+
+def reading(runner: Runner, sources: Mapping[int, list[int]]) -> Runner:
+    """The same runner, which has read a source for each of these slots."""
+    assert runner.sources is not None
+    for slot, source in sources.items():
+        runner.cache.open(slot)
+        runner.sources.open(slot, source, None)
+    runner.sources.run(list(sources))
+    return runner
+
+
+def in_chunks(runner: Runner, texts: Mapping[int, list[int]], chunks: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
+    """The logits of all texts, whose chunks are beside each other until a text has no more."""
+    found: dict[int, list[Tensor]] = {slot: [] for slot in texts}
+    for start, stop in chunks:
+        runs = [Run(slot, text[start:stop]) for slot, text in texts.items() if len(text) > start]
+        scores = runner.forward(runs)
+        runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
+        for run, logits in zip(runs, scores.logits, strict=True):
+            found[run.slot].append(torch.from_numpy(logits))
+    return {slot: torch.cat(logits) for slot, logits in found.items()}
+
+
+def logits_of(folder: Path, source: list[int], text: list[int]) -> Tensor:
+    """In one pass of the fast reference operators."""
+    return torch.from_numpy(reading(runner_of(folder), {0: source}).forward([Run(0, text)]).logits[0])
 
 
 def by_transformers(module: Any, source: list[int], text: list[int]) -> Tensor:
@@ -126,25 +113,14 @@ def by_transformers(module: Any, source: list[int], text: list[int]) -> Tensor:
         return module(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([text])).logits[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("ops", [fast, NATIVE])
+@pytest.mark.parametrize("ops", [REFERENCE, NATIVE])
 def test_logits_in_one_batch(published: tuple[Any, Path], ops: Callable[[], ReferenceOps]) -> None:
     module, folder = published
-    runner = runner_of(folder, ops)
-    assert runner.sources is not None
-    for slot, source in SOURCES.items():
-        runner.cache.open(slot)
-        runner.sources.open(slot, source, None)
-    runner.sources.run(list(SOURCES))
-    found: dict[int, list[Tensor]] = {slot: [] for slot in TEXTS}
-    for start, stop in [(0, 2), (2, 6), (6, 13)]:  # in chunks, until a text has no more
-        runs = [Run(slot, text[start:stop]) for slot, text in TEXTS.items() if len(text) > start]
-        scores = runner.forward(runs)
-        runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
-        for run, logits in zip(runs, scores.logits, strict=True):
-            found[run.slot].append(torch.from_numpy(logits))
-    for (slot, text), source in zip(TEXTS.items(), SOURCES.values(), strict=True):
-        wanted = by_transformers(module, source, text)
-        assert torch.allclose(torch.cat(found[slot]), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    runner = reading(runner_of(folder, ops), SOURCES)
+    found = in_chunks(runner, TEXTS, [(0, 2), (2, 6), (6, 13)])
+    for slot, text in TEXTS.items():
+        wanted = by_transformers(module, SOURCES[slot], text)
+        assert torch.allclose(found[slot], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
     runner.cache.check_integrity()
 
 
@@ -155,26 +131,17 @@ def test_a_head_of_its_own_that_is_said_to_be_tied(tmp_path: Path) -> None:
     module.lm_head.weight = torch.nn.Parameter(torch.randn(97, 32))
     module.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
-    runner = runner_of(tmp_path)
-    assert runner.sources is not None
-    runner.cache.open(0)
-    runner.sources.open(0, SOURCES[0], None)
-    runner.sources.run([0])
-    found = torch.from_numpy(runner.forward([Run(0, TEXTS[0])]).logits[0])
+    found = logits_of(tmp_path, SOURCES[0], TEXTS[0])
     wanted = by_transformers(module, SOURCES[0], TEXTS[0])
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("ops", [row_by_row, NATIVE])
+@pytest.mark.parametrize("ops", [ROW_BY_ROW, NATIVE])
 def test_a_tree_of_a_text(published: tuple[Any, Path], ops: Callable[[], ReferenceOps]) -> None:
     """Each row sees its own ancestors, and all of its source; alone it has the same bits."""
     module, folder = published
-    runner, source, text = runner_of(folder, ops), SOURCES[0], TEXTS[0]
-    assert runner.sources is not None
-    for slot in (0, 1):
-        runner.cache.open(slot)
-        runner.sources.open(slot, source, None)
-    runner.sources.run([0, 1])
+    source, text = SOURCES[0], TEXTS[0]
+    runner = reading(runner_of(folder, ops), {0: source, 1: source})
     runner.forward([Run(0, text[:4])])
     runner.cache.keep({0: range(4)})
     tree, parents = [text[4], 60, 61, text[5], 62], [-1, -1, 0, 0, 3]
@@ -213,12 +180,7 @@ def test_a_long_source_is_scored_in_parts(published: tuple[Any, Path], monkeypat
     module, folder = published
     source, text = [3 + i * 7 % 90 for i in range(60)], TEXTS[0]
     monkeypatch.setattr(reference, "SCORES_AT_ONCE", 64)
-    runner = runner_of(folder)
-    assert runner.sources is not None
-    runner.cache.open(0)
-    runner.sources.open(0, source, None)
-    runner.sources.run([0])
-    found = torch.from_numpy(runner.forward([Run(0, text)]).logits[0])
+    found = logits_of(folder, source, text)
     assert torch.allclose(found, by_transformers(module, source, text), rtol=1e-3, atol=1e-3)
 
 
@@ -245,7 +207,7 @@ def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
     rows = []
     for num_threads, step in [(1, 321), (2, 321), (12, 50), (3, 1)]:
         model = load_checkpoint(folder, dtype="float32", ops=CpuOps(num_threads=num_threads)).model
-        runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=4, max_seq_len=704))
+        runner = runner_for(model, max_seq_len=704)
         assert runner.sources is not None
         for slot, own in enumerate([[5, 6], source]):
             runner.cache.open(slot)
@@ -270,12 +232,7 @@ def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: 
     model: Any = load_checkpoint(folder, dtype="float32" if bits else dtype, ops=ops).model
     model = model.rounded(Quantization.parse(bits)) if bits else model
     sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 64, "dtype": model.cache_dtype}
-    runner = Runner(model, BlockCache.of(model, "paged", **sizes))
-    assert runner.sources is not None
-    for slot, source in SOURCES.items():
-        runner.cache.open(slot)
-        runner.sources.open(slot, source, None)
-    runner.sources.run(list(SOURCES))
+    runner = reading(Runner(model, BlockCache.of(model, "paged", **sizes)), SOURCES)
     scores = runner.forward([Run(slot, text) for slot, text in TEXTS.items()])
     for (slot, text), found in zip(TEXTS.items(), scores.logits, strict=True):
         wanted = by_transformers(module, SOURCES[slot], text)
@@ -285,12 +242,7 @@ def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: 
 @pytest.mark.skipif(native.isa() == "reference", reason="no kernels")
 def test_runs_that_go_on_in_one_call_keep_their_sources(published: tuple[Any, Path]) -> None:
     """Each of three ends where it is to end; the ids are those of a pass for each token."""
-    runner = runner_of(published[1], CpuOps)
-    assert runner.sources is not None
-    for slot, source in SOURCES.items():
-        runner.cache.open(slot)
-        runner.sources.open(slot, source, None)
-    runner.sources.run(list(SOURCES))
+    runner = reading(runner_of(published[1], CpuOps), SOURCES)
     lengths = [2, 6, 4]
     found = runner.run_ahead([Run(slot, text[:5]) for slot, text in TEXTS.items()], lengths).ids
     for slot, length in zip(SOURCES, lengths, strict=True):

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from forerun.errors import UnsupportedModel
-from forerun.kv.cache import BlockCache
 from forerun.models.configs import CAUSAL, INERT_KEYS, NEUTRAL, SHARED_KEYS
 from forerun.models.loading import load_checkpoint
 from forerun.models.opened import read_config
-from forerun.models.runner import Run, Runner
-from models.test_encoder_decoders import BART, GEMMA_2, IDS, T5
-from models.test_parity import SEEING, WHOLE, tokens_of
+from forerun.models.runner import Run
+from models.test_encoder_decoders import BART, GEMMA_2, IDS, T5, reading
+from models.test_parity import SEEING, WHOLE, logits_of, tokens_of
+from support import runner_for
 
 pytestmark = pytest.mark.parity
 Raw = dict[str, Any]
@@ -82,18 +82,16 @@ def by_transformers(raw: Raw) -> tuple[Any, Tensor]:
         return module, module(input_ids=ids, **decoder).logits[0]
 
 
-def logits_of(raw: Raw, module: Any, folder: Path) -> Tensor:
+def ours_of(raw: Raw, module: Any, folder: Path) -> Tensor:
     """The same of ours, from what the module is saved as."""
     module.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(raw))
     model = load_checkpoint(folder, dtype="float32").model
-    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=2, max_seq_len=64))
-    runner.cache.open(0)
+    tokens = tokens_of(40, 1)
+    runner = runner_for(model, max_seq_len=64)
     if runner.sources is None:
-        return torch.from_numpy(runner.forward([Run(0, tokens_of(40, 1))]).logits[0])
-    runner.sources.open(0, tokens_of(40, 1), None)
-    runner.sources.run([0])
-    return torch.from_numpy(runner.forward([Run(0, tokens_of(40, 1)[:20])]).logits[0])
+        return logits_of(model, tokens)
+    return torch.from_numpy(reading(runner, {0: tokens}).forward([Run(0, tokens[:20])]).logits[0])
 
 
 def changed(raw: Raw) -> Iterator[tuple[Raw, str]]:
@@ -127,11 +125,10 @@ def test_every_key(tmp_path: Path, case: str) -> None:
         if found == spec and torch.equal(expected, plain):
             continue
         try:
-            ours = logits_of(raw, module, tmp_path)
+            ours = ours_of(raw, module, tmp_path)
         except UnsupportedModel:  # such as num_hidden_layers=False, by which GPT-2 has no layer
             continue
-        if ours.shape != expected.shape or float((ours - expected).abs().max()) > tolerance * float(
-            expected.abs().max()
-        ):
+        most = tolerance * float(expected.abs().max())
+        if ours.shape != expected.shape or float((ours - expected).abs().max()) > most:
             wrong.append(what)
     assert not wrong

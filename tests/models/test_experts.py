@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM, SamplingParams, native
+from forerun import LLM, SamplingParams
 from forerun.blocks import EMBEDDING, read_share, weights
 from forerun.models.loading import load_checkpoint
 from forerun.ops import make
 from forerun.types import StepReport
 from models.test_parity import WHOLE
+from support import needs_native
 from tiny import write_tiny
-
-needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 
 
 def reports_of(folder: Path, ops: str, prompts: list[list[int]]) -> list[StepReport]:

@@ -35,9 +35,8 @@ def sampling_fields(folder: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(folder: Path) -> SamplingParams:
-    small = SmallFiles(folder)
-    fields = generation.sampling_fields(small, small.json("config.json"))
-    generation.check_together(fields, small)
+    fields = sampling_fields(folder)
+    generation.check_together(fields, SmallFiles(folder))
     return SamplingParams(**fields)
 
 
@@ -47,16 +46,9 @@ def end_ids_of(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
 
 def test_published_values_become_sampling_parameters(tmp_path: Path) -> None:
     """The file of a Llama 3 and of a Qwen 2.5, bookkeeping keys included."""
-    llama = folder_with(
-        tmp_path,
-        bos_token_id=128000,
-        eos_token_id=[128001, 128008, 128009],
-        do_sample=True,
-        temperature=0.6,
-        top_p=0.9,
-        transformers_version="4.45.0.dev0",
-    )
-    assert sampling_defaults(llama) == SamplingParams(temperature=0.6, top_p=0.9)
+    ids = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "transformers_version": "4.45.0.dev0"}
+    llama = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    assert sampling_defaults(folder_with(tmp_path, **llama, **ids)) == SamplingParams(temperature=0.6, top_p=0.9)
     qwen = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     expected = SamplingParams(repetition_penalty=1.05, temperature=0.7, top_p=0.8, top_k=20)
     assert sampling_defaults(folder_with(tmp_path, **qwen, pad_token_id=151643)) == expected

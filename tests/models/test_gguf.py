@@ -29,6 +29,7 @@ from forerun.models.weights import StoredWeights
 from forerun.ops.cpu import CpuOps
 from forerun.ops.quantised import Scheme
 from forerun.ops.quantising import quantise, scheme_of
+from models.conftest import random_weights
 from models.gguf_files import (
     DENSE,
     HALVES,
@@ -38,7 +39,6 @@ from models.gguf_files import (
     in_file,
     numbers_of,
     random_blocks,
-    random_weights,
     turned_back,
     usual,
     write_model,
@@ -50,6 +50,7 @@ from saved import save_checkpoint
 
 # Heads of 64, so that Llama 3's rotary positions have frequencies of every kind.
 CONFIG = Plain("llama", 258, 96, 2, 6, 2, 64, 64, 1e-5, 256).spec
+ONE_LAYER = resized(CONFIG, hidden_size=512, num_layers=1)
 LLAMA3 = Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
 
 
@@ -66,6 +67,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def refusing(sentence: str) -> Any:
+    """The refusal of what is no such model."""
+    return pytest.raises(UnsupportedModel, match=sentence)
+
+
+def source_of(path: Path, tensors: dict[str, Any], config: Spec = CONFIG, alignment: int = 32) -> Any:
+    """Write a file of these tensors and a norm; returns what it has under our names."""
+    norm = {"output_norm.weight": ("F32", np.ones(config.hidden_size, np.float32))}
+    write_tensors(path, tensors | norm, usual(config, "llama") | byte_vocabulary(), "llama", alignment)
+    return weights_of(path)
 
 
 def bits(numbers: Any) -> Any:
@@ -90,13 +103,10 @@ def test_every_weight_is_that_of_the_file(
 ) -> None:
     """In blocks that end within a matrix; rows of q and k are those of published checkpoints."""
     monkeypatch.setattr(source_module, "BLOCK_BYTES", 300_000)
-    config = resized(CONFIG, hidden_size=512, num_layers=1)
     shapes = {"token_embd": 258, "blk.0.attn_q": 384, "blk.0.attn_k": 128, "blk.0.attn_v": 128}
     data = {name: random_blocks(kind, rows, 512, seed) for seed, (name, rows) in enumerate(shapes.items())}
     tensors = {f"{name}.weight": (kind, rows) for name, rows in data.items()}
-    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
-    write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama", alignment)
-    source = weights_of(tmp_path / "a.gguf")
+    source = source_of(tmp_path / "a.gguf", tensors, ONE_LAYER, alignment)
     heads = {"q": 6, "k": 2}
     for name, ours in {
         "token_embd": "model.embed_tokens",
@@ -124,11 +134,9 @@ def test_every_weight_is_that_of_the_file(
 def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
     """Types and shapes of every part, which operators rely on."""
     for kind in HALVES:
-        config = usual(resized(CONFIG, hidden_size=512, num_layers=1), "llama")
         tensors = {"token_embd.weight": (kind, random_blocks(kind, 258, 512))}
-        tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
-        write_tensors(tmp_path / f"{kind}.gguf", tensors, config | byte_vocabulary(), "llama")
-        (rows,) = weights_of(tmp_path / f"{kind}.gguf").quantised("model.embed_tokens.weight").blocks()
+        source = source_of(tmp_path / f"{kind}.gguf", tensors, ONE_LAYER)
+        (rows,) = source.quantised("model.embed_tokens.weight").blocks()
         scheme = rows.scheme
         numbers = scheme.scale_dtype
         assert numbers == ("float32" if kind in ("MXFP4", "IQ3_XXS") else "float16")
@@ -151,13 +159,10 @@ def test_the_schemes_are_packed_as_the_file_has_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", HALVES)
 def test_kernels_read_the_blocks_of_a_file_themselves(tmp_path: Path, kind: str) -> None:
     """With the bits of the slow way: whole, turned, some rows, gate and up side by side, parts that share a panel."""
-    config = resized(CONFIG, hidden_size=512, num_layers=1)
     shapes = {"attn_q": 384, "attn_k": 128, "attn_v": 130, "ffn_gate": 72, "ffn_up": 72}
     tensors = {f"blk.0.{name}.weight": (kind, random_blocks(kind, n, 512, n)) for name, n in shapes.items()}
     tensors["token_embd.weight"] = ("Q8_0", random_blocks("Q8_0", 258, 512))
-    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
-    write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama")
-    source = weights_of(tmp_path / "a.gguf")
+    source = source_of(tmp_path / "a.gguf", tensors, ONE_LAYER)
     q, k, v = (source.quantised(f"model.layers.0.self_attn.{x}_proj.weight") for x in "qkv")
     gate, up = (source.quantised(f"model.layers.0.mlp.{x}_proj.weight") for x in ("gate", "up"))
     some, other = part_of(q, [3, 4, 5, 70, *range(100, 180)]), source.quantised("model.embed_tokens.weight")
@@ -176,7 +181,6 @@ def test_kernels_read_the_blocks_of_a_file_themselves(tmp_path: Path, kind: str)
 def test_a_draft_model_is_rounded_again(tmp_path: Path, kind: str) -> None:
     """Every wider matrix, embedding included, to what `quantise` makes of its weights; one of 4 bits stays."""
     shapes = {"attn_q": 128, "attn_k": 128, "attn_v": 130, "attn_output": 512, "ffn_gate": 72, "ffn_up": 72}
-    config = resized(CONFIG, hidden_size=512, num_layers=1)
     tensors = {
         f"blk.0.{name}.weight": (kind, random_blocks(kind, n, 128 if name == "attn_output" else 512, n))
         for name, n in shapes.items()
@@ -184,12 +188,10 @@ def test_a_draft_model_is_rounded_again(tmp_path: Path, kind: str) -> None:
     }
     tensors["blk.0.ffn_down.weight"] = ("Q4_K", random_blocks("Q4_K", 512, 512))
     tensors["token_embd.weight"] = ("Q8_0", random_blocks("Q8_0", 258, 512))
-    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
-    write_tensors(tmp_path / "a.gguf", tensors, usual(config, "llama") | byte_vocabulary(), "llama")
-    source = weights_of(tmp_path / "a.gguf")
+    source = source_of(tmp_path / "a.gguf", tensors, ONE_LAYER)
     with pytest.raises(BadOption, match="a draft model may be rounded again, as 'int4:group=32:again'"):
-        planned(source.tensors, config, Quantization.parse("int4"))
-    again: Any = QuantisingSource(source, config, Quantization.parse("int4:again"))
+        planned(source.tensors, ONE_LAYER, Quantization.parse("int4"))
+    again: Any = QuantisingSource(source, ONE_LAYER, Quantization.parse("int4:again"))
     names = ["model.embed_tokens.weight", *(f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")]
     for name in names:
         assert str(again.tensors[name].scheme) == "int4, group 32"
@@ -229,29 +231,24 @@ def unread() -> Iterator[Any]:
 
 @needs_native
 def test_a_file_that_becomes_shorter_while_it_is_packed(tmp_path: Path) -> None:
-    tensors = {"token_embd.weight": ("Q4_K", random_blocks("Q4_K", 258, 512))}
-    tensors["output_norm.weight"] = ("F32", np.ones(512, np.float32))
-    config = resized(CONFIG, hidden_size=512, num_layers=1)
     path = tmp_path / "a.gguf"
-    write_tensors(path, tensors, usual(config, "llama") | byte_vocabulary(), "llama")
-    source = weights_of(path)
+    source = source_of(path, {"token_embd.weight": ("Q4_K", random_blocks("Q4_K", 258, 512))}, ONE_LAYER)
     path.write_bytes(path.read_bytes()[: -60 * 512])
-    with pytest.raises(UnsupportedModel, match=r"a\.gguf has become shorter"):
+    with refusing(r"a\.gguf has become shorter"):
         CpuOps().pack(source.quantised("model.embed_tokens.weight"))
 
 
 def test_weights_that_are_no_numbers_are_refused_packed_and_dense(tmp_path: Path) -> None:
     data = random_blocks("Q4_1", 258, 96)
     data.reshape(258, 3, 20)[200, 1, 2:4] = np.array(np.nan, np.float16).reshape(1).view(np.uint8)
-    tensors = {"token_embd.weight": ("Q4_1", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
-    write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
-    source, name = weights_of(tmp_path / "a.gguf"), "model.embed_tokens.weight"
+    source = source_of(tmp_path / "a.gguf", {"token_embd.weight": ("Q4_1", data)})
+    name = "model.embed_tokens.weight"
     for packs in (True, False):
         stored = StoredWeights(source, "float32", lambda scheme, packs=packs: packs)
-        with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
+        with refusing(rf"{name} in .*a\.gguf holds NaN"):
             list(stored[name].blocks())
     if native.extension() is not None:
-        with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds NaN"):
+        with refusing(rf"{name} in .*a\.gguf holds NaN"):
             CpuOps().pack(StoredWeights(source, "bfloat16", CpuOps().packs_scheme)[name])
 
 
@@ -342,13 +339,11 @@ def test_greedy_texts_are_those_of_transformers(tmp_path: Path, case: str) -> No
     config = {**MODELS, **OTHERS}.get(of_text.partition("-q")[0], MODELS["llama-tied"])
     path = tmp_path / f"{case}.gguf"
     kinds = MIXED if case == "mixed" else {}
-    weights = write_model(
-        path,
-        config,
-        random_weights(config),
-        lambda name: kinds.get(name.split(".")[-2], QUANTISED.get(case, "F32")),
-        case if case in SEEING else None,
-    )
+
+    def kind_of(name: str) -> str:
+        return kinds.get(name.split(".")[-2], QUANTISED.get(case, "F32"))
+
+    weights = write_model(path, config, random_weights(config), kind_of, case if case in SEEING else None)
     save_checkpoint(tmp_path / "folder", config, weights, torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
     rounded = config if of_text.partition("-q")[0] in OTHERS else resized(config, norm_eps=float(np.float32(1e-5)))
@@ -397,9 +392,8 @@ def test_scales_of_mxfp4_that_no_weight_may_have(tmp_path: Path, exponent: int, 
     """Weights that no float32 holds are refused packed and dense; the smallest are kept to the last bit."""
     data = random_blocks("MXFP4", 258, 96)
     data.reshape(258, 3, 17)[200, 1] = [exponent, *[code] * 16]
-    tensors = {"token_embd.weight": ("MXFP4", data), "output_norm.weight": ("F32", np.ones(96, np.float32))}
-    write_tensors(tmp_path / "a.gguf", tensors, usual(CONFIG, "llama") | byte_vocabulary(), "llama")
-    source, name = weights_of(tmp_path / "a.gguf"), "model.embed_tokens.weight"
+    source = source_of(tmp_path / "a.gguf", {"token_embd.weight": ("MXFP4", data)})
+    name = "model.embed_tokens.weight"
     expected = numbers_of(data, "MXFP4")
     packed = StoredWeights(source, "bfloat16", CpuOps().packs_scheme)
     dense = StoredWeights(source, "float32")
@@ -408,7 +402,7 @@ def test_scales_of_mxfp4_that_no_weight_may_have(tmp_path: Path, exponent: int, 
         assert np.array_equal(bits(dense[name]), bits(expected))
         return
     for read in (lambda: CpuOps().pack(packed[name]), lambda: dense[name]):
-        with pytest.raises(UnsupportedModel, match=rf"{name} in .*a\.gguf holds (NaN|infinite numbers)"):
+        with refusing(rf"{name} in .*a\.gguf holds (NaN|infinite numbers)"):
             read()
 
 
@@ -461,7 +455,7 @@ def test_positions_of_gpt_oss_are_those_of_the_file(tmp_path: Path, said: dict[s
 def test_what_a_file_of_gemma_4_says_by_layer_is_checked(tmp_path: Path, key: str, value: Any, words: str) -> None:
     config = OTHERS["gemma4-small"]
     write_model(tmp_path / "a.gguf", config, random_weights(config), **{f"gemma4__{key}": value})
-    with pytest.raises(UnsupportedModel, match=words):
+    with refusing(words):
         open_source(tmp_path / "a.gguf")
 
 
@@ -471,7 +465,7 @@ def test_sections_of_positions_that_are_not_half_of_a_head(tmp_path: Path, arch:
     config = OTHERS["qwen3_moe"] if arch == "qwen3vlmoe" else MODELS["qwen3" if arch == "qwen3vl" else "qwen2"]
     more = {f"{arch}__rope__dimension_sections": sections}
     write_model(tmp_path / "a.gguf", config, random_weights(config), arch=arch, **more)
-    with pytest.raises(UnsupportedModel, match=r"mrope_section=.*three sizes that add to 8, the pairs of a head"):
+    with refusing(r"mrope_section=.*three sizes that add to 8, the pairs of a head"):
         read_config(open_source(tmp_path / "a.gguf").config)
 
 
@@ -495,7 +489,7 @@ def test_sections_of_positions_that_are_not_half_of_a_head(tmp_path: Path, arch:
 def test_what_a_file_of_qwen_3_5_says_of_states_is_checked(tmp_path: Path, key: str, value: Any, words: str) -> None:
     config = OTHERS["qwen3_5"]
     write_model(tmp_path / "a.gguf", config, random_weights(config), **{f"qwen35__{key}": value})
-    with pytest.raises(UnsupportedModel, match=words):
+    with refusing(words):
         read_config(open_source(tmp_path / "a.gguf").config)
 
 
@@ -514,9 +508,7 @@ def test_blocks_that_guess_further_tokens_are_no_part_of_the_model(tmp_path: Pat
     assert a.weights.tensors.keys() == b.weights.tensors.keys()
     assert {*load_checkpoint(tmp_path / "b.gguf").model.weights} == {*weights}
     write_model(tmp_path / "c.gguf", config, weights, more=more, qwen35__block_count=5)
-    with pytest.raises(
-        UnsupportedModel, match=r"holds the tensor 'blk\.4\.nextn\.eh_proj\.weight', which no qwen3_5_text"
-    ):
+    with refusing(r"holds the tensor 'blk\.4\.nextn\.eh_proj\.weight', which no qwen3_5_text"):
         load_checkpoint(tmp_path / "c.gguf")
 
 
@@ -535,18 +527,14 @@ def test_a_matrix_of_several_parts_has_the_rows_of_all_of_them(tmp_path: Path) -
     """With fewer, some part would be left as it was in memory."""
     config = OTHERS["qwen3_5"]
     write_model(tmp_path / "a.gguf", config, random_weights(config), qwen35__attention__head_count=2)
-    with pytest.raises(
-        UnsupportedModel, match=r"q_proj\.weight of shape \[192, 96\], and its metadata asks for \[32, 96\]"
-    ):
+    with refusing(r"q_proj\.weight of shape \[192, 96\], and its metadata asks for \[32, 96\]"):
         load_checkpoint(tmp_path / "a.gguf")
 
 
 def test_states_as_in_a_file_are_not_saved_as_a_folder(tmp_path: Path) -> None:
     """Which other programs would read as if decays and heads were stored as published."""
     config = in_file(OTHERS["qwen3_5"])
-    with pytest.raises(
-        UnsupportedModel, match="cannot say that its states are stored as in a GGUF file: name the fold"
-    ):
+    with refusing("cannot say that its states are stored as in a GGUF file: name the fold"):
         save_checkpoint(tmp_path / "folder", config, random_weights(config))
 
 
@@ -555,9 +543,7 @@ def test_one_list_of_factors_is_not_enough(tmp_path: Path) -> None:
     write_model(tmp_path / "a.gguf", config, random_weights(config))
     data = (tmp_path / "a.gguf").read_bytes().replace(b"rope_factors_long.weight", b"rope_factors_lang.weight")
     (tmp_path / "a.gguf").write_bytes(data)
-    with pytest.raises(
-        UnsupportedModel, match=r"has only \['rope_factors_short.weight'\] of rope_factors_short.weight"
-    ):
+    with refusing(r"has only \['rope_factors_short.weight'\] of rope_factors_short.weight"):
         open_source(tmp_path / "a.gguf")
 
 
@@ -610,7 +596,7 @@ def test_factors_beside_a_base_that_none_can_be_of_are_refused(tmp_path: Path, t
     """Without a warning of numpy or of LAPACK, which would find no line through numbers like these."""
     config = resized(CONFIG, num_layers=1, rope=LLAMA3)
     write_model(tmp_path / "a.gguf", config, random_weights(config), llama__rope__freq_base=theta)
-    with pytest.raises(UnsupportedModel, match=r"rope_theta=.* must be a number in 1 \.\. "):
+    with refusing(r"rope_theta=.* must be a number in 1 \.\. "):
         open_source(tmp_path / "a.gguf")
 
 
@@ -618,7 +604,7 @@ def test_factors_beside_a_base_that_none_can_be_of_are_refused(tmp_path: Path, t
 def test_factors_of_frequencies_that_are_all_alike_are_refused(tmp_path: Path) -> None:
     config = resized(CONFIG, num_layers=1, rope=LLAMA3)
     write_model(tmp_path / "a.gguf", config, random_weights(config), llama__rope__freq_base=1.0)
-    with pytest.raises(UnsupportedModel, match="are not those of Llama 3"):
+    with refusing("are not those of Llama 3"):
         open_source(tmp_path / "a.gguf")
 
 
@@ -628,13 +614,8 @@ def test_a_matrix_may_have_more_rows_than_there_are_tokens(tmp_path: Path) -> No
     vocabulary = byte_vocabulary()
     tokens = [*vocabulary["tokenizer.ggml.tokens"], "[PAD258]", "[PAD259]"]
     types = [*vocabulary["tokenizer.ggml.token_type"], 5, 5]
-    write_model(
-        tmp_path / "a.gguf",
-        config,
-        random_weights(config),
-        tokenizer__ggml__tokens=tokens,
-        tokenizer__ggml__token_type=types,
-    )
+    more = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": types}
+    write_model(tmp_path / "a.gguf", config, random_weights(config), **more)
     checkpoint = load_checkpoint(str(tmp_path / "a.gguf"), with_tokenizer=True)
     assert checkpoint.tokenizer is not None
     assert checkpoint.tokenizer.num_ids == 258
@@ -731,9 +712,7 @@ def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = np.zeros((258, 256), np.float64) if kind in sizes else np.zeros((258, 256 // block * num_bytes), np.uint8)
     write_tensors(tmp_path / "a.gguf", {"token_embd.weight": (kind, data)}, usual(CONFIG, "llama"), "llama")
-    with pytest.raises(
-        UnsupportedModel, match=f"'token_embd.weight' as {kind}, and forerun reads F32, F16, BF16, Q8_0"
-    ):
+    with refusing(f"'token_embd.weight' as {kind}, and forerun reads F32, F16, BF16, Q8_0"):
         open_source(tmp_path / "a.gguf")
 
 
@@ -743,16 +722,12 @@ def test_tensors_that_are_missing_too_many_or_of_another_shape(tmp_path: Path) -
     write_model(tmp_path / "a.gguf", resized(config, num_layers=3), random_weights(resized(config, num_layers=3)))
     data = (tmp_path / "a.gguf").read_bytes().replace(b"blk.2.ffn_up.weight", b"blk.2.ffn_xp.weight")
     (tmp_path / "a.gguf").write_bytes(data)
-    with pytest.raises(
-        UnsupportedModel, match=r"a\.gguf holds the tensor 'blk\.2\.ffn_xp\.weight', which no llama has"
-    ):
+    with refusing(r"a\.gguf holds the tensor 'blk\.2\.ffn_xp\.weight', which no llama has"):
         open_source(tmp_path / "a.gguf")
     write_model(tmp_path / "b.gguf", config, weights, llama__block_count=3)
-    with pytest.raises(
-        UnsupportedModel, match=r"b\.gguf has no tensor model\.layers\.2\.input_layernorm\.weight"
-    ) as refused:
+    with refusing(r"b\.gguf has no tensor model\.layers\.2\.input_layernorm\.weight") as refused:
         load_checkpoint(tmp_path / "b.gguf")
     assert str(refused.value).endswith("which its metadata asks for: fetch the file again")
     write_model(tmp_path / "c.gguf", config, weights, llama__feed_forward_length=128)
-    with pytest.raises(UnsupportedModel, match=r"c\.gguf has .* of shape \[96, 64\], and .* asks for \[96, 128\]"):
+    with refusing(r"c\.gguf has .* of shape \[96, 64\], and .* asks for \[96, 128\]"):
         load_checkpoint(tmp_path / "c.gguf")

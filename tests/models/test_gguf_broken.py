@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -19,7 +20,8 @@ from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
-from models.gguf_files import ARCHITECTURES, MIXED, random_weights, split, write_model
+from models.conftest import random_weights
+from models.gguf_files import ARCHITECTURES, MIXED, split, write_model
 from models.test_gguf import CONFIG, OTHERS as FAMILIES, cache  # noqa: F401  (a fixture for every test)
 
 HUGE = (1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -45,6 +47,14 @@ def refused(path: Path, dtype: str = "float32", ops: ReferenceOps | None = None)
         assert time.process_time() - before_s < MOST_S
         assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) * 1024 < MOST_BYTES
     return None
+
+
+def is_refused(path: Path, what: object, *how: Any) -> bool:
+    """Whether it is refused, and then in a good sentence."""
+    sentence = refused(path, *how)
+    if sentence is not None:
+        check_sentence(sentence, what)
+    return sentence is not None
 
 
 def check_sentence(sentence: str | None, what: object) -> None:
@@ -145,10 +155,7 @@ def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
         new = chance.choice([0, 1, 7, 513, *HUGE[:2]]) if kind == "I" else chance.choice(HUGE)
         struct.pack_into("<" + kind, broken, at, new)
         path.write_bytes(broken)
-        sentence = refused(path)
-        num_refused += sentence is not None
-        if sentence is not None:
-            check_sentence(sentence, (what, new))
+        num_refused += is_refused(path, (what, new))
     assert num_refused > 50
 
 
@@ -172,10 +179,7 @@ def test_bytes_changed_at_random(whole: Path, tmp_path: Path) -> None:
         for _ in range(chance.choice((1, 4, 64))):
             broken[chance.randrange(header)] = chance.randrange(256)
         path.write_bytes(broken)
-        sentence = refused(path)
-        if sentence is not None:
-            num_refused += 1
-            check_sentence(sentence, path)
+        num_refused += is_refused(path, path)
     assert num_refused > 50
 
 
@@ -201,10 +205,7 @@ def test_300_broken_files_of_types_with_tables(tmp_path: Path) -> None:
                 broken[chance.randrange(reader.data_offset)] = chance.randrange(256)
             broken = broken[: chance.choice((len(data), len(data), chance.randrange(len(data))))]
         path.write_bytes(broken)
-        sentence = refused(path, "bfloat16", CpuOps())
-        if sentence is not None:
-            num_refused += 1
-            check_sentence(sentence, i)
+        num_refused += is_refused(path, i, "bfloat16", CpuOps())
     assert 150 < num_refused < 290
 
 
@@ -246,16 +247,12 @@ HOSTILE = {
     "a key twice": (entry(b"a", 8, text(b"")) * 2, "has the key 'a' twice"),
     "a name that is no text": (entry(b"\xff\xfe", 8, text(b"")) * 2, "is not one of printable ASCII characters"),
     "more items than bytes": (entry(b"a", 9, ARRAY.pack(8, 1 << 20)) + bytes(64), "claims to have 1,048,576 items"),
-    "no such alignment": (
-        entry(b"general.alignment", 4, struct.pack("<I", 0)) + entry(b"a", 8, text(b"")),
-        "sets general.alignment=0, which is no such power of two",
-    ),
+    "no such alignment": (entry(b"general.alignment", 4, struct.pack("<I", 0)) + entry(b"a", 8, text(b"")),
+                          "sets general.alignment=0, which is no such power of two"),
     "an unknown type": (entry(b"a", 77, bytes(64)) * 2, "to a value of the unknown type 77"),
-    "an architecture that is no text": (
-        entry(b"general.architecture", 8, text(b"\xff")) + entry(b"a", 8, text(b"")),
-        "sets no UTF-8 text as general.architecture",
-    ),
-}
+    "an architecture that is no text": (entry(b"general.architecture", 8, text(b"\xff")) + entry(b"a", 8, text(b"")),
+                                        "sets no UTF-8 text as general.architecture"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HOSTILE)

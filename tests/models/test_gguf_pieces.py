@@ -16,7 +16,8 @@ from forerun.blocks import resized
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.models.loading import load_checkpoint
 from forerun.models.source import open_source
-from models.gguf_files import add, finish, random_weights, split, write_model
+from models.conftest import random_weights
+from models.gguf_files import add, finish, split, write_model
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
 from ops.native_cases import needs_native
 

@@ -31,7 +31,8 @@ from forerun.models.source import open_source
 from forerun.text.chat import ChatTemplate
 from forerun.text.small_files import SmallFiles
 from forerun.text.tokenizer import Tokenizer
-from models.gguf_files import random_weights, usual, write_model, write_tensors, write_vocabulary
+from models.conftest import random_weights
+from models.gguf_files import usual, write_model, write_tensors, write_vocabulary
 from models.gguf_vocabularies import checksums, pairs, recorded, recorded_checksums, smollm2, texts, vocabularies
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
 
@@ -128,14 +129,8 @@ def test_words_are_those_of_the_published_pattern(tmp_path: Path, name: str) -> 
     tokenizer_of(tmp_path / "a.gguf")
     cutter = tokenizers.Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json")).pre_tokenizer
     assert cutter is not None
-    for text in [
-        *TEXTS,
-        "हिन्दी में",
-        "наПример ÜBERgroß ΕλληνΙκά",
-        "e\u0301te\u0301",
-        "I'LL we'Ve",
-        "\u3000\u3000。 日本",
-    ]:
+    more = ["हिन्दी में", "наПример ÜBERgroß ΕλληνΙκά", "e\u0301te\u0301", "I'LL we'Ve", "\u3000\u3000。 日本"]
+    for text in [*TEXTS, *more]:
         parts = [text]
         for pattern in PUBLISHED[name]:
             parts = list(chain.from_iterable(map(partial(cut, pattern), parts)))
@@ -220,11 +215,7 @@ def test_end_ids_are_those_of_keys_and_of_known_texts(tmp_path: Path) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     known = {0, tokens.index("<|im_end|>")}  # <|endoftext|> is 0
     assert end_ids_of(SmallFiles(folder_of(tmp_path / "a.gguf", metadata)), {}) == known
-    more: Metadata = {
-        "tokenizer.ggml.eot_token_id": 77,
-        "tokenizer.ggml.eom_token_id": 78,
-        "tokenizer.ggml.eos_token_id": 79,
-    }
+    more = {f"{KEY}{name}_token_id": id_ for name, id_ in (("eot", 77), ("eom", 78), ("eos", 79))}
     assert end_ids_of(SmallFiles(folder_of(tmp_path / "b.gguf", metadata | more)), {}) == known | {77, 78, 79}
 
 

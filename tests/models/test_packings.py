@@ -34,18 +34,9 @@ from forerun.ops.cuda.packed import Packed
 from forerun.ops.quantised import QuantisedMatrix
 from forerun.ops.torch_tensors import tensor_of
 
-RAW = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+RAW = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+       "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+       "tie_word_embeddings": False}  # fmt: skip
 Quantise = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]  # name, shape -> its tensors, its weights
 
 
@@ -64,6 +55,13 @@ def write(folder: Path, config: dict[str, Any], quantise: Quantise) -> dict[str,
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(RAW | {"quantization_config": config}))
     return weights
+
+
+def change(folder: Path, name: str, tensor: Tensor | None) -> None:
+    """Write one tensor of a checkpoint anew. None = it is left out."""
+    others = {other: own for other, own in load_file(folder / "model.safetensors").items() if other != name}
+    changed = {} if tensor is None else {name: tensor}
+    save_file(others | changed, folder / "model.safetensors", {"format": "pt"})
 
 
 def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -156,17 +154,16 @@ def assert_rounds(folder: Path) -> None:
 
 
 def test_inputs_in_order_stay_packed_whatever_the_setting_says(tmp_path: Path) -> None:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-    assert_loads(tmp_path, write(tmp_path, config, gptq(4, 32, True)))
+    assert_loads(tmp_path, write(tmp_path, GPTQ | {"desc_act": True}, gptq(4, 32, True)))
     assert open_source(tmp_path).tensors["model.layers.1.mlp.up_proj.weight"].scheme is not None
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])
 def test_a_group_that_is_not_there_is_refused(tmp_path: Path, wrong: int) -> None:
-    write(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, gptq(4, 32, True))
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.g_idx"][7] = wrong
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    write(tmp_path, GPTQ | {"desc_act": True}, gptq(4, 32, True))
+    order = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.down_proj.g_idx"]
+    order[7] = wrong
+    change(tmp_path, "model.layers.1.mlp.down_proj.g_idx", order)
     with pytest.raises(UnsupportedModel, match=r"matrix model.layers.1.mlp.down_proj .*its g_idx names groups that"):
         load_checkpoint(tmp_path)
 
@@ -193,8 +190,7 @@ def awq(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_awq(tmp_path: Path) -> None:
-    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-    assert_loads(tmp_path, write(tmp_path, config, awq))
+    assert_loads(tmp_path, write(tmp_path, AWQ, awq))
 
 
 # ----------------------------------------------------------------------------------------------- compressed-tensors
@@ -340,9 +336,7 @@ def test_fp8_is_packed_where_groups_divide_a_row(tmp_path: Path, case: str) -> N
     assert isinstance(found, HostTensor) == (case == "blocks that end beyond")
     if isinstance(found, QuantisedMatrix):
         assert Packed.of(found, torch.device("cpu")).kind == "fp8"
-        tensors = load_file(tmp_path / "model.safetensors")
-        tensors[name] = torch.full(tensors[name].shape, torch.nan).to(torch.float8_e4m3fn)
-        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        change(tmp_path, name, torch.full(found.shape, torch.nan).to(torch.float8_e4m3fn))
         broken = taken()
         assert isinstance(broken, QuantisedMatrix)
         with pytest.raises(UnsupportedModel, match=f"{name} in .* holds NaN"):
@@ -373,9 +367,7 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
 )
 def test_a_broken_fp8_file_is_refused(tmp_path: Path, part: str, tensor: Tensor | None, why: str) -> None:
     write(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 16]}, fp8((32, 16)))
-    tensors = load_file(tmp_path / "model.safetensors")
-    broken(tensors, part, tensor)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    change(tmp_path, f"model.layers.0.self_attn.k_proj.{part}", tensor)
     with pytest.raises(UnsupportedModel, match=why):
         load_checkpoint(tmp_path)
 
@@ -450,11 +442,9 @@ def test_drafts_do_not_change_what_a_model_of_mxfp4_says(tmp_path: Path) -> None
     write_mxfp4(tmp_path)
     prompts = [[1 + seed, 2, 3, 4, 1 + seed, 2, 3] for seed in range(8)]
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    options: dict[str, Any] = {"ops": "native", "max_seq_len": 64}
-    plain, drafted = (
-        LLM(str(tmp_path), draft=draft, pacing="fixed", **options).generate(prompts, params)
-        for draft in ("none", "lookup")
-    )
+    options: dict[str, Any] = {"ops": "native", "max_seq_len": 64, "pacing": "fixed"}
+    llms = [LLM(str(tmp_path), draft=draft, **options) for draft in ("none", "lookup")]
+    plain, drafted = (llm.generate(prompts, params) for llm in llms)
     assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
     assert sum(out.report.num_accepted for out in drafted) > 0
 
@@ -525,14 +515,6 @@ def test_what_is_not_read_is_named(config: dict[str, Any], said: str) -> None:
         read_config(RAW | {"quantization_config": config})
 
 
-def broken(tensors: dict[str, Tensor], part: str, tensor: Tensor | None) -> None:
-    name = f"model.layers.0.self_attn.k_proj.{part}"
-    if tensor is None:
-        del tensors[name]
-    else:
-        tensors[name] = tensor
-
-
 @pytest.mark.parametrize(
     ("part", "tensor", "why"),
     [
@@ -548,9 +530,7 @@ def broken(tensors: dict[str, Tensor], part: str, tensor: Tensor | None) -> None
 )
 def test_a_broken_file_is_refused(tmp_path: Path, part: str, tensor: Tensor | None, why: str) -> None:
     write(tmp_path, GPTQ, gptq(4, 32, True))
-    tensors = load_file(tmp_path / "model.safetensors")
-    broken(tensors, part, tensor)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    change(tmp_path, f"model.layers.0.self_attn.k_proj.{part}", tensor)
     with pytest.raises(UnsupportedModel, match=why):
         load_checkpoint(tmp_path)
 

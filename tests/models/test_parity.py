@@ -21,6 +21,7 @@ from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner, pack
 from forerun.ops import backend as backend_of, make as make_ops
 from forerun.ops.torch import TorchModel
+from support import runner_for
 
 Raw = dict[str, Any]
 NATIVE = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
@@ -31,12 +32,8 @@ QWEN_KINDS = ["full_attention", "sliding_attention"]
 # model_type, keys of the architecture, rope type and its numbers
 CASES: dict[str, tuple[str, Raw, str, Raw]] = {
     "llama": ("llama", {}, "default", {}),
-    "llama-tied-biases": (
-        "llama",
-        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-        "default",
-        {},
-    ),
+    "llama-tied-biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, "default",
+                          {}),
     "llama-linear": ("llama", {"pretraining_tp": 2}, "linear", {"factor": 4.0}),
     "llama-llama3": ("llama", {}, "llama3", LLAMA3),
     "mistral-window": ("mistral", {"sliding_window": 6}, "default", {}),
@@ -45,7 +42,7 @@ CASES: dict[str, tuple[str, Raw, str, Raw]] = {
     "qwen2-window": ("qwen2", QWEN_WINDOW, "default", {}),
     "qwen3": ("qwen3", {}, "default", {}),
     "qwen3-window-bias": ("qwen3", {**QWEN_WINDOW, "attention_bias": True}, "linear", {"factor": 2.0}),
-}
+}  # fmt: skip
 
 
 # Families that are not like Llama, as a whole config.json each: a family is one line.
@@ -58,31 +55,14 @@ MOE = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_attent
 MIXTRAL = {**{key: value for key, value in MOE.items() if key not in ("num_experts", "moe_intermediate_size")},
            "model_type": "mixtral"}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 256}
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 60,
-    "intermediate_size": 52,
-    "num_hidden_layers": 2,
-    "rms_norm_eps": 1e-5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-}
+SIZES = {"vocab_size": 97, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 2, "rms_norm_eps": 1e-5,
+         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+         "pad_token_id": None}  # fmt: skip
 PLAIN_SIZES = {key: value for key, value in SIZES.items() if key not in ("rms_norm_eps", "head_dim")}
 NEOX = {"model_type": "gpt_neox", **{k: v for k, v in PLAIN_SIZES.items() if k != "num_key_value_heads"}}
 YARN_OF_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-YARN = {
-    **YARN_OF_4,
-    "rope_theta": 1e3,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.4,
-    "max_position_embeddings": 256,
-}
+YARN = {**YARN_OF_4, "rope_theta": 1e3, "factor": 16.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4, "max_position_embeddings": 256}  # fmt: skip
 GEMMA4 = {"model_type": "gemma4_text", "vocab_size": 97, "vocab_size_per_layer_input": 97, "hidden_size": 60,
           "intermediate_size": 52, "num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3,
           "hidden_size_per_layer_input": 0, "max_position_embeddings": 256, "sliding_window": 6, "pad_token_id": None,
@@ -248,13 +228,32 @@ def spell(case: str, generation: int, base: Raw) -> Raw:
     return raw
 
 
+def oracle_of(folder: Path) -> Any:
+    """The model of a folder as transformers computes it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def logits_of(model: Any, tokens: list[int], max_seq_len: int = 64) -> Tensor:
+    """Of all rows of a text, in one pass."""
+    runner = runner_for(model, max_seq_len=max_seq_len)
+    runner.cache.open(0)
+    return torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0])
+
+
+def check_likeliest(oracle: Any, prompt: list[int], text: list[int]) -> None:
+    """The oracle says of each token of a text that none is likelier."""
+    with torch.inference_mode():
+        logits = oracle(input_ids=torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+    assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+
+
 class Pair:
     """One checkpoint, loaded twice."""
 
     def __init__(self, folder: Path) -> None:
         self.model: TorchModel = load_checkpoint(folder).model
-        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.oracle = oracle.eval()
+        self.oracle = oracle_of(folder)
         # Sums over all tokens before: steps and chunks of transformers differ from each other by as much.
         has_states = any(block.recurrence is not None for block in self.model.config.blocks)
         self.tolerance = 5e-5 if has_states else 1e-5
@@ -381,19 +380,13 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "before" / "config.json").write_text(json.dumps(SEEING[case]))
     save_file(_otherwise(found, case), tmp_path / "before" / "model.safetensors")
     for folder in ("now", "before"):
-        model = load_checkpoint(tmp_path / folder).model
-        runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64))
-        runner.cache.open(0)
-        assert_close(torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0]), expected, tolerance)
+        assert_close(logits_of(load_checkpoint(tmp_path / folder).model, tokens), expected, tolerance)
         assert f"{tmp_path / folder} is a {case}, of which the text model runs alone, a " in caplog.text
         prompts = [tokens_of(3 + 4 * seed, seed) for seed in range(3)]
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
         llm = LLM(str(tmp_path / folder), draft="lookup", pacing="fixed", dtype="float32", max_seq_len=64)
         for prompt, out in zip(prompts, llm.generate(prompts, params), strict=True):
-            with torch.inference_mode():
-                logits = oracle(input_ids=torch.tensor([prompt + out.token_ids])).logits[0, len(prompt) - 1 : -1]
-            chosen = logits.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
-            assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+            check_likeliest(oracle, prompt, out.token_ids)
 
 
 def _otherwise(weights: dict[str, Tensor], case: str) -> dict[str, Tensor]:
@@ -434,8 +427,7 @@ def test_layers_that_read_the_keys_of_others(write_checkpoint: Any) -> None:
     cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64)
     assert [pool.keys.shape[1:] for pool in cache.pools] == [(3, 8), (3, 8), (3, 16)]
     assert cache.shape.bytes_per_token("float32") == 4 * 2 * 3 * (8 + 8 + 16)
-    cache.open(0)
-    assert_close(torch.from_numpy(Runner(model, cache).forward([Run(0, tokens_of(20, 1))]).logits[0]), expected)
+    assert_close(logits_of(model, tokens_of(20, 1)), expected)
     with pytest.raises(BadOption, match="layer 5 reads the keys of layer 2, which is not among them"):
         LLM(str(folder), draft="early_exit:skip=2", ops="reference")
 
@@ -467,9 +459,7 @@ def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: 
     large = {name: w * 30 for name, w in weights.items() if name.endswith(("gate_proj.weight", "up_proj.weight"))}
     folder, tokens = write_checkpoint(WHOLE["gpt_oss"], weights | large), tokens_of(20, 1)
     model = load_checkpoint(folder, ops=make_ops(ops, "cpu"), dtype="float32").model
-    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=32))
-    runner.cache.open(0)
-    assert_close(torch.from_numpy(runner.forward([Run(0, tokens)]).logits[0]), Pair(folder).expect(tokens))
+    assert_close(logits_of(model, tokens), Pair(folder).expect(tokens))
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
@@ -477,23 +467,17 @@ def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, o
     """The long one where a text may be longer than those of training, as transformers has it for such a text."""
     raw = WHOLE["phi3-long"] | {"original_max_position_embeddings": 16}
     folder = write_checkpoint(raw)
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    oracle = oracle_of(folder)
     assert load_checkpoint(folder).model.config.max_positions == 16
     operators = make_ops(ops, "cpu")
     for longest, tokens in ((16, tokens_of(16, 1)), (17, tokens_of(17, 2)), (64, tokens_of(50, 3))):
         model = load_checkpoint(folder, ops=operators, max_seq_len=longest, dtype="float32").model
-        cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=longest)
-        cache.open(0)
-        found = torch.from_numpy(Runner(model, cache).forward([Run(0, tokens)]).logits[0])
         with torch.inference_mode():
-            assert_close(found, oracle(torch.tensor([tokens])).logits[0])
+            assert_close(logits_of(model, tokens, longest), oracle(torch.tensor([tokens])).logits[0])
     options: Raw = {"draft": "none", "dtype": "float32", "ops": ops}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     (out,) = LLM(str(folder), max_seq_len=64, **options).generate([tokens_of(20, 4)], params)
-    with torch.inference_mode():
-        logits = oracle(torch.tensor([tokens_of(20, 4) + out.token_ids])).logits[0, 19:-1]
-    chosen = logits.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
-    assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+    check_likeliest(oracle, tokens_of(20, 4), out.token_ids)
     with pytest.raises(PromptTooLong):
         LLM(str(folder), **options).generate([tokens_of(20, 4)], params)
 
@@ -510,16 +494,13 @@ def test_greedy_texts_are_those_of_transformers(write_checkpoint: Any, case: str
     folder = write_checkpoint(WHOLE[case])
     if ops == "native" and (reason := backend_of("native").supports(read_config(WHOLE[case]))) is not None:
         pytest.skip(reason)
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    oracle = oracle_of(folder)
     prompts = [tokens_of(3 + seed, seed) for seed in range(20)]
     params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {"dtype": "float32", "ops": ops, "max_seq_len": 64}
     texts = [out.token_ids for out in LLM(str(folder), draft="none", **options).generate(prompts, params)]
     for prompt, text in zip(prompts, texts, strict=True):
-        with torch.inference_mode():
-            logits = oracle(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
-        assert (logits.amax(1) - chosen).max() <= 1e-4 * logits.abs().max()
+        check_likeliest(oracle, prompt, text)
     if ops == "native":
         drafted = LLM(str(folder), draft="lookup", pacing="fixed", **options).generate(prompts, params)
         assert [out.token_ids for out in drafted] == texts

@@ -102,11 +102,6 @@ def shortened(raw: Raw) -> Iterator[tuple[Raw, str]]:
 
 def test_each_family_has_a_published_file() -> None:
     # Which are published inside of others.
-    text = {
-        "gemma4_text": "gemma4",
-        "gemma4_unified_text": "gemma4_unified",
-        "ministral3": "mistral3",
-        "qwen3_5_text": "qwen3_5",
-        "qwen3_5_moe_text": "qwen3_5_moe",
-    }
+    text = {"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified", "ministral3": "mistral3",
+            "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # fmt: skip
     assert {text.get(name, name) for name in model_types()} == {raw["model_type"] for raw in PUBLISHED.values()}

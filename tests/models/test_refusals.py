@@ -18,7 +18,7 @@ from forerun.errors import NotFound, UnsupportedModel
 from forerun.models.families import model_types
 from forerun.models.loading import load_checkpoint
 from forerun.models.opened import read_config
-from models.hubserver import Client, HubServer, serve
+from models.hubserver import Client, HubServer, contents
 from tiny import write_tiny
 
 Raw = dict[str, Any]
@@ -100,8 +100,7 @@ def apply(change: Change, files: dict[str, bytes]) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = write_tiny(tmp_path_factory.mktemp("refused") / "tiny")
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return contents(write_tiny(tmp_path_factory.mktemp("refused") / "tiny"))
 
 
 @pytest.fixture
@@ -122,16 +121,10 @@ def test_folders(write: Callable[[Change], Path], change: Change, sentence: str)
     assert str(refused.value) == sentence.format(where=folder, colon="/")
 
 
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    yield from serve()
-
-
 def test_repositories_are_refused_before_their_weights_are_fetched(
-    hub: HubServer, files: dict[str, bytes], tmp_path: Path
+    hub: HubServer, client: Client, files: dict[str, bytes]
 ) -> None:
     """The same sentences with the hub id; and whatever config.json says."""
-    client = Client(hub, tmp_path)
     configs = [(json.loads(files["config.json"]) | keys, sentence) for _, keys, sentence in CONFIGS]
     changes = LISTED + [({"config.json": json.dumps(raw).encode()}, sentence) for raw, sentence in configs]
     for i, (change, _) in enumerate(changes):
@@ -154,44 +147,25 @@ CONFIGS: list[tuple[str, Raw, str]] = [
         )
         for method in ("bitsandbytes", "quark", "hqq")
     ),
-    (
-        "nameless",
-        {"compression_config": {"format": "pack"}},
-        f"config.json sets compression_config={{'format': 'pack'}}, which is not read: {READABLE}",
-    ),
-    (
-        "code of a known type",
-        {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}},
-        "config.json has auto_map={'AutoModelForCausalLM': 'm.M'} for model_type='llama', and forerun never runs a "
-        f"checkpoint's code: use a checkpoint of model_type {TYPES} without it, or take auto_map out of config.json if "
-        "that code computes what the plain architecture does",
-    ),
-    (
-        "code of an unknown type",
-        {"model_type": "own", "auto_map": {"AutoConfig": "c.C"}},
-        "config.json has auto_map={'AutoConfig': 'c.C'} for model_type='own', and forerun never runs a checkpoint's "
-        f"code: use a checkpoint of model_type {TYPES} without it",
-    ),
-    (
-        "no type",
-        {"model_type": None},
-        f"config.json has no model_type: fetch it again, or add the one that it is, of {KNOWN}",
-    ),
-    *(
-        (kind, {"model_type": kind}, f"model_type='{kind}' is not supported: it must be one of {KNOWN}")
-        for kind in ("t5gemma2", "llava", "falcon", "bert", "mamba2")
-    ),
-    *(
-        (
-            kind,
-            {"rope_scaling": {"rope_type": kind, "factor": 4.0}},
-            f"config.json sets rope_type='{kind}', which forerun does not compute: it must be one of ['default', "
-            "'linear', 'llama3', 'yarn', 'longrope'], or, where it was only added for texts longer than those in "
-            "training, be taken out",
-        )
-        for kind in ("dynamic", "mrope", "su")
-    ),
-]
+    ("nameless", {"compression_config": {"format": "pack"}},
+     f"config.json sets compression_config={{'format': 'pack'}}, which is not read: {READABLE}"),
+    ("code of a known type", {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}},
+     "config.json has auto_map={'AutoModelForCausalLM': 'm.M'} for model_type='llama', and forerun never runs a "
+     f"checkpoint's code: use a checkpoint of model_type {TYPES} without it, or take auto_map out of config.json if "
+     "that code computes what the plain architecture does"),
+    ("code of an unknown type", {"model_type": "own", "auto_map": {"AutoConfig": "c.C"}},
+     "config.json has auto_map={'AutoConfig': 'c.C'} for model_type='own', and forerun never runs a checkpoint's "
+     f"code: use a checkpoint of model_type {TYPES} without it"),
+    ("no type", {"model_type": None},
+     f"config.json has no model_type: fetch it again, or add the one that it is, of {KNOWN}"),
+    *((kind, {"model_type": kind}, f"model_type='{kind}' is not supported: it must be one of {KNOWN}")
+      for kind in ("t5gemma2", "llava", "falcon", "bert", "mamba2")),
+    *((kind, {"rope_scaling": {"rope_type": kind, "factor": 4.0}},
+       f"config.json sets rope_type='{kind}', which forerun does not compute: it must be one of ['default', "
+       "'linear', 'llama3', 'yarn', 'longrope'], or, where it was only added for texts longer than those in "
+       "training, be taken out")
+      for kind in ("dynamic", "mrope", "su")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("keys", "sentence"), [case[1:] for case in CONFIGS], ids=[case[0] for case in CONFIGS])
@@ -251,13 +225,10 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\
 PAGE = b'\n<!DOCTYPE html>\n<html lang="en"><head><title>model.safetensors</title></head></html>\n'
 INSTEAD: list[tuple[bytes, str]] = [
     (LFS, "is a pointer of git-lfs and not the file: run git lfs pull in its folder, or fetch it with hf download"),
-    (
-        PAGE,
-        "is a web page and not the file, as a link to the page about a file gives it: fetch it with hf download, or "
-        "from the page's download link",
-    ),
+    (PAGE, "is a web page and not the file, as a link to the page about a file gives it: fetch it with hf download, or "
+     "from the page's download link"),
     (b"", "is empty: fetch it again"),
-]
+]  # fmt: skip
 FILES = ("model.safetensors", "config.json", "tokenizer.json")
 
 
@@ -273,19 +244,15 @@ def test_what_came_in_the_place_of_a_file(write: Callable[[Change], Path], name:
 @pytest.mark.parametrize("name", FILES)
 def test_links_that_lead_nowhere(write: Callable[[Change], Path], name: str) -> None:
     folder = write({name: None})
-    (folder / name).symlink_to(name)
-    with pytest.raises(NotFound) as refused:
-        load_checkpoint(folder, with_tokenizer=True)
-    assert (
-        str(refused.value) == f"{folder / name} is a link that leads back to itself: remove it and fetch the file again"
-    )
-    (folder / name).unlink()
-    (folder / name).symlink_to("../blobs/1")
-    with pytest.raises(NotFound) as refused:
-        load_checkpoint(folder, with_tokenizer=True)
-    assert str(refused.value) == (
-        f"{folder / name} is a link to ../blobs/1, which is not there: fetch it again, or copy what it leads to"
-    )
+    for place, words in (
+        (name, "that leads back to itself: remove it and fetch the file again"),
+        ("../blobs/1", "to ../blobs/1, which is not there: fetch it again, or copy what it leads to"),
+    ):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(place)
+        with pytest.raises(NotFound) as refused:
+            load_checkpoint(folder, with_tokenizer=True)
+        assert str(refused.value) == f"{folder / name} is a link {words}"
 
 
 def test_a_folder_that_leads_back_to_itself(tmp_path: Path) -> None:

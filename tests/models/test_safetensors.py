@@ -18,12 +18,8 @@ from forerun.models.open_file import OpenFile
 from forerun.models.safetensors_file import read_header
 from forerun.models.source.safetensors import SafetensorsFolder
 
-TENSORS = {
-    "a.weight": torch.randn(7, 5),
-    "b.weight": torch.randn(3, 4).bfloat16(),
-    "empty": torch.zeros(0, 4),
-    "one": torch.randn(1).half(),
-}
+TENSORS = {"a.weight": torch.randn(7, 5), "b.weight": torch.randn(3, 4).bfloat16(), "empty": torch.zeros(0, 4),
+           "one": torch.randn(1).half()}  # fmt: skip
 
 
 @pytest.fixture

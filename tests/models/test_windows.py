@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.kv import cache as kv_cache
@@ -14,7 +13,7 @@ from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.ops import make as make_ops
-from models.test_parity import NATIVE, SIZES, WHOLE, Raw, assert_close, tokens_of
+from models.test_parity import NATIVE, SIZES, WHOLE, Raw, assert_close, oracle_of, tokens_of
 
 LONG: Raw = {"hidden_size": 96, "intermediate_size": 64, "max_position_embeddings": 768}
 MISTRAL: Raw = {**SIZES, **LONG, "model_type": "mistral", "sliding_window": 20}
@@ -47,13 +46,8 @@ def test_texts_are_those_of_a_cache_that_keeps_all(
     options: Raw = {"dtype": "bfloat16", "ops": "native", "max_seq_len": 512, "max_batch_size": 4}
     options |= {"prefill_chunk_tokens": 96, "pacing": "fixed"}
     texts = []
-    drafts = (
-        "none",
-        "lookup",
-        "early_exit",
-        "recycle",
-        f"model:path={folder},quantization=none",
-    )  # recycle's are trees
+    own = f"model:path={folder},quantization=none"
+    drafts = ("none", "lookup", "early_exit", "recycle", own)  # recycle's are trees
     for backend, draft in (("contiguous", "none"), *(("paged", draft) for draft in drafts)):
         llm = LLM(str(folder), draft=draft, kv_cache_backend=backend, **options)
         outs = [out for own in params for out in llm.generate(prompts, own)]
@@ -73,8 +67,7 @@ def test_texts_are_those_of_a_cache_that_keeps_all(
 @pytest.mark.parametrize("case", CASES)
 def test_logits_far_behind_a_window_are_those_of_transformers(write_checkpoint: Any, case: str, ops: str) -> None:
     folder = write_checkpoint(CASES[case])
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    tokens = tokens_of(500, 3)
+    oracle, tokens = oracle_of(folder), tokens_of(500, 3)
     with torch.inference_mode():
         expected = oracle(torch.tensor([tokens])).logits[0]
     model = load_checkpoint(folder, ops=make_ops(ops, "cpu"), dtype="float32").model
