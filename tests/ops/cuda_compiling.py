@@ -82,11 +82,8 @@ class _Launch:
 def what_it_takes(found: Any) -> dict[str, Any]:
     """What a compiled kernel takes."""
     ptx = found.asm["ptx"]
-    told = {
-        "num_warps": found.metadata.num_warps,
-        "shared": found.metadata.shared,
-        "fused": len(re.findall(r"\bfma\b", ptx)),
-    }
+    fused = len(re.findall(r"\bfma\b", ptx))
+    told = {"num_warps": found.metadata.num_warps, "shared": found.metadata.shared, "fused": fused}
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -48,41 +48,17 @@ def of_heads(norm: Norm) -> Norm:
 
 
 def spec_of(found: list[Block], **changes: Any) -> Spec:
-    return Spec(
-        **{
-            "model_type": "test",
-            "vocab_size": 61,
-            "hidden_size": 44,
-            "max_positions": NUM_POSITIONS,
-            "blocks": tuple(found),
-            "final_norm": RMS,
-            "tied": True,
-            **changes,
-        }
-    )
+    return replace(Spec("test", 61, 44, NUM_POSITIONS, tuple(found), RMS, tied=True), **changes)
 
 
 def gemma(window: int | None, theta: float, softcap: float | None = None) -> Block:
-    a = Attention(
-        4,
-        2,
-        24,
-        scale=0.3,
-        window=window,
-        rope=Rope(theta),
-        softcap=softcap,
-        q_norm=of_heads(PLUS_ONE),
-        k_norm=of_heads(PLUS_ONE),
-    )
+    a = Attention(4, 2, 24, 0.3, window, q_norm=of_heads(PLUS_ONE), k_norm=of_heads(PLUS_ONE))
+    a = replace(a, rope=Rope(theta), softcap=softcap)
     return Block(PLUS_ONE, a, None, PLUS_ONE, PLUS_ONE, Mlp(57, "gelu_tanh"), post_mlp=PLUS_ONE)
 
 
-GPT2 = Block(
-    LAYER,
-    Attention(4, 4, 10, qkv_bias=True, o_bias=True),
-    pre_mlp=LAYER,
-    mlp=Mlp(88, "gelu_tanh", gated=False, bias=True),
-)
+OF_GPT2 = Attention(4, 4, 10, qkv_bias=True, o_bias=True)
+GPT2 = Block(LAYER, OF_GPT2, pre_mlp=LAYER, mlp=Mlp(88, "gelu_tanh", gated=False, bias=True))
 PLAIN = Block(RMS, Attention(2, 1, 16, rope=Rope()), pre_mlp=RMS, mlp=Mlp(33))
 MLP = Mlp(70, "gelu", gated=False, bias=True)
 
@@ -90,6 +66,11 @@ MLP = Mlp(70, "gelu", gated=False, bias=True)
 def mixture(experts: Experts, **changes: Any) -> Block:
     return Block(RMS, PLAIN.attention, pre_mlp=RMS, experts=experts, **changes)
 
+
+# Norms behind the sums, as BERT's; norms over all heads at once, as OLMo 2's.
+OVER_HEADS = Attention(2, 2, 22, rope=Rope(), q_norm=RMS, k_norm=replace(RMS, bias=True))
+GELU = Mlp(50, "gelu", gated=False)
+SUMMED = Block(attention=OVER_HEADS, post_attention=LAYER, mlp=GELU, post_mlp=LAYER, norm_at="sum")
 
 SPECS: dict[str, Spec] = {
     "gemma3": spec_of([gemma(5, 1e4), gemma(None, 1e6), gemma(5, 1e4)], final_norm=PLUS_ONE, embed_scale=math.sqrt(44)),
@@ -124,35 +105,14 @@ SPECS: dict[str, Spec] = {
     "parallel": spec_of(
         [
             Block(LAYER, Attention(4, 2, 20, rope=Rope(dims=8)), pre_mlp=LAYER, mlp=MLP, parallel=True),
-            Block(
-                RMS,
-                Attention(4, 2, 20),
-                post_attention=RMS,
-                pre_mlp=RMS,
-                mlp=MLP,
-                post_mlp=RMS,
-                parallel=True,
-                branch_scale=0.5,
-            ),
+            Block(RMS, Attention(4, 2, 20), None, RMS, RMS, MLP, post_mlp=RMS, parallel=True, branch_scale=0.5),
         ],
         final_norm=LAYER,
     ),
     "growing": spec_of(
         [replace(PLAIN, attention=Attention(4, 2, 16, rope=Rope(), scale=0.2, position_scale=(0.7, 5)))] * 2
     ),
-    "sums": spec_of(  # norms behind the sums, as BERT's; norms over all heads at once, as OLMo 2's
-        [
-            Block(
-                attention=Attention(2, 2, 22, rope=Rope(), q_norm=RMS, k_norm=replace(RMS, bias=True)),
-                post_attention=LAYER,
-                mlp=Mlp(50, "gelu", gated=False),
-                post_mlp=LAYER,
-                norm_at="sum",
-            )
-        ]
-        * 2,
-        final_norm=None,
-    ),
+    "sums": spec_of([SUMMED] * 2, final_norm=None),
     "experts": spec_of(  # of Qwen 3, DeepSeek, gpt-oss and Qwen 2; the last between norms
         [
             mixture(Experts(8, 3, Mlp(33))),
@@ -318,13 +278,9 @@ class Native:
         names = [blocks.POSITIONS, *([] if spec.tied else [blocks.EMBEDDING])]
         tables = {name: stored[name].contiguous() for name in names if name in stored}
         self._addressed = (vectors, tables)
-        self.model = ops.extension.make_model(
-            ops.backend,
-            spec,
-            dtype == torch.bfloat16,
-            {name: m.handle for name, m in self.kept.items()},
-            *({name: tensor.data_ptr() for name, tensor in group.items()} for group in self._addressed),
-        )
+        handles = {name: m.handle for name, m in self.kept.items()}
+        at = [{name: tensor.data_ptr() for name, tensor in group.items()} for group in self._addressed]
+        self.model = ops.extension.make_model(ops.backend, spec, dtype == torch.bfloat16, handles, *at)
         shapes = [(b.attention.kv_heads, b.attention.head_dim) if b.attention else (0, 0) for b in spec.blocks]
         self.pools = [
             torch.full((2, num_slots * NUM_POSITIONS, heads * dim), NAN, dtype=dtype) for heads, dim in shapes
@@ -335,10 +291,8 @@ class Native:
         self.native_pools = ops.extension.Pools(keys, values, 1, sizes, num_rows, type_number(dtype_name(dtype)))
         recurrences = {i: block.recurrence for i, block in enumerate(spec.blocks) if block.recurrence is not None}
         self.state_pools = {i: _state_pool(r, spec, num_rows[0], dtype) for i, r in recurrences.items()}
-        places = [
-            (i, [part.data_ptr() for part in pool], [part[0].nbytes for part in pool])
-            for i, pool in self.state_pools.items()
-        ]
+        of = self.state_pools.items()
+        places = [(i, [part.data_ptr() for part in pool], [part[0].nbytes for part in pool]) for i, pool in of]
         self.native_pools.keep_states(1, num_rows[0], places)
         order = torch.randperm(num_slots * NUM_POSITIONS, generator=seeded(1)).tolist()
         self.rows = [order[s * NUM_POSITIONS : (s + 1) * NUM_POSITIONS] for s in range(num_slots)]
@@ -377,20 +331,10 @@ class Native:
         numbers = self.numbers(cached, {slot: len(run) for slot, run in runs.items()}, trees or {})
         hidden = torch.empty(len(tokens), self.spec.hidden_size)
         layers = given.get("layers", list(range(self.spec.num_layers)))
-        self.num_experts = self.model.forward(
-            tokens,
-            given.get("positions", positions),
-            self.addresses,
-            len(runs),
-            [numbers],
-            self.native_pools,
-            layers,
-            given.get("input", 0),
-            given.get("taps", []),
-            given.get("is_normed", True),
-            hidden.data_ptr(),
-            states=given.get("states", self.state_numbers(cached, {slot: len(run) for slot, run in runs.items()})),
-        )
+        parts = [given.get(name, usual) for name, usual in (("input", 0), ("taps", []), ("is_normed", True))]
+        states = given.get("states", self.state_numbers(cached, {slot: len(run) for slot, run in runs.items()}))
+        rows = (tokens, given.get("positions", positions), self.addresses, len(runs), [numbers], self.native_pools)
+        self.num_experts = self.model.forward(*rows, layers, *parts, hidden.data_ptr(), states=states)
         return torch.cat((hidden, self.logits(hidden)), 1)
 
     def state_numbers(self, cached: Mapping[int, int], counts: Mapping[int, int]) -> list[int]:
@@ -465,19 +409,17 @@ class Reference:
         self.kept.clear()
         for i, block in enumerate(s.blocks):
             at, before = f"model.layers.{i}.", x
-            if block.attention is not None:
+            if block.attention is not None or block.recurrence is not None:
                 y = self.norm(x, block.pre_attention, at + "input_layernorm")
-                y = self.attention(y, block.attention, at + "self_attn.", i)
-                x = self.added(x, y, block, block.post_attention, at + "post_attention_layernorm")
-            if block.recurrence is not None:
-                y = self.norm(x, block.pre_attention, at + "input_layernorm")
-                y = self.recurrence(y, block.recurrence, at + recurrence_name(block.recurrence))
+                if block.attention is not None:
+                    y = self.attention(y, block.attention, at + "self_attn.", i)
+                else:
+                    y = self.recurrence(y, block.recurrence, at + recurrence_name(block.recurrence))
                 x = self.added(x, y, block, block.post_attention, at + "post_attention_layernorm")
             if block.mlp is not None and block.experts is not None:
                 y = self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block))
-                y = self.norm(
-                    self.mlp(y, block.mlp, at + "mlp."), block.post_dense, f"{at}post_feedforward_layernorm_1"
-                )
+                y = self.mlp(y, block.mlp, at + "mlp.")
+                y = self.norm(y, block.post_dense, f"{at}post_feedforward_layernorm_1")
                 z = self.norm(x, block.pre_experts, f"{at}pre_feedforward_layernorm_2")
                 z = self.experts(z, block.experts, at + "mlp.", x)
                 y = y + self.norm(z, block.post_experts, f"{at}post_feedforward_layernorm_2")
@@ -487,9 +429,8 @@ class Reference:
                 y = self.mlp(y, block.mlp, at + "mlp.")
                 x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
             elif block.experts is not None:
-                y = self.experts(
-                    self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block)), block.experts, at + "mlp."
-                )
+                y = self.norm(x, block.pre_mlp, at + blocks.pre_mlp_name(block))
+                y = self.experts(y, block.experts, at + "mlp.")
                 x = self.added(x, y, block, block.post_mlp, at + "post_feedforward_layernorm")
             if inputs is not None and (own := block.per_layer_input) is not None:
                 gate = torch.nn.functional.gelu(self.product(x, f"{at}per_layer_input_gate"), approximate="tanh")

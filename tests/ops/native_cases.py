@@ -6,7 +6,7 @@ A test that needs more than one row to fail compares *bits*: a NaN has to be the
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -83,6 +83,21 @@ def close(found: Tensor, expected: Tensor, tolerance: Tensor | float) -> bool:
     allowed = tolerance[finite] if isinstance(tolerance, Tensor) else tolerance
     return same and found.shape == expected.shape and bool((difference <= allowed).all())
 
+
+def by_value(a: Tensor, b: Tensor) -> bool:
+    """Whether two passes in float32 agree, in which sums may have other orders."""
+    return bool((a - b).abs().max() <= 2e-5 * b.abs().max())
+
+
+Same = Callable[[Tensor, Tensor], bool]
+# Operators, the type of weights, and how rows of two passes agree there.
+EXACT = [
+    *(pytest.param(ops_of(isa, 2), d, same_bits, id=f"{isa}-{d}") for isa in ISAS for d in (FLOAT32, BFLOAT16)),
+    pytest.param(ReferenceOps(row_by_row=True), FLOAT32, same_bits, id="row_by_row"),
+]
+every_ops = pytest.mark.parametrize(
+    ("ops", "dtype", "same"), [*EXACT, pytest.param(ReferenceOps(), FLOAT32, by_value, id="fast")]
+)
 
 # ----------------------------------------------------------------------------------------------------- ragged passes
 
@@ -212,19 +227,9 @@ def attention_case(
 
 def make_config(**changes: Any) -> Spec:
     """A small decoder whose sizes fit no vector."""
-    sizes: dict[str, Any] = {
-        "model_type": "llama",
-        "vocab_size": 77,
-        "hidden_size": 52,
-        "num_layers": 2,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 20,
-        "ffn_size": 67,
-        "norm_eps": 1e-5,
-        "max_positions": 1024,
-        "tied": True,
-    }
+    sizes: dict[str, Any] = {"model_type": "llama", "vocab_size": 77, "hidden_size": 52, "num_layers": 2,
+                             "num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "ffn_size": 67, "norm_eps": 1e-5,
+                             "max_positions": 1024, "tied": True}  # fmt: skip
     return Plain(**{**sizes, **changes}).spec
 
 
@@ -237,6 +242,11 @@ def random_weights(config: Spec, dtype: torch.dtype, seed: int = 5) -> dict[str,
 
 def make_decoder(config: Spec, dtype: torch.dtype, isa: str, num_threads: int = 1) -> TorchModel:
     return load_model(config, random_weights(config, dtype), ops_of(isa, num_threads))
+
+
+def one_by_one(session: Session, tokens: Seq[int]) -> Tensor:
+    """What plain decoding computes: a pass for each token, in slot 0."""
+    return torch.cat([session.run({0: [token]}) for token in tokens])
 
 
 def tokens_of(num: int, seed: int, vocab_size: int = 77) -> list[int]:

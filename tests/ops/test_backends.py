@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, SamplingParams, native, ops
+from forerun import LLM, SamplingParams, ops
 from forerun.blocks import Attention, Block, Experts, Mlp, Plain, Recurrence, Spec, weight_shapes
 from forerun.cli import doctor
 from forerun.cli.words import backend, closing_line
@@ -19,10 +19,10 @@ from forerun.models.families import family
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.registry import stated
 from saved import save_checkpoint
+from support import needs_native
 from tiny import byte_tokenizer, write_tiny
 
 PLAIN = Plain("llama", 61, 32, 2, 4, 2, 8, 48, 1e-5, 64, tied=True).spec
-needs_native = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
 
 
 def with_experts(**changes: Any) -> Spec:

@@ -92,14 +92,8 @@ class Composed:
         if c.qk_norm:
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
         q, k = self.ops.rope(q, *rotation), self.ops.rope(k, *rotation)
-        return self.ops.attention(
-            q,
-            k,
-            v,
-            pool=cache.pools[i],
-            view=cache.view(batch, cache.shape.kind_of(i)),
-            window=c.windows[i] if c.windows else None,
-        ).flatten(1)
+        view, window = cache.view(batch, cache.shape.kind_of(i)), c.windows[i] if c.windows else None
+        return self.ops.attention(q, k, v, pool=cache.pools[i], view=view, window=window).flatten(1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return self.ops.rms_norm(x, self.weights[name + ".weight"], self.config.norm_eps)
@@ -317,13 +311,9 @@ def test_running_ahead_tells_probabilities_and_stops_by_them(isa: str) -> None:
 def test_running_ahead_draws_with_the_bits_of_the_pipeline(isa: str, num_listed: int, is_told: bool) -> None:
     """Five runs, greedy and drawn, by both kinds of draws and every filter: ids, and distributions bit by bit."""
     model, num_ids = make_decoder(make_config(), BFLOAT16, isa), 70
-    params = [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.6, top_k=9, top_p=0.9),
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=2.0, min_p=0.05),
-        SamplingParams(temperature=1.5, top_p=0.7),
-    ]
+    params = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_k=9, top_p=0.9),
+              SamplingParams(temperature=0), SamplingParams(temperature=2.0, min_p=0.05),
+              SamplingParams(temperature=1.5, top_p=0.7)]  # fmt: skip
     seeds = [3, 2**64 - 1, 0, 2**40, 77]
     coins = [PhiloxCoins(seed, 100 + slot, 5 * slot) for slot, seed in enumerate(seeds)]
     draws = [

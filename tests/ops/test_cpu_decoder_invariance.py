@@ -23,6 +23,7 @@ from ops.native_cases import (
     Session,
     make_config,
     needs_native,
+    one_by_one,
     ops_of,
     random_weights,
     same_bits,
@@ -58,11 +59,6 @@ def decoder(variant: str, dtype: torch.dtype, isa: str, num_threads: int = 1) ->
     weights["model.embed_tokens.weight"][NAN_TOKEN, ::5] = NAN
     weights["model.embed_tokens.weight"][HUGE_TOKEN] *= 1e38
     return load_model(config, weights, ops_of(isa, num_threads))
-
-
-def one_by_one(session: Session, tokens: list[int]) -> Tensor:
-    """What plain decoding computes: a pass for each token, in slot 0."""
-    return torch.cat([session.run({0: [token]}) for token in tokens])
 
 
 @cache

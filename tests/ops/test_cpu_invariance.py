@@ -218,6 +218,13 @@ def with_wild_run(case: AttentionCase) -> AttentionCase:
     return replace(case, **changed)
 
 
+def check_rows(case: AttentionCase, found: Tensor, isa: str, window: int | None = None) -> None:
+    """Each row of each run has the bits that it has alone."""
+    for b, run in enumerate(case.runs):
+        for i, row in enumerate(case.view.batch.run(b)):
+            assert same_bits(found[row : row + 1], case.alone(b, i).attend(ops_of(isa), window)), (run, i)
+
+
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
@@ -227,11 +234,7 @@ def test_attention(isa: str, dtype: torch.dtype, window: int | None) -> None:
         heads = ((4, 2, 20), (3, 3, 8), (8, 1, 64), (4, 1, 80), (2, 2, 128))[seed % 5]
         case = attention_case(seed, random_runs(seed), heads, dtype)
         case = with_wild_run(case) if len(case.runs) > 1 else case
-        found = case.attend(ops_of(isa, 1 + seed % 3), window)
-        for b, run in enumerate(case.runs):
-            for i, row in enumerate(case.view.batch.run(b)):
-                expected = case.alone(b, i).attend(ops_of(isa), window)
-                assert same_bits(found[row : row + 1], expected), (seed, run, i)
+        check_rows(case, case.attend(ops_of(isa, 1 + seed % 3), window), isa, window)
 
 
 @every_isa
@@ -241,10 +244,7 @@ def test_attention_of_few_and_many_queries(isa: str, dtype: torch.dtype, group: 
     """Instruction sets that have several layouts choose one by the number of queries; heads end in half a vector."""
     for dim, window in ((2, None), (8, 3), (24, None), (40, 33), (72, None), (104, 64), (120, 1)):
         case = attention_case(dim, [chain(61, 16), RunShape(127, tree_of(9, dim))], (2 * group, 2, dim), dtype)
-        found = case.attend(ops_of(isa, 2), window)
-        for b, run in enumerate(case.runs):
-            for i, row in enumerate(case.view.batch.run(b)):
-                assert same_bits(found[row : row + 1], case.alone(b, i).attend(ops_of(isa), window)), (dim, run, i)
+        check_rows(case, case.attend(ops_of(isa, 2), window), isa, window)
 
 
 @every_isa
@@ -333,7 +333,4 @@ def test_a_chain_behind_a_pending_chain(isa: str) -> None:
     runs = [RunShape(50, chain(0, 20).parents, 11), chain(0, 70), RunShape(3, (-1, -1))]
     case = attention_case(2, runs, (4, 2, 20), FLOAT32)
     assert [case.view.batch.is_tree(b) for b in range(3)] == [True, False, True]
-    found = case.attend(ops_of(isa))
-    for b in (0, 1):
-        for i, row in enumerate(case.view.batch.run(b)):
-            assert same_bits(found[row : row + 1], case.alone(b, i).attend(ops_of(isa)))
+    check_rows(case, case.attend(ops_of(isa)), isa)

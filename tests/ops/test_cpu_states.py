@@ -36,16 +36,13 @@ NUM_TOKENS, NUM_IDS = 150, 61
 TEXT = torch.randint(NUM_IDS, (NUM_TOKENS,), generator=seeded(7)).tolist()
 WIDE = Recurrence("gated_delta", 4, 2, 4, 32, 64, RMS)
 SPECS = {
-    "delta": spec_of(
-        [with_state(DELTA), GATED, with_state(replace(DELTA, decay="negative", grouped=False))], max_positions=256
-    ),
-    "wide": replace(
-        spec_of([replace(with_state(WIDE), mlp=Mlp(64)), replace(GATED, mlp=Mlp(64))], hidden_size=64),
-        max_positions=256,
-    ),
+    "delta": spec_of([with_state(DELTA), GATED, with_state(replace(DELTA, decay="negative", grouped=False))],
+                     max_positions=256),
+    "wide": replace(spec_of([replace(with_state(WIDE), mlp=Mlp(64)), replace(GATED, mlp=Mlp(64))], hidden_size=64),
+                    max_positions=256),
     "short": spec_of([with_state(SHORT), with_state(replace(SHORT, conv=4, biases=True)), GATED], max_positions=256),
     "alone": spec_of([with_state(DELTA), with_state(SHORT)], max_positions=256),
-}
+}  # fmt: skip
 every_spec = pytest.mark.parametrize("name", SPECS)
 
 

@@ -139,11 +139,8 @@ def test_rows_of_a_model_are_those_of_torch_and_their_bits_those_of_rows_alone(
         return torch.randint(61, (num,), generator=generator).tolist()
 
     text, rows = list[int](), list[Tensor]()
-    for runs, tree in (
-        ({0: tokens(5), 1: tokens(1)}, None),
-        ({0: tokens(8), 1: tokens(3)}, TREE),
-        ({0: tokens(2)}, None),
-    ):
+    passes = [({0: tokens(5), 1: tokens(1)}, None), ({0: tokens(8), 1: tokens(3)}, TREE), ({0: tokens(2)}, None)]
+    for runs, tree in passes:
         found, expected = own.run(runs, tree), exact.run(runs, tree)
         assert float((found - expected).norm()) <= tolerance * float(expected.norm())
         path = path_to(len(runs[0]) - 1, tree) if tree else range(len(runs[0]))

@@ -6,12 +6,10 @@ these texts compute is tried here by a few lines that know their instructions.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,22 +23,14 @@ from forerun.ops.cuda.packed import Packed, packs
 from forerun.ops.quantised import QuantisedRows, Scheme
 from forerun.ops.torch_tensors import host_of
 from ops.native_cases import same_bits, seeded
+from ops.test_cuda import DEVICE, needs_triton, operators
 from ops.test_quantised import SCHEMES, matrix_of, rows_of, weights_of
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+__all__ = ["operators"]  # a fixture
+pytestmark = needs_triton
 # How far a product may be off, in shares of its length: float32 sums of exact products, which a card cuts.
 OFF = 1e-5 if DEVICE.type == "cuda" else 4e-6
 PACKED = {name: scheme for name, scheme in SCHEMES.items() if packs(scheme)}
-
-
-@pytest.fixture(scope="module")
-def operators() -> Iterator[cuda.CudaOps]:
-    """The operators, interpreted where there is no card."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield cuda.CudaOps()
 
 
 def packed(rows: QuantisedRows) -> Packed:
@@ -71,9 +61,8 @@ def test_a_product_is_that_of_what_codes_stand_for(operators: cuda.CudaOps, name
     assert float((matrix.float().cpu() - weights).abs().max()) <= 2.0**-20 * float(weights.abs().max())
     x = torch.randn(9, num_in, generator=seeded(3)).to(DEVICE)
     whole = operators.linear(x, matrix)
-    assert float((whole - exact(x, rows)).norm()) <= OFF * float(
-        (x.bfloat16().abs() @ weights.to(DEVICE).abs().bfloat16().T).norm()
-    )
+    size = (x.bfloat16().abs() @ weights.to(DEVICE).abs().bfloat16().T).norm()
+    assert float((whole - exact(x, rows)).norm()) <= OFF * float(size)
     for first, num in ((0, 1), (3, 2), (1, 8)):
         assert same_bits(operators.linear(x[first : first + num], matrix), whole[first : first + num])
 
@@ -197,9 +186,9 @@ def run(text: str, num_outputs: int, *inputs: int) -> list[int]:
                 (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i for i in range(32)
             )
         elif name == "fma.rn.bf16x2":
-            found[target] = sum(
-                half(_product_sum(*(number(w >> shift & 0xFFFF) for w in words))) << shift for shift in (0, 16)
-            )
+            parts = [[number(w >> shift & 0xFFFF) for w in words] for shift in (0, 16)]
+            low, high = (half(a * b + c) for a, b, c in parts)
+            found[target] = low | high << 16
         else:
             second = words[1] if len(words) > 1 else 0
             known = {"mov": words[0], "and": words[0] & second, "shr": words[0] >> second, "shl": words[0] << second}
@@ -215,10 +204,6 @@ def half(value: float) -> int:
     rounded = torch.tensor(value, dtype=torch.float64).to(torch.bfloat16)
     assert float(rounded) == value
     return int(rounded.view(torch.uint16))
-
-
-def _product_sum(a: float, b: float, c: float) -> float:
-    return a * b + c
 
 
 @pytest.mark.usefixtures("operators")  # whose import of the kernels is the first one, and so for the interpreter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ops.cuda_compiling import SHARED_BYTES
+from ops.test_cuda import needs_triton
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KERNELS = {
     *(f"kernels.{name}" for name in (
         "product", "product_of_codes", "summed", "added", "heads_of", "attended", "parts_joined", "activated",

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.ops import cuda
-from models.test_encoder_decoders import by_transformers, published
+from models.test_encoder_decoders import by_transformers, in_chunks, published, reading
 from ops.native_cases import same_bits
 from ops.test_cuda import DEVICE, needs_triton, operators
 from ops.test_cuda_experts import graphs
 
 SOURCES = {0: [*range(3, 27)], 1: [5, 4, 96]}
 TEXTS = {0: [0, 7, 9], 1: [0, 90, 4, 4, 4, 17, 8]}
+CHUNKS = [(0, 2), (2, 5), (5, 7)]
 __all__ = ["graphs", "operators", "published"]  # fixtures
 
 
@@ -32,24 +32,7 @@ def runner_of(folder: Path, ops: cuda.CudaOps, dtype: str = "float32") -> Runner
     """A runner whose cache has no windows, as on a card."""
     model: Any = load_checkpoint(folder, dtype=dtype, ops=ops, device=str(DEVICE)).model
     shape = replace(model.config.cache_shape, windows=None)
-    runner = Runner(model, BlockCache.of(model, "paged", max_batch_size=8, max_seq_len=64, shape=shape))
-    assert runner.sources is not None
-    for slot, source in SOURCES.items():
-        runner.cache.open(slot)
-        runner.sources.open(slot, source, None)
-    return runner
-
-
-def in_chunks(runner: Runner) -> dict[int, Tensor]:
-    """The logits of all texts, whose chunks are beside each other."""
-    found: dict[int, list[Tensor]] = {slot: [] for slot in TEXTS}
-    for start, stop in [(0, 2), (2, 5), (5, 7)]:
-        runs = [Run(slot, text[start:stop]) for slot, text in TEXTS.items() if len(text) > start]
-        scores = runner.forward(runs)
-        runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
-        for run, logits in zip(runs, scores.logits, strict=True):
-            found[run.slot].append(torch.from_numpy(logits))
-    return {slot: torch.cat(logits) for slot, logits in found.items()}
+    return Runner(model, BlockCache.of(model, "paged", max_batch_size=8, max_seq_len=64, shape=shape))
 
 
 @needs_triton
@@ -57,10 +40,7 @@ def in_chunks(runner: Runner) -> dict[int, Tensor]:
 def test_logits_are_those_of_transformers(operators: cuda.CudaOps, published: tuple[Any, Path], graphs: None) -> None:
     """Of chunks of three texts side by side, in passes of fixed sizes."""
     module, folder = published
-    runner = runner_of(folder, operators)
-    assert runner.sources is not None
-    runner.sources.run(list(SOURCES))
-    found = in_chunks(runner)
+    found = in_chunks(reading(runner_of(folder, operators), SOURCES), TEXTS, CHUNKS)
     for (slot, text), source in zip(TEXTS.items(), SOURCES.values(), strict=True):
         wanted = by_transformers(module, source, text)
         assert torch.allclose(found[slot], wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
@@ -72,12 +52,9 @@ def test_a_rows_bits_are_its_own(operators: cuda.CudaOps, published: tuple[Any, 
     """Of sources that are read together or alone, of chunks, of a tree's rows and of rows alone, in bfloat16."""
     module, folder = published
     together, alone = (runner_of(folder, operators, "bfloat16") for _ in range(2))
-    assert together.sources is not None
-    assert alone.sources is not None
-    together.sources.run(list(SOURCES))
-    for slot in SOURCES:
-        alone.sources.run([slot])
-    found = in_chunks(together)
+    for slot, source in SOURCES.items():
+        reading(alone, {slot: source})
+    found = in_chunks(reading(together, SOURCES), TEXTS, CHUNKS)
     for (slot, text), source in zip(TEXTS.items(), SOURCES.values(), strict=True):
         wanted = by_transformers(module, source, text)
         assert float((found[slot] - wanted).norm()) <= 0.06 * float(wanted.norm())
@@ -96,9 +73,7 @@ def test_a_rows_bits_are_its_own(operators: cuda.CudaOps, published: tuple[Any, 
 @of("t5")
 def test_a_run_ahead_reads_its_source(operators: cuda.CudaOps, published: tuple[Any, Path], graphs: None) -> None:
     module, folder = published
-    runner = runner_of(folder, operators)
-    assert runner.sources is not None
-    runner.sources.run(list(SOURCES))
+    runner = reading(runner_of(folder, operators), SOURCES)
     for lengths in ([3, 2], [2, 3]):
         found = runner.run_ahead([Run(0, [0, 7]), Run(1, [0])], lengths).ids
         for text, source, own in ([0, 7], SOURCES[0], found[0]), ([0], SOURCES[1], found[1]):

@@ -5,10 +5,8 @@ They run on a card where there is one, and else under Triton's interpreter.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +25,11 @@ from forerun.sampling import arithmetic, filters_of, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Draw, Probs
 from ops.native_cases import seeded
+from ops.test_cuda import DEVICE, needs_triton, operators
 from tiny import write_tiny
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted() -> Iterator[None]:
-    """The kernels run in Triton's interpreter where there is no card."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE.type == "cpu":
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield
+pytestmark = [needs_triton, pytest.mark.usefixtures("operators")]  # which are interpreted where there is no card
+__all__ = ["operators"]  # a fixture
 
 
 def drawn(logits: Tensor, draws: list[Draw], depth: int, part_ids: int) -> Drawn:
@@ -147,6 +137,12 @@ def texts(
         return [(o.report.num_drafted, o.report.num_accepted, *o.token_ids) for o in found]
 
 
+def bring_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every row come to the host."""
+    for name in ("draws_rows", "draws_ahead"):
+        monkeypatch.setattr(Runner, name, False)
+
+
 @pytest.mark.parametrize(
     ("draft", "rule", "filters"),
     [
@@ -172,8 +168,7 @@ def test_an_engine_says_what_it_says_where_rows_come_to_the_host(
     monkeypatch.setattr(Runner, "_drawn", counted)
     found = texts(pair, draft, params)
     assert num_drawn > 0, "rows came to the host"
-    monkeypatch.setattr(Runner, "draws_rows", False)
-    monkeypatch.setattr(Runner, "draws_ahead", False)
+    bring_rows(monkeypatch)
     num_drawn = 0
     assert texts(pair, draft, params) == found
     assert num_drawn == 0
@@ -188,8 +183,7 @@ def test_drafts_without_ids_that_are_never_written_are_those_of_the_host(
     params = SamplingParams(temperature=3.0, seed=5, max_tokens=7, ignore_eos=True, acceptance=rule)
     unwritten = frozenset(range(0, 257, 2))
     found = texts(pair, "MODEL", params, unwritten)
-    monkeypatch.setattr(Runner, "draws_rows", False)
-    monkeypatch.setattr(Runner, "draws_ahead", False)
+    bring_rows(monkeypatch)
     assert texts(pair, "MODEL", params, unwritten) == found
     assert any(drafted for drafted, *_ in found)
 

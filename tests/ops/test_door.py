@@ -103,12 +103,9 @@ WRONG: list[tuple[Path, Any, type[Exception], str]] = [
     (("tokens", 0), -1, IndexError, "no token with the id -1"),
     (("tokens", 4), 97, IndexError, "no token with the id 97"),
     (("tokens",), [5, 6, 7, 8], ValueError, "every token needs a position"),
-    (("positions", 1), -1, IndexError, "no position -1"),
-    (("num_runs",), -1, InternalError, "six numbers"),
-    (("num_runs",), 1, InternalError, "needs a run"),
-    (("num_runs",), MOST, InternalError, "six numbers"),
-    (("numbers",), [], ValueError, "every kind of pools"),
-    (("numbers", 0), [], InternalError, "six numbers"),
+    (("positions", 1), -1, IndexError, "no position -1"), (("num_runs",), -1, InternalError, "six numbers"),
+    (("num_runs",), 1, InternalError, "needs a run"), (("num_runs",), MOST, InternalError, "six numbers"),
+    (("numbers",), [], ValueError, "every kind of pools"), (("numbers", 0), [], InternalError, "six numbers"),
     (("numbers", 0, FIRST), 1, InternalError, "one behind the other"),
     (("numbers", 0, FIRST), -1, InternalError, "less than no rows"),
     (("numbers", 0, NUM_ROWS), 2, InternalError, "one behind the other"),
@@ -125,10 +122,9 @@ WRONG: list[tuple[Path, Any, type[Exception], str]] = [
     (("numbers", 0, 14), 1000, InternalError, "run 1 of a pass has a block that its cache has not"),
     (("layers",), [-1, 0], InternalError, "layers must ascend"),
     (("layers",), [0, 2], InternalError, "layers must ascend"),
-    (("layers",), [1, 0], InternalError, "layers must ascend"),
-    (("taps", 0, 0), -1, InternalError, "taps must ascend"),
+    (("layers",), [1, 0], InternalError, "layers must ascend"), (("taps", 0, 0), -1, InternalError, "taps must ascend"),
     (("taps", 0, 0), 3, InternalError, "taps must ascend"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "number", "error", "words"), WRONG)

@@ -77,9 +77,7 @@ def angles_of(rope: Rope, position: int) -> tuple[list[float], float]:
         return [position * f for f in plain], 1.0
     if rope.kind == "longrope":
         factors = LONG if rope.far else SHORT
-        return [position * f / by for f, by in zip(plain, factors, strict=True)], math.sqrt(
-            1 + math.log(8) / math.log(8)
-        )
+        return [position * f / by for f, by in zip(plain, factors, strict=True)], math.sqrt(2)  # 1 + log 8 / log 8
 
     def pair(turns: float) -> float:  # which makes so many turns within 8 positions
         return DIM * math.log(8 / (turns * 2 * math.pi)) / (2 * math.log(THETA))

@@ -6,7 +6,7 @@ they agree by value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,13 @@ from forerun.ops.torch import TorchModel
 from forerun.ops.torch_tensors import torch_dtype
 from ops.native_cases import (
     BFLOAT16,
+    EXACT,
     FLOAT32,
     ISAS,
     NAN,
+    Same,
+    by_value,
+    every_ops,
     make_config,
     needs_native,
     normal,
@@ -44,19 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {"tied": {}, "untied": {"tied": False, "wi
 CONTEXT, TOKENS, PARENTS = tokens_of(61, 1), tokens_of(6, 2), [-1, 0, 0, 1, 2, 1]  # over the end of a block of 64 keys
 
 
-def by_value(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).abs().max() <= 2e-5 * b.abs().max())
-
-
-Same = Callable[[Tensor, Tensor], bool]
-EXACT = [
-    *(pytest.param(ops_of(isa, 2), d, same_bits, id=f"{isa}-{d}") for isa in ISAS for d in (FLOAT32, BFLOAT16)),
-    pytest.param(ReferenceOps(row_by_row=True), FLOAT32, same_bits, id="row_by_row"),
-]
-FAST = pytest.param(ReferenceOps(), FLOAT32, by_value, id="fast")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 exact = pytest.mark.parametrize(("ops", "dtype", "same"), EXACT)
-every_ops = pytest.mark.parametrize(("ops", "dtype", "same"), [*EXACT, FAST])
 
 
 def config_of(variant: str) -> Spec:
@@ -142,10 +135,9 @@ def test_native_taps_are_those_of_the_reference(isa: str, dtype: torch.dtype, va
     reference = TorchModel(native.config, weights)
     taps = range(NUM_LAYERS + 1)
     found, expected = (Runner(model, cache_of(model), taps=taps).forward(both()).taps for model in (native, reference))
+    most = 1e-5 if dtype == FLOAT32 else 0.03
     for k in taps:
-        assert float((found[k] - expected[k]).abs().max() / expected[k].abs().max()) < (
-            1e-5 if dtype == FLOAT32 else 0.03
-        )
+        assert float((found[k] - expected[k]).abs().max() / expected[k].abs().max()) < most
 
 
 # ---------------------------------------------------------------------------------------------------- ranges of layers
@@ -186,18 +178,15 @@ def test_a_tree_grown_by_the_lower_layers_is_judged_by_the_upper(
     expected = Runner(model, cache_of(model)).forward([Run(0, TOKENS, parents=PARENTS)])
     cache = cache_of(model)
     lower = Runner(model, cache, layers=range(e), taps=[e])
-    levels = ([0], [1, 2], [3, 4, 5])
-    found = [
-        lower.forward([Run(0, [TOKENS[i] for i in level], parents=[PARENTS[i] for i in level], pending=True)]).taps[e]
-        for level in levels
-    ]
+    found = []
+    for level in ([0], [1, 2], [3, 4, 5]):
+        run = Run(0, [TOKENS[i] for i in level], parents=[PARENTS[i] for i in level], pending=True)
+        found.append(lower.forward([run]).taps[e])
     cache.keep({0: []})
     rows = dict(enumerate(torch.cat(found)))
     upper = Runner(model, cache, layers=range(e, NUM_LAYERS))
-    assert same(
-        everything(upper.forward([Run(0, TOKENS, parents=PARENTS, vectors=rows)])),
-        everything(expected),
-    )
+    judged = upper.forward([Run(0, TOKENS, parents=PARENTS, vectors=rows)])
+    assert same(everything(judged), everything(expected))
 
 
 @every_ops

@@ -150,9 +150,8 @@ def test_gates_are_bounded(isa: str) -> None:
     """Where gate and up are far beyond their bounds, on both sides."""
     spec = spec_of([replace(PLAIN, mlp=Mlp(40, "clamped_silu"))])
     stored = random_weights(spec, FLOAT32)
-    stored |= {
-        name: weight * 8 for name, weight in stored.items() if name.endswith(("gate_proj.weight", "up_proj.weight"))
-    }
+    for name in ("gate_proj", "up_proj"):
+        stored[f"model.layers.0.mlp.{name}.weight"] *= 8
     found = Native(spec, stored, FLOAT32, isa).run({0: tokens_of(1, 9)}, {0: 0})
     exact, loose = (Reference(spec, stored, FLOAT32, bound=bound).rows(tokens_of(1, 9)) for bound in (7, 70))
     assert float((found.double() - exact).norm()) <= 1e-5 * float(exact.norm())
@@ -218,17 +217,8 @@ def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
         model, _ = model_of(name, BFLOAT16, 0, isa, 2)
         text = tokens_of(3, 9)
         numbers = [model.numbers({0: 0}, {0: 9 + 4}, {})]
-        ((ids,), _, _) = model.model.run_ahead(
-            text,
-            list(range(9)),
-            [9],
-            [5],
-            model.addresses,
-            numbers,
-            model.native_pools,
-            list(range(model.spec.num_layers)),
-            61,
-        )
+        given = (text, list(range(9)), [9], [5], model.addresses, numbers, model.native_pools)
+        ((ids,), _, _) = model.model.run_ahead(*given, list(range(model.spec.num_layers)), 61)
         for i, token in enumerate(ids):
             rows = model.run({1: text + ids[:i]}, {1: 0})
             assert token == int(rows[-1, 44:].argmax())

@@ -7,7 +7,7 @@ row_by_row mode agree bit for bit; in fast mode they agree by value.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import pytest
@@ -21,24 +21,12 @@ from forerun.ops.reference import ReferenceOps, run_mask
 from forerun.ops.rotary import Rotations
 from forerun.ops.torch import TorchModel
 from forerun.types import RaggedBatch, ancestor_words
-from ops.native_cases import BFLOAT16, FLOAT32, ISAS, make_config, ops_of, random_weights, read, same_bits, tokens_of
+from ops.native_cases import FLOAT32, ISAS, Same, every_ops, make_config, ops_of, random_weights, read, tokens_of
 from tensors import load_model
 
 NEIGHBOUR = 7  # a slot
 CONTEXT = tokens_of(61, 1)  # so that trees reach over the end of a block of 64 keys
 VARIANTS = {"grouped": {}, "windows": {"windows": (9, 70)}}
-
-
-def by_value(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).abs().max() <= 2e-5 * b.abs().max())
-
-
-Same = Callable[[Tensor, Tensor], bool]
-BACKENDS = [
-    *(pytest.param(ops_of(isa, 2), d, same_bits, id=f"{isa}-{d}") for isa in ISAS for d in (FLOAT32, BFLOAT16)),
-    pytest.param(ReferenceOps(row_by_row=True), FLOAT32, same_bits, id="row_by_row"),
-    pytest.param(ReferenceOps(), FLOAT32, by_value, id="fast"),
-]
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,7 @@ def grow(bench: Bench, tree: Tree) -> tuple[Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)
+@every_ops
 def test_level_by_level_at_once_and_as_chains(ops: ReferenceOps, dtype: torch.dtype, same: Same, variant: str) -> None:
     config = make_config(**VARIANTS[variant])
     model = load_model(config, random_weights(config, dtype), ops)
@@ -140,7 +128,7 @@ def test_level_by_level_at_once_and_as_chains(ops: ReferenceOps, dtype: torch.dt
             assert same(bench.held(), held)
 
 
-@pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)
+@every_ops
 def test_pending_rows_and_the_run_are_kept_as_one(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
     """A chain is pending, a tree comes behind it, and the path goes through both; then a pending chain goes on."""
     model = load_model(make_config(), random_weights(make_config(), dtype), ops)
@@ -215,10 +203,7 @@ def test_what_cannot_be_pending() -> None:
 @pytest.mark.skipif(not ISAS, reason="the native decoder runs ahead")
 def test_nothing_runs_ahead_of_a_pending_tree() -> None:
     """Of a pending chain it does."""
-    model = load_model(
-        make_config(), random_weights(make_config(), FLOAT32), ops_of(ISAS[0]) if ISAS else ReferenceOps()
-    )
-    bench = Bench(model)
+    bench = Bench(load_model(make_config(), random_weights(make_config(), FLOAT32), ops_of(ISAS[0])))
     bench.rows(Run(0, [1, 2], pending=True))
     expected = bench.runner.run_ahead([Run(0, [3])], [4])
     bench.cache.keep({0: [0, 1]})
@@ -228,7 +213,7 @@ def test_nothing_runs_ahead_of_a_pending_tree() -> None:
         bench.runner.run_ahead([Run(0, [3])], [4])
 
 
-@pytest.mark.parametrize(("ops", "dtype", "same"), BACKENDS)
+@every_ops
 def test_positions_reach_as_far_as_pending_rows(ops: ReferenceOps, dtype: torch.dtype, same: Same) -> None:
     """Deep in a pending tree, a row's position lies beyond the rotations that its own run alone would need."""
     context, tree = tokens_of(Rotations.BLOCK - 6, 2), Tree(tokens_of(12, 3), [-1, -1, *range(1, 11)])

@@ -17,22 +17,9 @@ from forerun.ops import load_model, reference
 from forerun.ops.reference import ACTIVATIONS, ReferenceOps, run_mask
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.types import CacheView, RaggedBatch
+from ops.native_cases import Same, by_value
 
-CONFIG = Plain(
-    model_type="llama",
-    vocab_size=61,
-    hidden_size=44,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=10,
-    ffn_size=51,
-    norm_eps=1e-5,
-    max_positions=256,
-    rope=Rope(),
-    tied=True,
-    windows=(None, 9),
-).spec
+CONFIG = Plain("llama", 61, 44, 2, 6, 2, 10, 51, 1e-5, 256, rope=Rope(), tied=True, windows=(None, 9)).spec
 
 
 def make_model(row_by_row: bool, dtype: torch.dtype = torch.float32, *, joined: bool = True) -> TorchModel:
@@ -75,16 +62,7 @@ def plain(model: TorchModel, tokens: list[int]) -> Tensor:
     return torch.cat([bench.run({0: [token]}) for token in tokens])
 
 
-def by_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b)
-
-
-def by_value(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).abs().max() <= 2e-5 * b.abs().max())
-
-
-MODES = [pytest.param(True, by_bits, id="row_by_row"), pytest.param(False, by_value, id="fast")]
-Same = Callable[[Tensor, Tensor], bool]
+MODES = [pytest.param(True, torch.equal, id="row_by_row"), pytest.param(False, by_value, id="fast")]
 
 
 @pytest.mark.parametrize(("row_by_row", "same"), MODES)

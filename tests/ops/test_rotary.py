@@ -14,13 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from forerun.blocks import Buckets, Plain, Rope, weight_shapes
 from forerun.ops.reference import ReferenceOps, bucket_of
-from forerun.ops.rotary import (
-    attention_factor,
-    buckets_of_distances,
-    inverse_frequencies,
-    rotations,
-    sinusoids,
-)
+from forerun.ops.rotary import attention_factor, buckets_of_distances, inverse_frequencies, rotations, sinusoids
 from forerun.ops.torch_rotations import TorchRotations
 from forerun.sampling import arithmetic
 from ops.native_cases import needs_native
@@ -37,13 +31,10 @@ KINDS: dict[str, tuple[Rope, int, str]] = {
     "llama3": (Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 256), 64, "f3b3a443952b"),
     "yarn": (Rope(1e6, "yarn", 4.0, original_max_positions=256), 64, "c30ec5bc1bd4"),
     "yarn, mscale": (Rope(1e4, "yarn", 8.0, original_max_positions=64, truncate=False, mscale=0.7), 64, "bd91a9ebc60b"),
-    "longrope": (
-        Rope(1e4, "longrope", 4.0, original_max_positions=64, short_factor=LONG, long_factor=LONG[::-1], far=True),
-        64,
-        "2013ac758867",
-    ),
+    "longrope": (Rope(1e4, "longrope", 4.0, original_max_positions=64, short_factor=LONG, long_factor=LONG[::-1],
+                 far=True), 64, "2013ac758867"),
     "proportional": (Rope(1e6, "proportional", 8.0, dims=32), 64, "b7a8e91f98b8"),
-}
+}  # fmt: skip
 
 
 def digest(table: np.ndarray) -> str:  # type: ignore[type-arg]

@@ -25,6 +25,7 @@ from ops.native_cases import (
     make_config,
     make_decoder,
     needs_native,
+    one_by_one,
     ops_of,
     random_weights,
     read,
@@ -50,7 +51,7 @@ TREE = [-1, 0, 0, 1, 2, 1, 4, -1]
 def alone(model: Any, runs: list[list[int]]) -> Tensor:
     """Rows of one sequence, token by token, in a cache whose rows lie scattered."""
     session = Session(model, 1, seed=1, kept=EIGHT)
-    return torch.cat([session.run({0: [token]}) for run in runs for token in run])
+    return one_by_one(session, [token for run in runs for token in run])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -165,5 +166,5 @@ def test_numbers_of_a_cache_need_not_be_those_of_weights(isa: str) -> None:
     model, tokens = make_decoder(make_config(**MODELS["plain"]), BFLOAT16, isa), tokens_of(80, 6)
     whole, single = Session(model, kept="float32"), Session(model, 1, kept="float32")
     found = whole.run({0: tokens})
-    assert same_bits(found, torch.cat([single.run({0: [token]}) for token in tokens]))
+    assert same_bits(found, one_by_one(single, tokens))
     assert not same_bits(found, Session(model).run({0: tokens}))

@@ -102,21 +102,13 @@ def test_an_exception_on_any_thread_ends_the_pass_and_the_next_one_runs(driver: 
 @runs_native
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the address space in use is read from /proc")
 def test_threads_that_cannot_be_started_are_refused_and_may_be_had_later() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_THREADS],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "FORERUN_NUM_THREADS": "200", "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, "FORERUN_NUM_THREADS": "200", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FEW_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
     *said, works = done.stdout.splitlines()
     assert (len(said), works, done.stderr) == (3, "True", "")
+    started = r"only (\d+) of 200 threads for the native kernels could be started \(.+\)"
     for line in said:
-        found = re.fullmatch(
-            r"only (\d+) of 200 threads for the native kernels could be started \(.+\): "
-            r"set FORERUN_NUM_THREADS to (\d+) or less",
-            line,
-        )
+        found = re.fullmatch(rf"{started}: set FORERUN_NUM_THREADS to (\d+) or less", line)
         assert found, line
         assert 1 <= int(found[1]) == int(found[2]) < 200
