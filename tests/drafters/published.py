@@ -24,47 +24,23 @@ Weights = Mapping[str, Tensor]
 
 # -------------------------------------------------------------------------------------------------------------- files
 
-DECODER: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": WIDTH,
-    "intermediate_size": FFN,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": EPS,
-    "vocab_size": NUM_VOCAB,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "pad_token_id": 0,
-    "initializer_range": 0.02,
-    "use_cache": True,
-}
+DECODER: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "hidden_size": WIDTH, "intermediate_size": FFN,
+                           "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": 1,
+                           "max_position_embeddings": 256, "rms_norm_eps": EPS, "vocab_size": NUM_VOCAB,
+                           "tie_word_embeddings": False, "torch_dtype": "float16", "pad_token_id": 0,
+                           "initializer_range": 0.02, "use_cache": True}  # fmt: skip
 EAGLE_3 = {**DECODER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": len(DRAFT_IDS)}
 
 
 def speculators(layer: Mapping[str, Any] | None = None, **own: Any) -> dict[str, Any]:
     """A config.json of speculators."""
     verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
-        "draft_vocab_size": len(DRAFT_IDS),
-        "has_no_defaults_at_init": False,
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": verifier,
-        },
-        "target_hidden_size": None,
-        "torch_dtype": "bfloat16",
-        "transformer_layer_config": {**DECODER, **(layer or {})},
-        **own,
-    }
+    how = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}], "verifier": verifier}
+    return {"architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+            "draft_vocab_size": len(DRAFT_IDS), "has_no_defaults_at_init": False, "speculators_model_type": "eagle3",
+            "speculators_version": "0.3.0", "target_hidden_size": None, "torch_dtype": "bfloat16",
+            "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy", **how},
+            "transformer_layer_config": {**DECODER, **(layer or {})}, **own}  # fmt: skip
 
 
 def decoder_layer(at: str, inputs: int = WIDTH, width: int = WIDTH) -> dict[str, tuple[int, ...]]:
@@ -85,12 +61,8 @@ def eagle_1_shapes() -> dict[str, tuple[int, ...]]:
 
 def eagle_3_shapes(at: str = "midlayer.", *, num_layers: int = 3, width: int = WIDTH) -> dict[str, tuple[int, ...]]:
     norms = [f"{at}input_layernorm.weight", f"{at}hidden_norm.weight", "norm.weight"]
-    return {
-        "fc.weight": (width, num_layers * WIDTH),
-        **decoder_layer(at, 2 * width, width),
-        **dict.fromkeys(norms, (width,)),
-        "lm_head.weight": (len(DRAFT_IDS), width),
-    }
+    return {"fc.weight": (width, num_layers * WIDTH), **decoder_layer(at, 2 * width, width),
+            **dict.fromkeys(norms, (width,)), "lm_head.weight": (len(DRAFT_IDS), width)}  # fmt: skip
 
 
 def medusa_shapes(block: str, lm_head: str, num_heads: int, num_blocks: int) -> dict[str, tuple[int, ...]]:
@@ -130,15 +102,15 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
+def projections(at: str) -> list[str]:
+    return [f"{at}self_attn.{part}_proj" for part in "qkv"]
+
+
 def attend(w: Weights, at: str, read: Tensor) -> Tensor:
     """Causal attention of rows [n, *] at positions 0 to n - 1."""
     num = len(read)
-    q, k, v = (
-        F.linear(read, w[f"{at}self_attn.{n}_proj.weight"], w.get(f"{at}self_attn.{n}_proj.bias")).view(
-            num, -1, HEAD_DIM
-        )
-        for n in "qkv"
-    )
+    rows = (F.linear(read, w[f"{name}.weight"], w.get(f"{name}.bias")) for name in projections(at))
+    q, k, v = (row.view(num, -1, HEAD_DIM) for row in rows)
     if f"{at}self_attn.q_norm.weight" in w:
         q, k = norm(q, w[f"{at}self_attn.q_norm.weight"]), norm(k, w[f"{at}self_attn.k_norm.weight"])
     angles = torch.outer(torch.arange(num).double(), 10000.0 ** -(torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM))

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import processes
+from drafters.toys import drafts_of
 from forerun import LLM, BadOption, SamplingParams, drafters, native
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters.assistant import AssistantDrafter
@@ -118,21 +119,6 @@ def guessed(tokens: list[int], num: int, is_ordered: bool) -> list[int]:
     return found
 
 
-def drafts_of(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """A list that fills with what an engine's assistant drafts, and the tokens behind which it does."""
-    drafter, seen = llm.engine.drafter.first, list[tuple[list[int], list[int]]]()
-    assert isinstance(drafter, AssistantDrafter)
-    own_draft = drafter.own_draft
-
-    def watched(seqs: Any, budget: Any, coins: Any) -> Any:
-        draft = own_draft(seqs, budget, coins)
-        seen.append((list(seqs[0].tokens), list(draft.tokens)))
-        return draft
-
-    drafter.own_draft, drafter.search = watched, None  # type: ignore[method-assign]
-    return seen
-
-
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["whole", "ordered"])
 def test_drafts_are_those_of_transformers(folders: dict[str, Path], kind: str, ops: str) -> None:
@@ -140,7 +126,7 @@ def test_drafts_are_those_of_transformers(folders: dict[str, Path], kind: str, o
     prompt = random.Random(3).choices(range(1, 257), k=37)
     draft = f"assistant:path={folders[kind]}"
     with LLM(str(folders["target"]), draft=draft, pacing="fixed", spec_length=3, **options) as llm:
-        seen = drafts_of(llm)
+        seen = drafts_of(llm, AssistantDrafter)
         (out,) = llm.generate([prompt], GREEDY)
     with LLM(str(folders["target"]), draft="none", **options) as plain:
         assert plain.generate([prompt], GREEDY)[0].token_ids == out.token_ids
@@ -203,7 +189,7 @@ def test_a_file_is_the_folder_that_it_was_made_of(folders: dict[str, Path], file
     for path in (folders["whole"], file):
         options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 200, "pacing": "fixed", "spec_length": 3}
         with LLM(str(folders["target"]), draft=str(path), **options) as llm:
-            seen = drafts_of(llm)
+            seen = drafts_of(llm, AssistantDrafter)
             llm.generate([prompt], GREEDY)
         drafts.append([draft for _, draft in seen])
     assert drafts[0] == drafts[1]
@@ -286,14 +272,20 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     for load in (load_checkpoint, lambda path: quantise_checkpoint(path, tmp_path / "int8", Quantization(8, 16))):
         with pytest.raises(BadOption, match="is no model by itself, but drafts for one"):
             load(own)
-    with pytest.raises(BadOption, match="is no model by itself, but drafts for one"):
-        LLM(target, draft=f"translated:path={own}", max_seq_len=64)
-    with pytest.raises(BadOption, match="assistant needs the checkpoint that was published for its target"):
-        LLM(target, draft="assistant", max_seq_len=64)
-    with pytest.raises(BadOption, match="is no assistant: name it as draft="):
-        LLM(target, draft=f"assistant:path={target}", max_seq_len=64)
-    with pytest.raises(BadOption, match="option of 'assistant' called 'draft_top_k'"):
-        LLM(target, draft=f"model:path={own},draft_top_k=3", max_seq_len=64)
+    specs = {
+        f"translated:path={own}": "is no model by itself, but drafts for one",
+        "assistant": "assistant needs the checkpoint that was published for its target",
+        f"assistant:path={target}": "is no assistant: name it as draft=",
+        f"model:path={own},draft_top_k=3": "option of 'assistant' called 'draft_top_k'",
+    }
+    for search in ("tree", "mtp", "lookup"):
+        said = f"assistant:search='{search}' is not possible: it must be suffix"
+        specs[f"assistant:path={own},search={search}"] = said
+    for method in ("tree", "cascade"):
+        specs[f"{method}:of=(model:path={own})"] = f"{method}:of=.* is not possible: it is no draft model"
+    for spec, said in specs.items():
+        with pytest.raises(BadOption, match=said):
+            LLM(target, draft=spec, max_seq_len=64)
     config = json.loads((own / "config.json").read_text(encoding="utf-8"))
     weights = load_file(own / "model.safetensors")
     order = "masked_embedding.token_ordering"
@@ -301,16 +293,13 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     less = {name: weight for name, weight in weights.items() if name != OUTPUT}
     cases: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
         "width": ({"backbone_hidden_size": 61}, {}, "belongs to a target with rows of 61 and 260 ids"),
-        "heads": (
-            {"text_config": {**text, "num_key_value_heads": 1}},
-            {},
-            "reads keys of 1 heads of 16, which no such",
-        ),
+        "heads": ({"text_config": {**text, "num_key_value_heads": 1}}, {},
+                  "reads keys of 1 heads of 16, which no such"),
         "order": ({}, {order: weights[order] * 0}, "has another order of its LM head than of each id once"),
         "shared": ({"text_config": {**text, "num_kv_shared_layers": 2}}, {}, "must be all 4 layers"),
         "groups": ({"num_centroids": 21}, {}, "num_centroids=21.*must be a divisor of the ids"),
         "shape": ({}, {OUTPUT: weights[OUTPUT][:, :29].clone()}, r"of shape \[32, 29\], and its config.json asks for"),
-    }
+    }  # fmt: skip
     for name, (keys, tensors, message) in cases.items():
         path = tmp_path / name
         path.mkdir()
@@ -322,12 +311,6 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     save_file(less, tmp_path / "shape" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"has no tensor model\.layers\.0\.self_attn\.o_proj\.weight"):
         LLM(target, draft=str(tmp_path / "shape"), max_seq_len=64)
-    for search in ("tree", "mtp", "lookup"):
-        with pytest.raises(BadOption, match=f"assistant:search='{search}' is not possible: it must be suffix"):
-            LLM(target, draft=f"assistant:path={own},search={search}", max_seq_len=64)
-    for method in ("tree", "cascade"):
-        with pytest.raises(BadOption, match=f"{method}:of=.* is not possible: it is no draft model"):
-            LLM(target, draft=f"{method}:of=(model:path={own})", max_seq_len=64)
 
 
 @pytest.mark.parametrize("kind", ["whole", "ordered"])

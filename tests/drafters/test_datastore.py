@@ -14,9 +14,8 @@ from forerun.drafters.datastore import DatastoreDrafter, Options
 from forerun.drafters.shared import artifacts
 from forerun.drafters.shared.stores import Datastore
 from forerun.errors import BadOption, ForerunError, NotFound, UnsupportedModel
-from forerun.testing.engines import target_for
+from forerun.testing.engines import TARGET, target_for
 from forerun.train.datastore import joined, save, suffix_array
-from house.enumeration import TARGET
 
 
 def store(*texts: list[int]) -> Datastore:

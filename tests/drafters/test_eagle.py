@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, BadOption, SamplingParams, StepReport, native
+from forerun import LLM, BadOption, SamplingParams, StepReport
 from forerun.models.runner import Run
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import EDGES, RoundDetail, Sequence, Stop
 from methods import random_head
-
-needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
+from support import needs_native
 
 
 class Stopped(FixedPacing):

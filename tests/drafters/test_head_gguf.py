@@ -18,7 +18,9 @@ from drafters.test_published_blocks import DFLASH, dflash_weights, published
 from forerun import LLM, BadOption, SamplingParams
 from forerun.drafters.shared import head_gguf
 from forerun.errors import UnsupportedModel, UserError
-from models.gguf_files import byte_vocabulary, random_weights, write_model, write_tensors
+from models.conftest import random_weights
+from models.gguf_files import byte_vocabulary, write_model, write_tensors
+from support import rounds_of
 from tiny import tiny_config, write_tiny
 
 PROMPT = [5, 9, 40, 8, 100, 3] * 3
@@ -114,8 +116,7 @@ def write_dflash(path: Path, weights: Mapping[str, Tensor]) -> Path:
 def drafts_of(target: str, draft: str, **options: Any) -> list[list[int]]:
     """What is drafted for a text, round by round."""
     with LLM(target, draft=draft, pacing="fixed", spec_length=4, dtype="float32", max_seq_len=128, **options) as llm:
-        rounds = list[Any]()
-        llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
+        rounds = rounds_of(llm)
         llm.generate([PROMPT], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
     return [list(one.tokens) for one in rounds if one.tokens]
 

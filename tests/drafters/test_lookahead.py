@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.toys import crowded, engine_of, likeliest, spoken
+from drafters.toys import crowded, engine_of, engine_with, likeliest, spoken
 from engine.load import MODEL, run, runner_with
 from forerun.drafters import Seen
 from forerun.drafters.lookahead import LookaheadDrafter, Options, Pool, Window
-from forerun.engine.engine import Engine
-from forerun.engine.router import Router
 from forerun.models.runner import NO_NUMBERS, Run, Scores
-from forerun.pacing.fixed import FixedPacing
 from forerun.types import Budget, Draft, SamplingParams, Sequence
 
 END = 60
@@ -118,7 +115,7 @@ class Recorder(LookaheadDrafter):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_what_is_seen_of_each_row_is_what_a_plain_pass_over_its_path_says(temperature: float) -> None:
     recorder = Recorder(Options(window=3, ngram=4))
-    engine = Engine(runner_with(MODEL, 400), Router({"own": recorder}), FixedPacing(14), max_seq_len=64)
+    engine = engine_with(recorder, 14, max_seq_len=64)
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=1)
     run(engine, [engine.add([1, 2, 3, 4, 1, 2], params), engine.add([4, 3], params)])
     assert recorder.most_extra == 8, "the whole window was scored"
@@ -142,10 +139,13 @@ def test_the_pool_keeps_the_continuations_that_were_seen_last() -> None:
     assert pool.ngrams[8] == [(1, 2)]
 
 
+def sequence_of(tokens: Seq[int]) -> Sequence:
+    return Sequence(0, list(tokens), len(tokens), SamplingParams(max_tokens=20), 0, 64, end_ids=frozenset({END}))
+
+
 def begun(ngrams: Seq[tuple[int, ...]], **options: Any) -> tuple[LookaheadDrafter, Sequence]:
     """A drafter with these n-grams in the pool of its only sequence, which ends with token 9."""
-    made = drafter(**options)
-    seq = Sequence(0, [7, 8, 9], 3, SamplingParams(max_tokens=20), 0, 64, end_ids=frozenset({END}))
+    made, seq = drafter(**options), sequence_of([7, 8, 9])
     made.begin(seq)
     for first, *rest in ngrams:
         made._states[0].pool.put(first, tuple(rest))
@@ -246,7 +246,3 @@ def test_rows_of_another_drafter_teach_the_window_nothing() -> None:
         scores = Scores(torch.empty(0), [range(len(row))], [], [[3] * len(row)], 0.0, runs=[Run(0, row)])
         own.observe([seq], [Seen(2, [0], range(len(row)), 0, scores)])
         assert (own._states[seq.id].window.columns != before) is moves
-
-
-def sequence_of(tokens: Seq[int]) -> Sequence:
-    return Sequence(0, list(tokens), len(tokens), SamplingParams(), 0, 100)

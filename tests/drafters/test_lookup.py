@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.load import MODEL, run, runner_with
+from drafters.toys import engine_with
+from engine.load import run
 from forerun.drafters import Seen
 from forerun.drafters.lookup import LookupDrafter, Options, follower
 from forerun.drafters.suffix import Options as SuffixOptions, SuffixDrafter
-from forerun.engine.engine import Engine
-from forerun.engine.router import Router
-from forerun.pacing.fixed import FixedPacing
 from forerun.types import Budget, Coins, Draft, SamplingParams, Sequence
 
 
@@ -77,13 +75,7 @@ def num_read(seqs: Seq[Sequence]) -> int:
 def test_a_long_prompt_is_read_while_the_target_reads_it() -> None:
     """Once, chunk by chunk, with the token behind each: no step has to read anything before it drafts."""
     drafter = Watched()
-    engine = Engine(
-        runner_with(MODEL, 1024),
-        Router({"lookup": drafter}),
-        FixedPacing(3),
-        max_seq_len=128,
-        prefill_chunk_tokens=16,
-    )
+    engine = engine_with(drafter, 3, prefill_chunk_tokens=16)
     for chunks in ([17] + [16] * 5 + [3], [100]):  # the second time, 96 tokens are found in the cache
         request = engine.add([i % 9 for i in range(100)], SamplingParams(max_tokens=12, temperature=0.0))
         request.seq.tokens = Text(request.seq.tokens)
@@ -108,7 +100,7 @@ def test_the_source_of_an_encoder_decoder_is_looked_through(
     source: list[int], tokens: list[int], guess: list[int]
 ) -> None:
     seq = Sequence(0, tokens, 1, SamplingParams(temperature=0), 0, 99, source_ids=tuple(source))
-    for drafter in (LookupDrafter(Options()), suffix_path()):
+    for drafter in (LookupDrafter(Options()), SuffixDrafter(SuffixOptions(shape="path"))):
         found = drafter.propose([seq], Budget([6], 0), [])
         assert found.tokens == guess[: len(found.tokens)]
         assert bool(found.tokens) == bool(guess)
@@ -117,7 +109,3 @@ def test_the_source_of_an_encoder_decoder_is_looked_through(
         drafter.propose([seq], Budget([6], 0), [])
         assert drafter._texts.by_id[0].ids.tolist() == [*source, -1, *seq.tokens]
         seq.tokens.pop()
-
-
-def suffix_path() -> SuffixDrafter:
-    return SuffixDrafter(SuffixOptions(shape="path"))

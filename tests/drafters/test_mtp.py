@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
 
+from drafters.toys import drafts_of
 from forerun import LLM, BadOption, SamplingParams, native
 from forerun.blocks import weight_shapes
 from forerun.drafters import mtp
@@ -45,6 +46,7 @@ IN_GGUF = {
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
 OPS = ["reference", *(["native"] if native.isa() != "reference" else [])]
 
 
@@ -74,9 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and its block, as published."""
     path = tmp_path_factory.mktemp("mtp") / "folder"
     oracle()[0].save_pretrained(path)
-    save_file(
-        {**load_file(path / "model.safetensors"), **block_weights()}, path / "model.safetensors", {"format": "pt"}
-    )
+    weights = {**load_file(path / "model.safetensors"), **block_weights()}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     (path / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1, "eos_token_id": 0}))
     byte_tokenizer("<|end|>").save(str(path / "tokenizer.json"))
@@ -88,9 +89,8 @@ def file(folder: Path) -> Path:
     """The same as llama.cpp's converter writes it: norms with 1 added, the block as the last one."""
     opened = OpenedCheckpoint.of(folder)
     names = weight_shapes(opened.spec)
-    weights = {
-        name: torch.from_numpy(np.concatenate([b.float32() for b in opened.weights.blocks(name)])) for name in names
-    }
+    whole = {name: np.concatenate([b.float32() for b in opened.weights.blocks(name)]) for name in names}
+    weights = {name: torch.from_numpy(numbers) for name, numbers in whole.items()}
     more = {}
     for name, weight in block_weights().items():
         module = name.removesuffix(".weight")
@@ -126,16 +126,7 @@ def test_drafts_are_those_of_transformers(folder: Path, file: Path, form: str, o
     target = str(folder if form == "folder" else file)
     prompt = random.Random(3).choices(range(1, 257), k=37)
     with LLM(target, pacing="fixed", spec_length=3, **options) as llm:
-        drafter = llm.engine.drafter.first
-        assert type(drafter).__name__ == "MtpDrafter", "auto is the block"
-        own_draft, seen = drafter.own_draft, list[tuple[list[int], list[int]]]()
-
-        def watched(seqs: Any, budget: Any, coins: Any) -> Any:
-            draft = own_draft(seqs, budget, coins)
-            seen.append((list(seqs[0].tokens), list(draft.tokens)))
-            return draft
-
-        drafter.own_draft, drafter.search = watched, None  # type: ignore[method-assign]
+        seen = drafts_of(llm, mtp.MtpDrafter)  # auto is the block
         (out,) = llm.generate([prompt], GREEDY)
     with LLM(target, draft="none", **options) as plain:
         assert plain.generate([prompt], GREEDY)[0].token_ids == out.token_ids
@@ -184,29 +175,19 @@ def test_of_a_large_vocabulary_texts_say_how_much_is_drafted(folder: Path, monke
 
         drafter.own_draft = watched  # type: ignore[method-assign]
         llm.generate([[5, 60, 3, 20] * 30], GREEDY)
-        llm.generate(
-            [[205, 250, 203, 220] * 30], SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True)
-        )
+        llm.generate([[205, 250, 203, 220] * 30], DRAWN)
     assert len(widths) > 1
 
 
 def test_a_short_vocabulary_reads_the_first_rows_alone(folder: Path) -> None:
-    with LLM(
-        str(folder), draft="mtp:draft_vocab=64,search=none", pacing="fixed", dtype="float32", max_seq_len=200
-    ) as llm:
-        drafter = llm.engine.drafter.first
-        assert drafter.runner is not None
-        assert drafter.runner.width == 64
-        drafts = list[int]()
-        own_draft = drafter.own_draft
-
-        def watched(*args: Any) -> Any:
-            draft = own_draft(*args)
-            drafts.extend(draft.tokens)
-            return draft
-
-        drafter.own_draft = watched  # type: ignore[method-assign]
-        llm.generate([[5, 80, 3, 200]], SamplingParams(max_tokens=20, temperature=0.7, seed=1, ignore_eos=True))
+    options: dict[str, Any] = {"pacing": "fixed", "dtype": "float32", "max_seq_len": 200}
+    with LLM(str(folder), draft="mtp:draft_vocab=64,search=none", **options) as llm:
+        runner = llm.engine.drafter.first.runner
+        assert runner is not None
+        assert runner.width == 64
+        seen = drafts_of(llm, mtp.MtpDrafter)
+        llm.generate([[5, 80, 3, 200]], DRAWN)
         llm.generate([[5, 80, 3, 200]], GREEDY)
+    drafts = [token for _, draft in seen for token in draft]
     assert drafts
     assert max(drafts) < 64

@@ -15,7 +15,7 @@ from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.loading import load_checkpoint
 from forerun.testing.engines import target_for
 from methods import NEEDS
-from models.hubserver import Client, HubServer, serve
+from models.hubserver import Client, HubServer, contents, serve
 from tiny import write_tiny
 
 METHODS = ("eagle", "medusa", "hydra", "dflash", "blockwise", "pass")
@@ -103,32 +103,16 @@ def hub() -> Iterator[HubServer]:
 def test_a_head_of_the_hub(hub: HubServer, target: Path, heads: Path, tmp_path: Path) -> None:
     """Two processes, the second without a network; the texts are those of the same head in a folder."""
     client = Client(hub, tmp_path)
-    files = {file.name: file.read_bytes() for file in (heads / "hydra").iterdir()}
+    files = contents(heads / "hydra")
     hub.publish("org/hydra", files | {"README.md": b"a", "optimizer.pt": b"b"})
     hub.publish("org/pickle", {"config.json": files["config.json"], "pytorch_model.bin": pickle.dumps({})})
-    hub.publish("org/model", {file.name: file.read_bytes() for file in target.iterdir()})
+    hub.publish("org/model", target)
 
     def generate(head: str) -> list[str]:
-        return [
-            "generate",
-            "ab ab",
-            "--target",
-            str(target),
-            "--draft",
-            head,
-            "--max-tokens",
-            "6",
-            "--temperature",
-            "0",
-        ]
+        return ["generate", "ab ab", f"--target={target}", f"--draft={head}", "--max-tokens=6", "--temperature=0"]
 
-    folder, found, pickled, none, other = client.foreruns(
-        *map(
-            generate,
-            (f"hydra:path={heads / 'hydra'}", *(f"hydra:path=org/{n}" for n in ("hydra", "pickle", "no"))),
-        ),
-        generate("hydra:path=org/model"),
-    )
+    named = (heads / "hydra", "org/hydra", "org/pickle", "org/no", "org/model")
+    folder, found, pickled, none, other = client.foreruns(*(generate(f"hydra:path={name}") for name in named))
     assert (found["code"], found["out"]) == (0, folder["out"])
     assert sorted(name for name in hub.fetched() if name != "tokenizer.json") == [
         *["config.json"] * 2,  # of org/hydra and of org/model, which is refused by what it says

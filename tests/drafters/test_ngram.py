@@ -6,14 +6,12 @@ import random
 
 import pytest
 
-from engine.load import MODEL, run, runner_with
+from drafters.toys import engine_with
+from engine.load import run
 from forerun.drafters import ngram
 from forerun.drafters.ngram import NgramDrafter, Options, Recent, Store
 from forerun.drafters.shared import chains
-from forerun.engine.engine import Engine
-from forerun.engine.router import Router
 from forerun.errors import BadOption
-from forerun.pacing.fixed import FixedPacing
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Budget, SamplingParams, Sequence
 
@@ -103,14 +101,10 @@ def test_memory_is_bounded_and_recent_text_is_known() -> None:
     assert store.guess([1, 2, 3]) == 4
 
 
-def engine_with(drafter: NgramDrafter, **options: int) -> Engine:
-    return Engine(runner_with(MODEL, 1024), Router({"ngram": drafter}), FixedPacing(3), max_seq_len=128, **options)
-
-
 def test_only_committed_tokens_are_counted_and_ends_forget() -> None:
     """Behind each step the store is that of the committed tokens alone, however many drafted ones were rejected."""
     drafter = NgramDrafter(Options())
-    engine = engine_with(drafter)
+    engine = engine_with(drafter, 3)
     requests = [engine.add([1, 2, 3, 1, 2, 3, i], SamplingParams(max_tokens=20, seed=i)) for i in range(3)]
     while any(r.seq.finish_reason is None for r in requests):
         engine.step()
@@ -134,7 +128,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(ngram.Store, "read", counted)
     drafter = NgramDrafter(Options())
-    engine = engine_with(drafter, prefill_chunk_tokens=16)
+    engine = engine_with(drafter, 3, prefill_chunk_tokens=16)
     for _ in range(2):
         request = engine.add([i % 9 for i in range(100)], SamplingParams(max_tokens=12, temperature=0.0))
         run(engine, [request])
@@ -154,7 +148,7 @@ def test_fillers_are_the_targets_tokens_behind_kept_rows(monkeypatch: pytest.Mon
         make_known(self, tokens, stop, fillers)
 
     monkeypatch.setattr(Store, "make_known", noted)
-    engine = engine_with(NgramDrafter(Options(filler_top_k=2)))
+    engine = engine_with(NgramDrafter(Options(filler_top_k=2)), 3)
     request = engine.add([1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=16, temperature=0.0, logprobs=2))
     run(engine, [request])
     assert [stop for stop, _ in made] == list(range(6, 6 + len(made)))
@@ -165,7 +159,7 @@ def test_fillers_are_the_targets_tokens_behind_kept_rows(monkeypatch: pytest.Mon
 
 def test_nothing_is_shared_between_requests() -> None:
     """What one request says is no draft of another, whatever their salts."""
-    engine = engine_with(NgramDrafter(Options()))
+    engine = engine_with(NgramDrafter(Options()), 3)
     first = engine.add([1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     run(engine, [first])
     second = engine.add([1], SamplingParams(max_tokens=1, temperature=0.0))

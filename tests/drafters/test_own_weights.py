@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun import LLM, native
+from forerun import LLM
 from forerun.blocks import resized, weight_shapes
 from forerun.cli.main import main
 from forerun.config import Quantization
@@ -32,10 +32,9 @@ from forerun.ops.torch_tensors import HostWeights, host_of
 from forerun.testing.engines import target_for
 from forerun.train.skip import Scorer, search, windows_of
 from forerun.types import Budget, SamplingParams, Sequence
-from support import VOCAB, built, random_decoder, runner_for
+from support import VOCAB, built, needs_native, random_decoder, runner_for
 from tiny import write_tiny
 
-needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 TEXT = [5, 9, 2, 44, 17, 3, 8]
 
@@ -185,10 +184,8 @@ def test_a_fitted_file_drafts_for_its_target_alone(tmp_path):
     with pytest.raises(SystemExit, match="0"):
         main([*arguments, "--evaluations", "3", "--ops", "reference"])
     options: dict[str, Any] = {"ops": "reference_row_by_row", "dtype": "float32"}
-    plain, guessed = (
-        LLM(target, draft=draft, **options).generate(["some"], GREEDY)[0].token_ids
-        for draft in ("none", f"early_exit:path={out}")
-    )
+    llms = [LLM(target, draft=draft, **options) for draft in ("none", f"early_exit:path={out}")]
+    plain, guessed = (llm.generate(["some"], GREEDY)[0].token_ids for llm in llms)
     assert guessed == plain
     with pytest.raises(BadOption, match="ids of another tokenizer"):
         LLM("shipped", draft=f"early_exit:path={out}")

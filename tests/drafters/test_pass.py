@@ -9,15 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from drafters.toys import V, crowded
+from drafters.toys import V, crowded, engine_with
 from engine.load import MODEL, run, runner_with
 from forerun.drafters import Seen
-from forerun.engine.engine import Engine
-from forerun.engine.router import Router
 from forerun.models.runner import NO_NUMBERS, Run, Scores
-from forerun.pacing.fixed import FixedPacing
 from forerun.sampling.random import PhiloxCoins
-from forerun.types import Budget, RoundDetail, SamplingParams, Sequence
+from forerun.types import Budget, SamplingParams, Sequence
+from support import rounds_of
 
 COINS = [PhiloxCoins(0, 0, 0)]
 passing = importlib.import_module("forerun.drafters.pass")
@@ -55,9 +53,8 @@ def test_a_draft_is_what_the_target_computes_behind_the_vectors() -> None:
     """As in the paper: a pass of its own over the text, and the vectors in place of the last token and what follows."""
     vectors = torch.randn(3, MODEL.config.hidden_size, generator=torch.Generator().manual_seed(0))
     made = passing.PassDrafter(vectors)
-    engine = Engine(runner_with(MODEL, 400), Router({"own": made}), FixedPacing(9), max_seq_len=64)
-    rounds: list[RoundDetail] = []
-    engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    engine = engine_with(made, 9, max_seq_len=64)
+    rounds = rounds_of(engine)
     params = SamplingParams(max_tokens=24, temperature=0)
     requests = [engine.add(prompt, params) for prompt in ([1, 2, 3, 4, 1, 2], [4, 3])]
     texts = {request.seq.id: request.seq.tokens for request in requests}

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.load import MODEL, run, runner_with
+from drafters.toys import engine_with as engine_around
+from engine.load import run
 from forerun import LLM, SamplingParams
 from forerun.drafters import lookup
 from forerun.drafters.none import NoDrafter
@@ -16,11 +17,11 @@ from forerun.drafters.prediction import Copy, Options, PredictionDrafter, behind
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.errors import BadOption
-from forerun.pacing.fixed import FixedPacing
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing import Branching, enumerate_outcomes
+from forerun.testing.engines import engine_for, plain_outputs, total_variation
 from forerun.types import Budget, Sequence
-from house.enumeration import Case, engine_for, plain_outputs, total_variation
+from house.enumeration import Case
 
 TEXT = list(range(10, 30))
 
@@ -118,12 +119,7 @@ def test_the_place_is_a_function_of_the_tokens_alone() -> None:
 
 
 def engine_with(**members: Any) -> Engine:
-    return Engine(
-        runner_with(MODEL, 1024),
-        Router({**members, "prediction": PredictionDrafter(Options())}),
-        FixedPacing(8),
-        max_seq_len=128,
-    )
+    return engine_around(Router({**members, "prediction": PredictionDrafter(Options())}), 8)
 
 
 def greedy(**fields: Any) -> SamplingParams:

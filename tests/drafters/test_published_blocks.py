@@ -23,7 +23,7 @@ from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.runner import Run
 from forerun.ops.torch import TorchModel
-from support import runner_for
+from support import rounds_of as listened, runner_for
 from tiny import write_tiny
 
 PROMPT = [5, 9, 40, 8, 100, 3]
@@ -59,8 +59,7 @@ def published(path: Path, config: dict[str, Any], weights: dict[str, Tensor]) ->
 
 def rounds_of(folder: Path, draft: str, ops: str = "reference", **params: Any) -> tuple[list[int], list[Any]]:
     llm = LLM(str(folder), draft=draft, spec_length=8, ops=ops, dtype="float32", max_seq_len=128)
-    rounds = list[Any]()
-    llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    rounds = listened(llm)
     out = llm.generate([PROMPT], SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **params}))[0]
     return [*PROMPT, *out.token_ids], [one for one in rounds if one.tokens]
 
@@ -141,33 +140,15 @@ def test_shapes_are_read() -> None:
 # ------------------------------------------------------------------------------------------------------------ dflash
 
 
-DFLASH: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": BLOCK,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
-    "dtype": "bfloat16",
-    "head_dim": D,
-    "hidden_act": "silu",
-    "hidden_size": H,
-    "intermediate_size": FFN,
-    "layer_types": ["full_attention", "full_attention"],
-    "max_position_embeddings": 128,
-    "max_window_layers": 2,
-    "model_type": "qwen3",
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": KV_HEADS,
-    "num_target_layers": 2,
-    "rms_norm_eps": EPS,
-    "rope_scaling": None,
-    "rope_theta": THETA,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": IDS,
-}
+DFLASH: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "attention_bias": False,
+                          "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": BLOCK,
+                          "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]}, "dtype": "bfloat16",
+                          "head_dim": D, "hidden_act": "silu", "hidden_size": H, "intermediate_size": FFN,
+                          "layer_types": ["full_attention", "full_attention"], "max_position_embeddings": 128,
+                          "max_window_layers": 2, "model_type": "qwen3", "num_attention_heads": HEADS,
+                          "num_hidden_layers": 2, "num_key_value_heads": KV_HEADS, "num_target_layers": 2,
+                          "rms_norm_eps": EPS, "rope_scaling": None, "rope_theta": THETA, "sliding_window": None,
+                          "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": IDS}  # fmt: skip
 
 
 def dflash_weights() -> dict[str, Tensor]:
@@ -205,10 +186,9 @@ def block_logits(target: TorchModel, w: dict[str, Tensor], text: list[int]) -> T
         own = {n.removeprefix(f"layers.{i}.").removesuffix(".weight"): t for n, t in w.items() if f"layers.{i}." in n}
         y = norm(x, own["input_layernorm"])
         both = torch.cat((context, y))
-        q, k, v = (
-            (rows @ own[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, D))
-            for name, rows in (("q", y), ("k", both), ("v", both))
-        )
+        read = {"q": y, "k": both, "v": both}
+        projected = (rows @ own[f"self_attn.{name}_proj"].T for name, rows in read.items())
+        q, k, v = (rows.unflatten(-1, (-1, D)) for rows in projected)
         q, k = (norm(rows, own[f"self_attn.{name}_norm"]) for name, rows in (("q", q), ("k", k)))
         q, k = turned(q, positions[-BLOCK:]), turned(k, positions)
         k, v = (rows.repeat_interleave(HEADS // KV_HEADS, 1) for rows in (k, v))
@@ -305,17 +285,14 @@ def without(key: str) -> Callable[[dict[str, Any]], None]:
         (lambda c: c.update(is_causal=True), UnsupportedModel, "whole blocks alone"),
         (lambda c: c.update(num_attention_heads=2), UnsupportedModel, "of shape"),
         (lambda c: c.update(hidden_size=64), BadOption, "the target has rows of 32"),
-        (
-            lambda c: c.update(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2),
-            UnsupportedModel,
-            "sliding window",
-        ),
+        (lambda c: c.update(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2),
+         UnsupportedModel, "sliding window"),
     ],
     ids=[
         *("dspark", "dflash2", "no config", "no layers", "softcap", "mask", "layers", "causal", "heads", "width"),
         "window",
     ],
-)
+)  # fmt: skip
 def test_other_models_are_refused(
     folder: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], error: type[Exception], said: str
 ) -> None:

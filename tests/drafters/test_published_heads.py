@@ -227,10 +227,8 @@ def test_texts_are_those_of_plain_decoding(ops: str, target_folder: Path, tmp_pa
     for spec in specs:
         llm = llm_with(target_folder, spec, **choice)
         for params in ({"temperature": 0}, {"seed": 4}):
-            plain, drafted = (
-                llm.generate(prompts, SamplingParams(max_tokens=12, logprobs=1, draft=draft, **params))
-                for draft in ("none", None)
-            )
+            asked = [SamplingParams(max_tokens=12, logprobs=1, draft=draft, **params) for draft in ("none", None)]
+            plain, drafted = (llm.generate(prompts, own) for own in asked)
             for one, other in zip(drafted, plain, strict=True):
                 assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
             assert sum(out.report.num_drafted for out in drafted) > 6

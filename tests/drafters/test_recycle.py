@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.toys import V, crowded, engine_of, likeliest, spoken
+from drafters.toys import V, check_salts_never_share, crowded, engine_of, first_drafted, likeliest, spoken
 from forerun.drafters import Seen
 from forerun.drafters.recycle import Matrix, Options, RecycleDrafter
 from forerun.errors import BadOption
@@ -144,17 +144,9 @@ def test_a_matrix_has_at_most_so_many_rows() -> None:
 # --------------------------------------------------------------------------------------------- who may see a matrix
 
 
-def first_drafted(engine: Any, salt: str | None) -> int:
-    """Tokens that the first round of a request drafts."""
-    return spoken(engine, [5, 2, 7], cache_salt=salt)[0].num_drafted
-
-
 def test_texts_of_different_salts_never_share() -> None:
     made = drafter(shared=True, from_prompt=False)
-    engine = engine_of(made, 3)
-    assert first_drafted(engine, "a") == 0
-    assert first_drafted(engine, "b") == first_drafted(engine, None) == 0
-    assert first_drafted(engine, "a") == first_drafted(engine, "b") == first_drafted(engine, None) == 3
+    check_salts_never_share(made)
     assert len(made._matrices.tables) == 3
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from forerun import LLM, BadOption, SamplingParams, StepReport, native
+from forerun import LLM, BadOption, SamplingParams, StepReport
 from forerun.drafters.shared.continuations import Guess
 from forerun.engine.engine import philox_coins
 from forerun.sampling.grammar import vocabulary
 from forerun.testing.engines import letters
 from forerun.types import EDGES, Budget, DraftStep, Sequence, Stop
+from support import needs_native
 
-needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
 SHARES = [0.3, 0.5, 0.6, 0.7, 0.85, 0.95, 0.99]
 

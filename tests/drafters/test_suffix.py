@@ -5,19 +5,16 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 
 import pytest
 
 from drafters.requests import drafted, finished, request
-from engine.load import MODEL, run, runner_with
+from drafters.toys import engine_with
+from engine.load import MODEL, run
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.suffix import Options, Past, SuffixDrafter
 from forerun.engine import router
-from forerun.engine.engine import Engine
-from forerun.engine.router import Router
 from forerun.errors import BadOption
-from forerun.pacing.fixed import FixedPacing
 from forerun.testing.engines import target_for
 from forerun.types import SamplingParams
 
@@ -28,10 +25,6 @@ def suffix(**options) -> SuffixDrafter:
 
 def chain(tokens: list[int], num_tokens: int = 8, **options) -> list[int]:
     return drafted(suffix(**options), request(tokens), num_tokens).tokens
-
-
-def text_of(tokens: Iterable[int]) -> array[int]:
-    return array("i", tokens)
 
 
 FAR = {"max_spec_factor": 100.0}
@@ -157,20 +150,20 @@ def test_the_oldest_texts_go_first() -> None:
     """Capacity counts a token for the end of each text, and is one for all salts."""
     past = Past(max_requests=10, max_tokens=8)
     for salt, text in (("a", [1, 2]), ("b", [3, 4]), ("a", [5])):
-        past.add(salt, text_of(text))
+        past.add(salt, array("i", text))
     assert (past.of("a").tolist(), past.of("b").tolist()) == ([1, 2, -1, 5, -1], [3, 4, -1])
-    past.add("a", text_of([6, 7]))
+    past.add("a", array("i", [6, 7]))
     assert (past.of("a").tolist(), past.of("b").tolist()) == ([5, -1, 6, 7, -1], [3, 4, -1])
-    past.add("a", text_of([8]))
+    past.add("a", array("i", [8]))
     assert (past.of("a").tolist(), past.of("b").tolist()) == ([5, -1, 6, 7, -1, 8, -1], [])
-    past.add("c", text_of(range(100)))
+    past.add("c", array("i", range(100)))
     assert (past.of("a").tolist(), past.of("c").tolist()) == ([], [*range(93, 100), -1])
 
 
 def test_the_number_of_requests_is_limited_too() -> None:
     past = Past(max_requests=2, max_tokens=100)
     for token in range(5):
-        past.add(None, text_of([token]))
+        past.add(None, array("i", [token]))
     assert past.of(None).tolist() == [3, -1, 4, -1]
 
 
@@ -186,7 +179,7 @@ def test_remembering_can_be_turned_off(nothing) -> None:
 
 def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() -> None:
     drafter = suffix()
-    engine = Engine(runner_with(MODEL, 1024), Router({"suffix": drafter}), FixedPacing(3), max_seq_len=128)
+    engine = engine_with(drafter, 3)
     kept = engine.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=8, temperature=0.0, cache_salt="a"))
     gone = engine.add([4, 5, 6, 4, 5], SamplingParams(max_tokens=8, temperature=0.0, cache_salt="b"))
     for _ in range(2):
@@ -202,10 +195,7 @@ def test_the_engine_ends_texts_with_their_last_token_and_drops_aborted_ones() ->
 def test_auto_chooses_the_tree_and_lookup_for_rules_of_chains() -> None:
     """Where no draft model ships with the target. Who names the tree gets it, or a refusal."""
     target = target_for(MODEL, num_ids=61, max_batch_size=4, max_seq_len=128)
-    auto, named = (
-        Engine(runner_with(MODEL, 1024), router.make([spec], target), FixedPacing(3), max_seq_len=128)
-        for spec in ("auto", "suffix:shape=tree")
-    )
+    auto, named = (engine_with(router.make([spec], target), 3) for spec in ("auto", "suffix:shape=tree"))
     assert auto.drafter.first.shape == "tree"
     wanted = {None: "suffix", "ratio": "suffix", "typical": "suffix", "block": "lookup", "lenience:l=0.5": "lookup"}
     for acceptance, drafter in wanted.items():
@@ -215,11 +205,10 @@ def test_auto_chooses_the_tree_and_lookup_for_rules_of_chains() -> None:
     for engine, draft in ((auto, "suffix"), (named, None), (named, "auto")):
         with pytest.raises(BadOption, match="cannot judge the drafts of 'suffix'"):
             engine.make([1, 2, 1], SamplingParams(max_tokens=8, acceptance="block", draft=draft))
-    rules = (None, "block", "match")
-    mixed = [auto.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=20, temperature=0.0, acceptance=a)) for a in rules]
-    run(
-        auto, [*mixed, plain := auto.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=20, temperature=0.0, draft="none"))]
-    )
+    ways = [{"acceptance": rule} for rule in (None, "block", "match")] + [{"draft": "none"}]
+    requests = [auto.add([1, 2, 3, 1, 2], SamplingParams(max_tokens=20, temperature=0.0, **way)) for way in ways]
+    run(auto, requests)
+    *mixed, plain = requests
     assert [request.seq.tokens for request in mixed] == [plain.seq.tokens] * 3
     assert all(request.report.num_drafted for request in mixed)
 
@@ -231,8 +220,7 @@ def test_a_shape_that_does_not_exist_is_refused() -> None:
 
 def test_two_of_one_method_are_both_there_in_either_order() -> None:
     target = target_for(MODEL, num_ids=61, max_batch_size=4, max_seq_len=128)
-    for specs in (["none", "suffix", "suffix:shape=tree"], ["none", "suffix:shape=tree", "suffix"]):
-        found = router.make(specs, target)
-        assert [found.members[found.chosen(spec)].shape for spec in specs[1:]] == [
-            "tree" if spec != "suffix" else "chain" for spec in specs[1:]
-        ]
+    shapes = {"suffix": "chain", "suffix:shape=tree": "tree"}
+    for specs in ([*shapes], [*shapes][::-1]):
+        found = router.make(["none", *specs], target)
+        assert {spec: found.members[found.chosen(spec)].shape for spec in specs} == shapes

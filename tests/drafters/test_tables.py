@@ -17,11 +17,11 @@ from forerun.drafters.shared import artifacts, tables
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing import enumerate_outcomes
-from forerun.testing.engines import target_for
+from forerun.testing.engines import TARGET, V, every_way, plain_outputs, spoken, target_for, total_variation
 from forerun.theory import formulas
 from forerun.train.ngram import Fit, fitted, save
 from forerun.types import Budget, Draft, Probs, SamplingParams, Sequence
-from house.enumeration import TARGET, Case, V, every_way, plain_outputs, spoken, total_variation
+from house.enumeration import Case
 from support import built
 
 NUM_IDS = 5

@@ -92,10 +92,8 @@ def test_it_is_found_for_the_same_model_in_any_place_and_number_of_bits(target: 
     assert len({OpenedCheckpoint.of(tmp_path / f"{bits}.gguf").fingerprint for bits in ("F32", "Q8_0", "Q4_0")}) == 1
     weights["model.layers.0.input_layernorm.weight"][3] *= 2
     write_model(tmp_path / "other.gguf", spec, weights)
-    assert (
-        OpenedCheckpoint.of(tmp_path / "other.gguf").fingerprint
-        != OpenedCheckpoint.of(tmp_path / "F32.gguf").fingerprint
-    )
+    other, own = (OpenedCheckpoint.of(tmp_path / name).fingerprint for name in ("other.gguf", "F32.gguf"))
+    assert other != own
 
 
 def test_it_is_not_found_for_another_model(target: Path, tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.errors import BadOption, VocabularyMismatch
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.toy import ToyModel, ToyTable
-from forerun.testing.engines import target_for
+from forerun.testing.engines import HORIZON, TARGET, every_way, plain_outputs, spoken, target_for, total_variation
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.translation import BLOCK_TOKENS, Translation, continuation, shared_ids
 from forerun.types import SamplingParams
-from house.enumeration import HORIZON, TARGET, Case, every_way, plain_outputs, spoken, total_variation
+from house.enumeration import Case
 from house.test_same_as_plain import check_draft_cache
 from models.gguf_vocabularies import smollm2
 from saved import save_checkpoint
@@ -67,15 +67,9 @@ DRAFTS = {
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
-    "all": {
-        "temperature": 1.3,
-        "top_k": 2,
-        "top_p": 0.9,
-        "repetition_penalty": 1.4,
-        "presence_penalty": 0.5,
-        "logit_bias": {0: 0.6, 2: -float("inf")},
-    },
-}
+    "all": {"temperature": 1.3, "top_k": 2, "top_p": 0.9, "repetition_penalty": 1.4, "presence_penalty": 0.5,
+            "logit_bias": {0: 0.6, 2: -float("inf")}},
+}  # fmt: skip
 
 
 def case(name: str, rule: str, **sampling: Any) -> Case:

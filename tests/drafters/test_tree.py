@@ -21,12 +21,13 @@ from forerun.engine.engine import Engine, philox_coins
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.testing import Branching, enumerate_outcomes
+from forerun.testing.engines import HORIZON, PROMPT, SPACE_TOKENS, TARGET, drafter_for, runner_for, total_variation
 from forerun.train.shares import accepted_shares, measure
 from forerun.types import Probs, RoundDetail, SamplingParams, Sequence
-from house.enumeration import HORIZON, PROMPT, SPACE_TOKENS, TARGET, Case, drafter_for, runner_for, total_variation
+from house.enumeration import Case
 from house.test_lossless_trees import continued
 from house.test_same_as_plain import check_draft_cache, prompts
-from support import random_decoder
+from support import random_decoder, rounds_of
 
 EXACT = 1e-12
 TREES: list[dict[str, Any]] = [
@@ -44,16 +45,10 @@ def first_round(
     rounds: list[RoundDetail] = []
 
     def run(way: Branching) -> tuple[int, ...]:
-        engine = Engine(
-            runner_for(TARGET),
-            drafter_for(Case(name, params, options)),
-            pacing.make("fixed", 4),
-            coins=lambda seq: way.at(len(seq.tokens)),
-            max_seq_len=SPACE_TOKENS,
-            max_batch_size=1,
-        )
-        own: list[RoundDetail] = []
-        engine.listen(lambda report: own.extend(report.rounds), detail=True)
+        drafter, policy = drafter_for(Case(name, params, options)), pacing.make("fixed", 4)
+        coins, sizes = (lambda seq: way.at(len(seq.tokens))), {"max_seq_len": SPACE_TOKENS, "max_batch_size": 1}
+        engine = Engine(runner_for(TARGET), drafter, policy, coins=coins, **sizes)
+        own = rounds_of(engine)
         request = engine.add(PROMPT, params)
         while not own and request.error is None:
             engine.step()
@@ -167,8 +162,7 @@ def test_sequoia_drafts_the_best_tree_of_the_measured_shares(tmp_path: Path) -> 
     drafter = support.drafter_for("tree", model, shape="sequoia", file=shares_file(tmp_path / "shares", model))
     for temperature, roots in ((0.0, 4), (0.8, 1)):  # of seven nodes; a rank is no likelier than the one before it
         engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 7), max_seq_len=256)
-        rounds: list[RoundDetail] = []
-        engine.listen(lambda report, rounds=rounds: rounds.extend(report.rounds), detail=True)
+        rounds = rounds_of(engine)
         request = engine.add(prompts()[4], SamplingParams(max_tokens=20, temperature=temperature))
         while request.seq.finish_reason is None:
             engine.step()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from engine.load import run
+from engine.load import MODEL, run, runner_with
+from forerun import LLM
 from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
-from forerun.engine.router import Router
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Runner
 from forerun.models.toy import ToyModel, ToyTable
@@ -25,21 +27,43 @@ def likeliest(token: int, num: int = 1) -> list[int]:
 
 def engine_of(drafter: Drafter, spec_length: int, num_tokens: int | None = None) -> Engine:
     """An engine on the toy. num_tokens: of its cache."""
-    cache = BlockCache.create(
-        TOY.config.cache_shape,
-        "paged",
-        max_batch_size=3,
-        max_seq_len=SPACE_TOKENS,
-        dtype=TOY.cache_dtype,
-        num_tokens=num_tokens,
-    )
-    return Engine(
-        Runner(TOY, cache),
-        Router({"own": drafter}),
-        FixedPacing(spec_length),
-        max_seq_len=SPACE_TOKENS,
-        max_batch_size=3,
-    )
+    cache = BlockCache.of(TOY, "paged", max_batch_size=3, max_seq_len=SPACE_TOKENS, num_tokens=num_tokens)
+    pacing = FixedPacing(spec_length)
+    return Engine(Runner(TOY, cache), drafter, pacing, max_seq_len=SPACE_TOKENS, max_batch_size=3)
+
+
+def engine_with(drafter: Drafter, spec_length: int, **options: Any) -> Engine:
+    """An engine on a decoder of random weights."""
+    return Engine(runner_with(MODEL, 1024), drafter, FixedPacing(spec_length), **{"max_seq_len": 128, **options})
+
+
+def drafts_of(llm: LLM, kind: type) -> list[tuple[list[int], list[int]]]:
+    """A list that fills with what an engine's drafter, of that kind, drafts by itself, and the tokens behind which."""
+    drafter, seen = llm.engine.drafter.first, list[tuple[list[int], list[int]]]()
+    assert isinstance(drafter, kind)
+    own: Any = drafter
+    own_draft = own.own_draft
+
+    def watched(seqs: Any, budget: Any, coins: Any) -> Any:
+        draft = own_draft(seqs, budget, coins)
+        seen.append((list(seqs[0].tokens), list(draft.tokens)))
+        return draft
+
+    own.own_draft, own.search = watched, None
+    return seen
+
+
+def first_drafted(engine: Engine, salt: str | None) -> int:
+    """Tokens that the first round of a request drafts."""
+    return spoken(engine, [5, 2, 7], cache_salt=salt)[0].num_drafted
+
+
+def check_salts_never_share(drafter: Drafter) -> None:
+    """Of a drafter that shares what it learns and reads no prompt: texts of one salt alone know each other."""
+    engine = engine_of(drafter, 3)
+    assert first_drafted(engine, "a") == 0
+    assert first_drafted(engine, "b") == first_drafted(engine, None) == 0
+    assert first_drafted(engine, "a") == first_drafted(engine, "b") == first_drafted(engine, None) == 3
 
 
 def spoken(engine: Engine, prompt: list[int], max_tokens: int = 20, **params: object) -> list[StepReport]:
