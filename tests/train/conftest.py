@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from typer.testing import CliRunner
 
 from forerun import LLM, RequestOutput, SamplingParams
-from forerun.train import loop
+from forerun.cli.train import app
+from forerun.ops import load_model
+from forerun.train import lm, loop
 from forerun.train.config import LoopConfig, TrainConfig
-from forerun.train.model import TorchModel, load_decoder, read_shape, run_windows
+from forerun.train.model import TorchModel, deepen, load_decoder, read_shape, run_windows
 from forerun.train.ops import TrainingOps
 from forerun.train.shape import ModelShape
 
@@ -36,18 +40,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_config(out: Path, text: Path, **overrides: Any) -> TrainConfig:
     """The configuration of a tiny run; keyword arguments override its fields."""
     options: dict[str, Any] = {
-        "shape": ModelShape(32, 2, 4, 2, 64, 300),
-        "out": out,
-        "steps": 30,
-        "tokens_per_step": 128,
-        "seq_len_tokens": 32,
-        "lr": 1e-2,
-        "warmup_steps": 3,
-        "validate_every_steps": 10,
-        "validation_windows": 4,
-        "text": text,
-        "autocast": "off",
-    }
+        "shape": ModelShape(32, 2, 4, 2, 64, 300), "out": out, "steps": 30, "tokens_per_step": 128,
+        "seq_len_tokens": 32, "lr": 1e-2, "warmup_steps": 3, "validate_every_steps": 10, "validation_windows": 4,
+        "text": text, "autocast": "off",
+    }  # fmt: skip
     return TrainConfig(**{**options, **overrides})
 
 
@@ -101,11 +97,38 @@ def computes_as_transformers(config: TrainConfig, named: str, tolerance: float) 
     assert read_shape(folder) == config.shape
     llm = LLM(folder, draft=f"model:path={folder}", dtype="float32", spec_length=3)
     (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
-    written = theirs.generate(
-        torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    prompt = torch.tensor([[5, 6, 7]])
+    written = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert output.token_ids == written[0, 3:].tolist()
     return ours, output
+
+
+def check_resumed(whole: Any, parts: Any, interrupt: Interrupt, step: int, train: Any = lm.train) -> None:
+    """Assert that a run which is stopped before a step, and goes on, ends as one that is not stopped."""
+    train(whole, quiet=True)
+    interrupt(step, lambda: train(parts, quiet=True))
+    torch.manual_seed(123)  # whatever happened in between
+    train(parts, resume=True, quiet=True)
+    assert read_log(parts) == read_log(whole)
+    ours, theirs = (torch.load(c.out / "state.pt", weights_only=False)["weights"] for c in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def check_deepened(weights: dict[str, Tensor], shape: ModelShape, deep: ModelShape) -> dict[str, Tensor]:
+    """Assert that weights which are made deeper compute the same, and return them."""
+    grown = deepen(weights, shape, deep, seed=1)
+    tokens = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
+    models = [load_model(s.spec(), w, TrainingOps(32)) for s, w in ((shape, weights), (deep, grown))]
+    assert torch.equal(*(run_windows(model, tokens) for model in models))
+    return grown
+
+
+def check_command(sizes: str, text: Path, out: Path, shape: ModelShape) -> None:
+    """Assert that `forerun train lm` with these sizes writes a model of this shape."""
+    run = f"--out {out} --text {text} --max-steps 1 --tokens-per-step 64 --seq-len-tokens 32 --quiet"
+    found = CliRunner().invoke(app, ["lm", *sizes.split(), "--vocab-size", "300", *run.split()])
+    assert found.exit_code == 0, found.output
+    assert read_shape(out / "model") == shape
 
 
 Interrupt = Callable[[int, Callable[[], Any]], None]

@@ -13,9 +13,8 @@ from forerun.cli.main import main
 from forerun.cli.train import app
 from forerun.drafters import Target
 from forerun.engine.opened import SHIPPED_TARGET
-from forerun.testing.engines import target_for
+from forerun.testing.engines import TARGET, target_for
 from forerun.text.tokenizer import Tokenizer
-from house.enumeration import TARGET
 
 TEXT = "def first(values):\n    return values[0]\n"
 

@@ -14,17 +14,21 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from typer.testing import CliRunner
 
-from forerun.cli.train import app
 from forerun.errors import BadOption
-from forerun.ops import load_model
 from forerun.train import lm
 from forerun.train.config import TrainConfig
-from forerun.train.model import deepen, initial_weights, read_shape, run_windows
-from forerun.train.ops import TrainingOps
+from forerun.train.model import initial_weights
 from forerun.train.shape import ModelShape
-from train.conftest import Interrupt, computes_as_transformers, read_log, tiny_config
+from train.conftest import (
+    Interrupt,
+    check_command,
+    check_deepened,
+    check_resumed,
+    computes_as_transformers,
+    read_log,
+    tiny_config,
+)
 
 SHAPE = ModelShape(32, 2, 4, 4, 64, 300, max_positions=32, family="gpt2")
 SMALL = ModelShape(16, 1, 2, 2, 32, 300, max_positions=32, family="gpt2")
@@ -65,13 +69,7 @@ def test_the_file_has_the_published_names(trained: TrainConfig) -> None:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrupt) -> None:
     whole, parts = (tiny(name, shape=SHAPE, steps=20, autocast="bf16") for name in ("whole", "parts"))
-    lm.train(whole, quiet=True)
-    interrupt(11, lambda: lm.train(parts, quiet=True))
-    torch.manual_seed(123)  # whatever happened in between
-    lm.train(parts, resume=True, quiet=True)
-    assert read_log(parts) == read_log(whole)
-    ours, theirs = (torch.load(c.out / "state.pt", weights_only=False)["weights"] for c in (parts, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    check_resumed(whole, parts, interrupt, 11)
     with pytest.raises(BadOption, match="shape"):
         lm.train(replace(parts, shape=ModelShape(32, 2, 4, 4, 64, 300)), resume=True, quiet=True)
 
@@ -91,15 +89,11 @@ def test_first_weights_are_those_of_gpt2() -> None:
 
 
 def test_a_deepened_model_computes_the_same() -> None:
-    deep = replace(SHAPE, num_layers=4)
     weights = initial_weights(SHAPE, 0)
     for name, weight in weights.items():
         if name.endswith(".bias"):
             weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    grown = deepen(weights, SHAPE, deep, seed=1)
-    tokens = torch.randint(0, 300, (2, 8))
-    models = [load_model(s.spec(), w, TrainingOps(8)) for s, w in ((SHAPE, weights), (deep, grown))]
-    assert torch.equal(*(run_windows(model, tokens) for model in models))
+    check_deepened(weights, SHAPE, replace(SHAPE, num_layers=4))
 
 
 def test_drafts_learn_their_teacher_one_after_another(tiny: Make, trained: TrainConfig) -> None:
@@ -143,8 +137,5 @@ def test_a_state_from_before_there_were_families_is_of_a_llama() -> None:
 
 def test_the_command_trains_one(sources: Path, tmp_path: Path) -> None:
     """All heads have keys and values of their own, and there are as many positions as a sequence has."""
-    sizes = "--family gpt2 --hidden-size 32 --layers 1 --heads 4 --ffn-size 64 --vocab-size 300"
-    run = f"--out {tmp_path / 'run'} --text {sources} --max-steps 1 --tokens-per-step 64 --seq-len-tokens 32 --quiet"
-    found = CliRunner().invoke(app, ["lm", *sizes.split(), *run.split()])
-    assert found.exit_code == 0, found.output
-    assert read_shape(tmp_path / "run" / "model") == replace(SHAPE, num_layers=1)
+    sizes = "--family gpt2 --hidden-size 32 --layers 1 --heads 4 --ffn-size 64"
+    check_command(sizes, sources, tmp_path / "run", replace(SHAPE, num_layers=1))

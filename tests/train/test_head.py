@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams, registry
-from forerun.blocks import resized
 from forerun.cli.train import app as train_app
 from forerun.config import EngineConfig
 from forerun.drafters.shared import head_files
@@ -32,18 +32,14 @@ from forerun.train.config import HeadConfig
 from forerun.train.fingerprint import fingerprint
 from forerun.train.heads import dflash, eagle as eagle_head
 from forerun.train.samples import read_samples
-from tiny import write_tiny
+from support import rounds_of
+from tiny import tiny_config as mini, write_tiny
+from train.conftest import Interrupt, read_log
 from train.written import write, writer_of
 
-METHODS = [
-    "eagle:draft_vocab=200,steps=3",
-    "mtp:draft_vocab=257,steps=3",
-    "medusa:draft_vocab=200,heads=2",
-    "hydra:draft_vocab=200,heads=3,blocks=2",
-    "dflash:draft_vocab=200,block=4,depth=1",
-    "blockwise:draft_vocab=200,heads=2,units=16",
-    "pass:vectors=2,every=4",
-]
+METHODS = ["eagle:draft_vocab=200,steps=3", "mtp:draft_vocab=257,steps=3", "medusa:draft_vocab=200,heads=2",
+           "hydra:draft_vocab=200,heads=3,blocks=2", "dflash:draft_vocab=200,block=4,depth=1",
+           "blockwise:draft_vocab=200,heads=2,units=16", "pass:vectors=2,every=4"]  # fmt: skip
 NUM_TOKENS = 2500  # of the samples; first weights are made of about each once
 MEDUSA_2 = "medusa:draft_vocab=257,heads=2,backbone=true"
 Make = Callable[..., HeadConfig]
@@ -56,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Checkpoint:
-    return Opened.of(EngineConfig(target=str(folder), ops="reference")).load()
+    return opened(folder)
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +65,9 @@ def samples(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_config(**overrides: Any) -> HeadConfig:
     """The configuration of a tiny run; keyword arguments are its other fields, or override them."""
     options: dict[str, Any] = {
-        "steps": 8,
-        "tokens_per_step": 128,
-        "seq_len_tokens": 64,
-        "lr": 5e-3,
-        "warmup_steps": 2,
-        "validate_every_steps": 4,
-        "autocast": "off",
-        "method": METHODS[0],
-        "fit_tokens": NUM_TOKENS,
-    }
+        "steps": 8, "tokens_per_step": 128, "seq_len_tokens": 64, "lr": 5e-3, "warmup_steps": 2,
+        "validate_every_steps": 4, "autocast": "off", "method": METHODS[0], "fit_tokens": NUM_TOKENS,
+    }  # fmt: skip
     return HeadConfig(**{**options, **overrides})
 
 
@@ -97,10 +86,9 @@ def tiny(samples: Path, features: Path, tmp_path: Path) -> Make:
     return lambda out="run", **overrides: tiny_config(out=tmp_path / out, **{**own, **overrides})
 
 
-def log_of(config: HeadConfig) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in line.items() if k not in ("elapsed_s", "tokens_per_s")} for line in loop.read_log(config.out)
-    ]
+def opened(folder: Path) -> Checkpoint:
+    """A target on the reference operators."""
+    return Opened.of(EngineConfig(target=str(folder), ops="reference")).load()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -109,7 +97,7 @@ def test_a_head_learns_and_drafts_what_the_target_says(
 ) -> None:
     config = tiny(method=method, steps=40, validate_every_steps=40)
     numbers = training.train(config, checkpoint, quiet=True)
-    losses = [line["train_loss"] for line in log_of(config) if "train_loss" in line]
+    losses = [line["train_loss"] for line in read_log(config) if "train_loss" in line]
     assert losses[-1] < losses[0] - 0.2
     assert 0 <= numbers["agreement_1"] <= 1
     name = method.partition(":")[0]
@@ -135,24 +123,13 @@ def test_a_target_on_native_kernels_teaches_a_head(folder: Path, samples: Path, 
 
 @pytest.mark.parametrize("method", [*METHODS, MEDUSA_2])
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    tiny: Make, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, method: str
+    tiny: Make, checkpoint: Checkpoint, interrupt: Interrupt, method: str
 ) -> None:
     whole, parts = tiny("whole", method=method), tiny("parts", method=method)
     training.train(whole, checkpoint, quiet=True)
-    real_step = loop.train_step
-
-    def stop_at_5(run: loop.Run) -> tuple[float, float]:
-        if run.step == 5:
-            loop.save_state(run)
-            raise KeyboardInterrupt
-        return real_step(run)
-
-    monkeypatch.setattr(loop, "train_step", stop_at_5)
-    with pytest.raises(KeyboardInterrupt):
-        training.train(parts, checkpoint, quiet=True)
-    monkeypatch.setattr(loop, "train_step", real_step)
+    interrupt(5, lambda: training.train(parts, checkpoint, quiet=True))
     training.train(parts, checkpoint, resume=True, quiet=True)
-    assert log_of(parts) == log_of(whole)
+    assert read_log(parts) == read_log(whole)
     for name in ("head", *(["model"] if method == MEDUSA_2 else [])):
         files = [config.out / name / "model.safetensors" for config in (parts, whole)]
         assert files[0].read_bytes() == files[1].read_bytes()
@@ -231,12 +208,8 @@ def test_stored_features_are_the_recomputed_ones(tiny: Make, checkpoint: Checkpo
     assert rows.read_bytes() == data
     fewer = training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=1+2"), checkpoint)
     assert torch.equal(fewer.data.batch(3).layers, batches[0].layers)
-    assert (
-        training.prepare(tiny(features=tmp_path / "features", method=METHODS[2]), checkpoint)
-        .data.batch(0)
-        .layers.shape[2]
-        == 0
-    )
+    without = training.prepare(tiny(features=tmp_path / "features", method=METHODS[2]), checkpoint)
+    assert without.data.batch(0).layers.shape[2] == 0
     with pytest.raises(BadOption, match="are of layers="):
         training.prepare(tiny(features=tmp_path / "features", method="eagle:layers=0+1"), checkpoint)
 
@@ -266,8 +239,7 @@ def test_the_drafter_computes_what_was_trained(tiny: Make, checkpoint: Checkpoin
     draft = f"{name}:path={config.out / 'head'}" + (",shape=1x1x1" if name in ("medusa", "hydra") else "")
     length = 5 if name == "pass" else 3  # some of which are vectors
     llm = LLM(str(folder), draft=draft, spec_length=length, pacing="fixed", ops="reference", max_seq_len=128)
-    rounds = list[Any]()
-    llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    rounds = rounds_of(llm)
     out = llm.generate([[5, 9, 40, 8, 100, 3]], SamplingParams(max_tokens=12, temperature=0))[0]
     tokens = [5, 9, 40, 8, 100, 3, *out.token_ids]
     num = num_equal = 0
@@ -324,7 +296,7 @@ def test_what_is_learned_is_what_the_target_says_there(tiny: Make, checkpoint: C
 def test_heads_learn_by_other_losses(tiny: Make, checkpoint: Checkpoint, loss: str) -> None:
     config = tiny(method=f"medusa:draft_vocab=200,heads=1,loss={loss}", steps=40)
     training.train(config, checkpoint, quiet=True)
-    losses = [line["train_loss"] for line in log_of(config) if "train_loss" in line]
+    losses = [line["train_loss"] for line in read_log(config) if "train_loss" in line]
     assert losses[-1] < losses[0]
     assert loss == "ce" or 0 <= losses[-1] <= 1
     with pytest.raises(BadOption, match="ce, kl or alpha"):
@@ -435,71 +407,58 @@ def test_heads_that_a_run_cannot_go_on_from(
         change["init_from"] = str(published)
     if change["init_from"] == "other weights":
         change["init_from"] = str(trained)
-        checkpoint = Opened.of(EngineConfig(target=str(write_tiny(tmp_path / "other", seed=1)), ops="reference")).load()
+        checkpoint = opened(write_tiny(tmp_path / "other", seed=1))
     with pytest.raises((BadOption, NotFound), match=said):
         training.prepare(tiny(**change, features=tmp_path / "features"), checkpoint)
     assert not (tmp_path / "features").exists(), "refused before hidden states are stored"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "error", "said"),
-    [
-        ("truncated", UnsupportedModel, "not a readable safetensors file"),
-        ("pickle", UnsupportedModel, "is a pickle"),
-        ("missing", NotFound, "name a folder with config.json"),
-        ("method", BadOption, "is a head of 'medusa'"),
-        ("tokenizer", BadOption, "another tokenizer"),
-        ("target", BadOption, "other weights"),
-        ("sizes", UnsupportedModel, "of shape"),
-        ("layers", BadOption, "hidden states behind 9 layers"),
-        ("ids", UnsupportedModel, "d2t"),
-    ],
-)
-def test_wrong_files_are_refused(
-    trained: Path, folder: Path, tmp_path: Path, spoil: str, error: type, said: str
-) -> None:
-    path, target = tmp_path / "head", folder
-    shutil.copytree(trained, path)
-    weights, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
-    if spoil == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif spoil == "pickle":
-        weights.unlink()
-        (path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    elif spoil == "missing":
-        shutil.rmtree(path)
-    elif spoil == "method":
-        config["forerun"]["method"] = "medusa"
-    elif spoil == "tokenizer":
-        config["forerun"]["tokenizer"] = "0" * 64
-    elif spoil == "target":
-        target = write_tiny(tmp_path / "other", seed=1)
-    elif spoil == "sizes":
-        config["intermediate_size"] += 1
-    elif spoil == "layers":
-        config["eagle_aux_hidden_state_layer_ids"] = [0, 9]
-    elif spoil == "ids":
-        from safetensors.torch import load_file, save_file
+def as_pickle(weights: Path) -> None:
+    weights.unlink()
+    weights.with_name("pytorch_model.bin").write_bytes(pickle.dumps({}))
 
-        tensors = load_file(weights)
-        tensors["d2t"] = tensors["d2t"] + 1000
-        save_file(tensors, weights)
-    if path.exists():
+
+def with_other_ids(weights: Path) -> None:
+    tensors = load_file(weights)
+    save_file(tensors | {"d2t": tensors["d2t"] + 1000}, weights)
+
+
+# What becomes of the weights of a head, or of what its config.json says.
+SPOILT: dict[str, tuple[Callable[[Path], object] | None, Callable[[Any], object] | None, type[Exception], str]] = {
+    "truncated": (lambda w: w.write_bytes(w.read_bytes()[:-100]), None, UnsupportedModel, "not a readable safetensors"),
+    "pickle": (as_pickle, None, UnsupportedModel, "is a pickle"),
+    "missing": (lambda w: shutil.rmtree(w.parent), None, NotFound, "name a folder with config.json"),
+    "ids": (with_other_ids, None, UnsupportedModel, "d2t"),
+    "method": (None, lambda c: c["forerun"].update(method="medusa"), BadOption, "is a head of 'medusa'"),
+    "tokenizer": (None, lambda c: c["forerun"].update(tokenizer="0" * 64), BadOption, "another tokenizer"),
+    "sizes": (None, lambda c: c.update(intermediate_size=c["intermediate_size"] + 1), UnsupportedModel, "of shape"),
+    "layers": (None, lambda c: c.update(eagle_aux_hidden_state_layer_ids=[0, 9]), BadOption, "behind 9 layers"),
+    "target": (None, None, BadOption, "other weights"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_wrong_files_are_refused(trained: Path, folder: Path, tmp_path: Path, case: str) -> None:
+    of_weights, of_config, error, said = SPOILT[case]
+    path = shutil.copytree(trained, tmp_path / "head")
+    if of_weights is not None:
+        of_weights(path / "model.safetensors")
+    if of_config is not None:
+        config = json.loads((path / "config.json").read_text())
+        of_config(config)
         (path / "config.json").write_text(json.dumps(config))
+    target = write_tiny(tmp_path / "other", seed=1) if case == "target" else folder
     with pytest.raises(error, match=said):
         LLM(str(target), draft=f"eagle:path={path}", ops="reference")
 
 
 def test_samples_of_another_target_are_refused(tiny: Make, tmp_path: Path) -> None:
-    other = Opened.of(
-        EngineConfig(target=str(write_tiny(tmp_path / "other", end_token="<|stop|>")), ops="reference")
-    ).load()
     with pytest.raises(BadOption, match="another tokenizer"):
-        training.prepare(tiny(), other)
+        training.prepare(tiny(), opened(write_tiny(tmp_path / "other", end_token="<|stop|>")))
 
 
 def test_layers_that_are_read() -> None:
-    config = resized(eagle_target(), num_layers=30)
+    config = mini("llama", num_layers=30)
     module = heads.load("eagle", config)[1]
     assert module.layers(module.Options(), config) == (15, 29, 30)
     with pytest.raises(BadOption, match="the target has 30 layers"):
@@ -510,12 +469,6 @@ def test_layers_that_are_read() -> None:
         heads.load("dflash:layers=0+30", config)
     with pytest.raises(BadOption, match="method that can be trained"):
         heads.load("egale", config)
-
-
-def eagle_target() -> Any:
-    from tiny import tiny_config
-
-    return tiny_config("llama")
 
 
 def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
@@ -576,7 +529,7 @@ def test_what_a_user_should_know_of_the_samples_is_said(
     assert said == []
     num = len(read_samples(config.samples).samples)
     assert stored == [(i, num) for i in range(1, num + 1)]
-    other = Opened.of(EngineConfig(target=str(folder), ops="reference")).load()
+    other = opened(folder)
     other.model.weights[f"model.layers.{other.model.config.num_layers // 2}.self_attn.v_proj.weight"][0, 0] += 1
     training.prepare(tiny(features=None), other, warn=said.append)
     assert len(said) == 1

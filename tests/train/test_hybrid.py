@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from forerun.cli.train import app
 from forerun.errors import BadOption
 from forerun.train import lm
 from forerun.train.config import TrainConfig
-from forerun.train.model import deepen, initial_weights, read_shape, run_windows
-from forerun.train.ops import TrainingOps
+from forerun.train.model import initial_weights
 from forerun.train.shape import ModelShape
-from train.conftest import Interrupt, computes_as_transformers, read_log
+from train.conftest import (
+    Interrupt,
+    check_command,
+    check_deepened,
+    check_resumed,
+    computes_as_transformers,
+    read_log,
+)
 
 SHAPE = ModelShape(32, 4, 4, 2, 64, 300, family="qwen3_5_text")
 Make = Callable[..., TrainConfig]
@@ -31,22 +35,11 @@ def test_the_checkpoint_is_a_qwen3_5_for_transformers_and_the_engine(tiny: Make)
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrupt) -> None:
     whole, parts = (tiny(name, shape=SHAPE, steps=12, autocast="bf16") for name in ("whole", "parts"))
-    lm.train(whole, quiet=True)
-    interrupt(7, lambda: lm.train(parts, quiet=True))
-    lm.train(parts, resume=True, quiet=True)
-    assert read_log(parts) == read_log(whole)
+    check_resumed(whole, parts, interrupt, 7)
 
 
 def test_a_deepened_model_computes_the_same() -> None:
-    deep = replace(SHAPE, num_layers=8)
-    weights = initial_weights(SHAPE, 0)
-    tokens = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
-    models = [
-        lm.TorchModel(shape.spec(), own, TrainingOps(32))
-        for shape, own in ((SHAPE, weights), (deep, deepen(weights, SHAPE, deep, seed=3)))
-    ]
-    shallow, grown = (model.logits(run_windows(model, tokens)) for model in models)
-    assert torch.equal(shallow, grown)
+    check_deepened(initial_weights(SHAPE, 0), SHAPE, replace(SHAPE, num_layers=8))
 
 
 def test_states_begin_as_published_ones_do() -> None:
@@ -80,7 +73,4 @@ def test_what_is_not_possible_is_refused() -> None:
 
 def test_the_command_trains_one(sources: Path, tmp_path: Path) -> None:
     sizes = "--family qwen3_5_text --hidden-size 32 --layers 4 --heads 4 --ffn-size 64"
-    run = f"--out {tmp_path / 'run'} --text {sources} --max-steps 1 --tokens-per-step 64 --seq-len-tokens 32 --quiet"
-    found = CliRunner().invoke(app, ["lm", *sizes.split(), "--vocab-size", "300", *run.split()])
-    assert found.exit_code == 0, found.output
-    assert read_shape(tmp_path / "run" / "model") == SHAPE
+    check_command(sizes, sources, tmp_path / "run", SHAPE)

@@ -32,17 +32,9 @@ def counting_rows(num: int) -> NDArray[np.uint8]:
 
 
 def config_for(out: Path, **overrides: Any) -> TrainConfig:
-    options: dict[str, Any] = {
-        "shape": SHAPE,
-        "out": out,
-        "ids": out.parent / "rows.npy",
-        "steps": 40,
-        "tokens_per_step": 16 * LENGTH,
-        "seq_len_tokens": LENGTH,
-        "lr": 1e-2,
-        "warmup_steps": 5,
-        "autocast": "off",
-    }
+    options: dict[str, Any] = {"shape": SHAPE, "out": out, "ids": out.parent / "rows.npy", "steps": 40,
+                               "tokens_per_step": 16 * LENGTH, "seq_len_tokens": LENGTH, "lr": 1e-2, "warmup_steps": 5,
+                               "autocast": "off"}  # fmt: skip
     return TrainConfig(**{**options, **overrides})
 
 
@@ -69,12 +61,8 @@ def test_the_checkpoint_runs_without_a_tokenizer(trained: TrainConfig) -> None:
 
 
 def test_a_draft_learns_from_its_target(trained: TrainConfig, tmp_path: Path) -> None:
-    options = {
-        "shape": ModelShape(16, 1, 2, 1, 32, NUM_IDS),
-        "teacher": trained.out / "model",
-        "loss": "kl",
-        "steps": 80,
-    }
+    options = {"shape": ModelShape(16, 1, 2, 1, 32, NUM_IDS), "teacher": trained.out / "model", "loss": "kl"}
+    options["steps"] = 80
     numbers = lm.train(config_for(tmp_path / "draft", ids=trained.ids, **options), quiet=True)
     assert numbers["alpha"] > 0.9
 

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from forerun.cli.train import app
 from forerun.errors import BadOption
 from forerun.train import lm, losses
 from forerun.train.config import TrainConfig
-from forerun.train.model import read_shape, run_windows
+from forerun.train.model import run_windows
 from forerun.train.shape import ModelShape
-from train.conftest import Interrupt, computes_as_transformers, read_log
+from train.conftest import Interrupt, check_command, check_resumed, computes_as_transformers
 
 SHAPE = ModelShape(32, 2, 4, 2, 32, 300, family="qwen3_moe", num_experts=4, num_chosen=2)
 Make = Callable[..., TrainConfig]
@@ -30,10 +28,7 @@ def test_the_checkpoint_is_a_qwen3_moe_for_transformers_and_the_engine(tiny: Mak
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrupt) -> None:
     whole, parts = (tiny(name, shape=SHAPE, steps=12, autocast="bf16") for name in ("whole", "parts"))
-    lm.train(whole, quiet=True)
-    interrupt(7, lambda: lm.train(parts, quiet=True))
-    lm.train(parts, resume=True, quiet=True)
-    assert read_log(parts) == read_log(whole)
+    check_resumed(whole, parts, interrupt, 7)
 
 
 def test_imbalance_by_hand() -> None:
@@ -77,7 +72,4 @@ def test_what_is_not_possible_is_refused() -> None:
 
 def test_the_command_trains_one(sources: Path, tmp_path: Path) -> None:
     sizes = "--family qwen3_moe --experts 4 --experts-per-token 2 --hidden-size 32 --layers 2 --heads 4 --ffn-size 32"
-    run = f"--out {tmp_path / 'run'} --text {sources} --max-steps 1 --tokens-per-step 64 --seq-len-tokens 32 --quiet"
-    found = CliRunner().invoke(app, ["lm", *sizes.split(), "--vocab-size", "300", *run.split()])
-    assert found.exit_code == 0, found.output
-    assert read_shape(tmp_path / "run" / "model") == SHAPE
+    check_command(sizes, sources, tmp_path / "run", SHAPE)

@@ -216,9 +216,8 @@ def test_nothing_is_added_to_a_gguf_file(tmp_path: Path) -> None:
     write(writer_of(file, ops="reference"), tmp_path / "samples", 600)
     config = HeadConfig(out=out, samples=tmp_path / "samples", method="mtp", steps=1, tokens_per_step=64,
                         seq_len_tokens=64)  # fmt: skip
-    training.train(
-        config, Opened.of(EngineConfig(target=str(file), ops="reference")).load(), quiet=True, warn=said.append
-    )
+    checkpoint = Opened.of(EngineConfig(target=str(file), ops="reference")).load()
+    training.train(config, checkpoint, quiet=True, warn=said.append)
     assert said == ["target.gguf is a GGUF file, to which nothing is added: name the block with mtp:path=OUT/head"]
     assert not (out / "model").exists()
     with LLM(str(file), draft=f"mtp:path={out / 'head'}", pacing="fixed", max_seq_len=128) as llm:

@@ -43,6 +43,11 @@ def loaded(target: Path) -> Checkpoint:
     return Opened.of(EngineConfig(target=str(target), ops="native", device="cpu")).load()
 
 
+def sample(config: SampleConfig, target: Path, recording: Recording | None) -> None:
+    """Let the target write, and record it."""
+    write(config, str(target), lambda now: None, dtype="auto", ops="native", recording=recording)
+
+
 def clock_of(step_s: float = 1.0) -> Callable[[], float]:
     """A clock that goes on by so many seconds whenever it is read."""
     now = 0.0
@@ -123,36 +128,32 @@ def test_hidden_states_are_kept_while_the_target_writes(target: Path, tmp_path: 
     chunks = ({"num_tokens": 1500}, {"num_tokens": 3000})
     for sizes in chunks:
         config = SampleConfig(out=tmp_path / "samples.ids", batch_size=5, question_tokens=60, answer_tokens=60, **sizes)
-        write(config, str(target), lambda now: None, dtype="auto", ops="native", recording=Recording(folder, (2, 1)))
+        sample(config, target, Recording(folder, (2, 1)))
     samples = read_samples(tmp_path / "samples.ids")
     assert {sample.kind for sample in samples.samples} == {"chat", "task", "text"}
     before = (folder / "features.bin").stat()
-    source = Recomputed(checkpoint.model, (2, 1), 300)
-    stored = Stored(folder, samples.samples, source, (2, 1), facts_of(checkpoint.model, samples.options))
+    stored = equal_features(folder, samples, checkpoint.model, (2, 1))
     after = (folder / "features.bin").stat()
     assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size), "nothing was missing"
     assert len(stored.file.rows()) == sum(len(sample.ids) for sample in samples.samples)
+
+
+def equal_features(folder: Path, samples: Samples, model: LoadedModel, layers: tuple[int, ...]) -> Stored:
+    """Assert that stored features are those that a pass over the finished texts computes, and return them."""
+    source = Recomputed(model, layers, 300)
+    stored = Stored(folder, samples.samples, source, layers, facts_of(model, samples.options))
     for sample in samples.samples:
         for had, computed in zip(stored.of(sample).tensors, source.of(sample).tensors, strict=True):
             assert torch.equal(had[:-1], computed[:-1])
-
-
-def equal_features(folder: Path, samples: Samples, model: LoadedModel) -> None:
-    """Stored features are those that a pass over the finished texts computes."""
-    source = Recomputed(model, (1,), 600)
-    stored = Stored(folder, samples.samples, source, (1,), facts_of(model, samples.options))
-    for sample in samples.samples:
-        for had, computed in zip(stored.of(sample).tensors, source.of(sample).tensors, strict=True):
-            assert torch.equal(had[:-1], computed[:-1])
+    return stored
 
 
 @pytest.mark.parametrize("lost", ["all", "some bytes", "a text"])
 def test_what_a_folder_lacks_is_computed_before_more_is_written(target: Path, tmp_path: Path, lost: str) -> None:
     """As of a file that was begun without, or as a kill leaves it: within a row, or between a text and its rows."""
-    options: dict[str, Any] = {"dtype": "auto", "ops": "native"}
     config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=800)
-    folder, told = tmp_path / "rows", list[int]()
-    write(config, str(target), told.append, **options, recording=Recording(folder, (1,)) if lost != "all" else None)
+    folder = tmp_path / "rows"
+    sample(config, target, Recording(folder, (1,)) if lost != "all" else None)
     samples, file = read_samples(config.out), folder / "features.bin"
     if lost != "all":
         row = file.stat().st_size // sum(len(sample.ids) for sample in samples.samples)
@@ -160,41 +161,27 @@ def test_what_a_folder_lacks_is_computed_before_more_is_written(target: Path, tm
             rows.truncate(file.stat().st_size - (7 if lost == "some bytes" else row * len(samples.samples[-1].ids)))
     computed = list[tuple[int, int]]()
     recording = Recording(folder, (1,), lambda num, of: computed.append((num, of)))
-    write(replace(config, num_tokens=1200), str(target), told.append, recording=recording, **options)
+    sample(replace(config, num_tokens=1200), target, recording)
     num = len(samples.samples)
     assert computed == [(i, num) for i in (range(1, num + 1) if lost == "all" else [num])]
     with file.open("ab") as rows:
         rows.write(b"a text that is being written")
-    equal_features(folder, read_samples(config.out), loaded(target).model)
+    equal_features(folder, read_samples(config.out), loaded(target).model, (1,))
 
 
 def test_a_head_begins_the_same_of_recorded_features(target: Path, tmp_path: Path) -> None:
     """Nothing was recorded of a text's last token, and nothing is fitted to it."""
     config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=3000)
-    write(
-        config,
-        str(target),
-        lambda now: None,
-        dtype="auto",
-        ops="native",
-        recording=Recording(tmp_path / "rows", (2, 1)),
-    )
+    sample(config, target, Recording(tmp_path / "rows", (2, 1)))
     checkpoint = loaded(target)
     sizes: dict[str, Any] = {"tokens_per_step": 256, "seq_len_tokens": 256, "fit_tokens": 2048, "steps": 1}
-    for method in (
-        "eagle:draft_vocab=200,layers=1+2,mlp=20",
-        "mtp:draft_vocab=200",
-        "blockwise:draft_vocab=200,heads=2",
-    ):
-        heads = [
-            training.prepare(
-                HeadConfig(out=tmp_path / "out", method=method, samples=config.out, features=features, **sizes),
-                checkpoint,
-            ).head.weights
-            for features in (tmp_path / "rows", None)
-        ]
-        for name, weight in heads[0].items():
-            assert torch.equal(weight, heads[1][name]), (method, name)
+    sizes |= {"out": tmp_path / "out", "samples": config.out}
+    for method in ("eagle:layers=1+2,mlp=20", "mtp", "blockwise:heads=2"):
+        own = HeadConfig(method=f"{method}{',' if ':' in method else ':'}draft_vocab=200", **sizes)
+        tasks = [training.prepare(replace(own, features=rows), checkpoint) for rows in (tmp_path / "rows", None)]
+        recorded, computed = (task.head.weights for task in tasks)
+        for name, weight in recorded.items():
+            assert torch.equal(weight, computed[name]), (method, name)
 
 
 def test_a_recorder_that_fails_ends_the_run(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +191,7 @@ def test_a_recorder_that_fails_ends_the_run(target: Path, tmp_path: Path, monkey
     monkeypatch.setattr("forerun.train.recording.features_of", fails)
     config = SampleConfig(out=tmp_path / "samples.ids", batch_size=4, num_tokens=800)
     with pytest.raises(InternalError, match="no memory"):
-        write(
-            config, str(target), lambda now: None, dtype="auto", ops="native", recording=Recording(tmp_path / "r", (1,))
-        )
+        sample(config, target, Recording(tmp_path / "r", (1,)))
     assert not read_samples(config.out).samples
 
 
@@ -234,9 +219,8 @@ def test_a_sequence_that_gave_way_is_recorded_from_its_beginning() -> None:
 def test_steps_are_those_that_fit_into_what_is_left(tmp_path: Path) -> None:
     """Behind sampling, and a tenth of the time however long that took; ten times the samples at most."""
     weight = torch.ones(1)
-    task: Any = SimpleNamespace(
-        weights={"w": weight}, loss=lambda step: (weight * step).sum(), facts={"num_tokens": 10**6}
-    )
+    facts = {"num_tokens": 10**6}
+    task: Any = SimpleNamespace(weights={"w": weight}, loss=lambda step: (weight * step).sum(), facts=facts)
 
     def steps(sampled_s: float) -> int:
         state = State(HOURS, METHOD, sampled_s=sampled_s)

@@ -13,14 +13,8 @@ from tokenizers import Tokenizer
 from forerun.train.corpus import load_corpus
 from forerun.train.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_tokenizer
 
-SAMPLES = [
-    "def f(x):\n    if x:\n        return  x\n\treturn\r\n",
-    "naïve Ünïcode 漢字 🙂 e\u0301 \u200d\ufeff",
-    "   \n\n \t \n",
-    "\x00\x01\x7f\x80\xff",
-    "1234567 0x_ff ...",
-    "",
-]
+SAMPLES = ["def f(x):\n    if x:\n        return  x\n\treturn\r\n", "naïve Ünïcode 漢字 🙂 e\u0301 \u200d\ufeff",
+           "   \n\n \t \n", "\x00\x01\x7f\x80\xff", "1234567 0x_ff ...", ""]  # fmt: skip
 CODE = ["def f(x):\n    if x:\n        return x\n    return None\n\n\n" * 20, "x = 1\ny = 2\n" * 20]
 
 
