@@ -16,7 +16,6 @@ from forerun.engine.llm import LLM
 from forerun.errors import BadOption, InternalError
 from forerun.theory import formulas
 from forerun.types import SamplingParams, StepReport
-from tiny import write_tiny
 
 PLAIN, MODEL = Variant("none", 0), Variant("model", 3)
 
@@ -27,21 +26,21 @@ def plain_tally(temperature: float, pass_s: float) -> Tally:
     return Tally(PLAIN, temperature, [0.5, 1.0], [step] * 4, [0.0] * 4)
 
 
+def drafting_step(num_accepted: int, **seconds: float) -> StepReport:
+    """A step of one request, whose drafter made 3 tokens."""
+    counts = {"num_accepted": num_accepted, "num_emitted": num_accepted + 1, "num_committed": num_accepted + 1}
+    return StepReport(num_decoding=1, num_drafted=3, num_tested=3, **counts, **seconds)  # type: ignore[arg-type]
+
+
 def model_tally() -> Tally:
     """Per step: 0.3 s of drafting (0.24 in forwards), 0.6 of verifying, 0.05 + 0.02 + 0.03 around it."""
-    step = StepReport(
-        num_decoding=1,
-        num_drafted=3,
-        num_tested=3,
-        num_accepted=2,
-        num_emitted=3,
-        draft_s=0.3,
-        score_s=0.65,
-        target_forward_s=0.6,
-        judge_s=0.02,
-        commit_s=0.03,
-    )
+    step = drafting_step(2, draft_s=0.3, score_s=0.65, target_forward_s=0.6, judge_s=0.02, commit_s=0.03)
     return Tally(MODEL, 0.0, [0.25, 0.4], [step] * 4, [0.24] * 4)
+
+
+def tallied(llms: dict[Variant, LLM], texts: list[str], plan: LatencyPlan) -> Any:
+    with latency.progress_bar() as progress:
+        return latency.tallied(llms, [(f"prompt {i}", text) for i, text in enumerate(texts)], plan, progress)
 
 
 def test_every_number_of_a_line() -> None:
@@ -73,10 +72,9 @@ def test_plain_decoding_is_its_own_measure_and_short_drafts_have_no_prediction()
     assert line_of(short, plain, 0.4).expected is None
 
 
-def test_a_step_is_charged_with_its_own_forwards_only(tmp_path: Path) -> None:
+def test_a_step_is_charged_with_its_own_forwards_only(tiny: Path) -> None:
     """The draft model reads the prompt in 25 steps before the first token; none of that is part of a decoding step."""
-    tiny = str(write_tiny(tmp_path / "tiny"))
-    llm = LLM(tiny, draft=tiny, spec_length=3, pacing="fixed", prefill_chunk_tokens=8, prefix_caching=False)
+    llm = LLM(str(tiny), draft=str(tiny), spec_length=3, pacing="fixed", prefill_chunk_tokens=8, prefix_caching=False)
     reports, tally = list[StepReport](), Tally(MODEL, 0.0)
     llm.listen(reports.append)
     runner = llm.engine.drafter.first.runner
@@ -117,15 +115,13 @@ def test_encoders_are_counted_by_themselves(tmp_path: Path, monkeypatch: pytest.
     assert (tally.encoder_s, tally.num_tokens, tally.seconds_per_token) == ([3.5], [6], [0.0])
 
 
-def test_answers_end_where_the_model_ends_them(tmp_path: Path) -> None:
+def test_answers_end_where_the_model_ends_them(tiny: Path) -> None:
     """Only with until_end; all tallies have the runs of all prompts in their order, twice."""
-    tiny = str(write_tiny(tmp_path / "tiny"))
     ends = {}
     for until_end in (False, True):
         plan = LatencyPlan(num_repeats=2, max_tokens=200, temperatures=(1.0,), until_end=until_end)
-        llm = LLM(tiny, draft="none", prefix_caching=False)
-        with latency.progress_bar() as progress:
-            made = latency.tallied({PLAIN: llm, MODEL: llm}, [("a", "abc"), ("b", "x" * 9)], plan, progress)
+        llm = LLM(str(tiny), draft="none", prefix_caching=False)
+        made = tallied({PLAIN: llm, MODEL: llm}, ["abc", "x" * 9], plan)
         assert [key for key, _ in made.items()] == [(1.0, PLAIN), (1.0, MODEL)]
         assert made[1.0, PLAIN].num_tokens == made[1.0, MODEL].num_tokens
         ends[until_end] = made[1.0, PLAIN].num_tokens
@@ -137,25 +133,20 @@ def test_drafts_are_timed_and_one_that_fails_ends_the_measurement(monkeypatch: p
     """At temperature 1 as at 0: chains are drawn in one call of the runner."""
     plan = LatencyPlan(num_repeats=1, max_tokens=12, temperatures=(0.0, 1.0))
     with LLM("shipped", draft="model", pacing="fixed", spec_length=3, max_seq_len=64) as llm:
-        with latency.progress_bar() as progress:
-            made = latency.tallied({MODEL: llm}, [("a", "def f(")], plan, progress)
+        made = tallied({MODEL: llm}, ["def f("], plan)
         assert all(step.num_drafted and step.draft_s for tally in made.values() for step in tally.steps[:2])
         runner = llm.engine.drafter.first.runner
         monkeypatch.setattr(runner, "run_ahead", lambda *given, **more: 1 // 0)
         monkeypatch.setattr(runner, "forward", lambda *given, **more: 1 // 0)
-        with latency.progress_bar() as progress, pytest.raises(InternalError, match="ZeroDivisionError"):
-            latency.tallied({MODEL: llm}, [("a", "def f(")], plan, progress)
+        with pytest.raises(InternalError, match="ZeroDivisionError"):
+            tallied({MODEL: llm}, ["def f("], plan)
 
 
-def test_each_prompt_begins_with_another_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    monkeypatch.setattr(
-        latency, "run_once", lambda llm, prompt, params, tally, *_: runs.append((prompt, tally.variant))
-    )
+def test_each_prompt_begins_with_another_variant(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = list[tuple[str, Variant]]()
+    monkeypatch.setattr(latency, "run_once", lambda llm, prompt, _, tally, *more: runs.append((prompt, tally.variant)))
     plan, third = LatencyPlan(num_repeats=2, temperatures=(0.0,)), Variant("third", 1)
-    llm = LLM(str(write_tiny(tmp_path / "tiny")), draft="none")
-    with latency.progress_bar() as progress:
-        latency.tallied(dict.fromkeys((PLAIN, MODEL, third), llm), [("a", "x"), ("b", "y")], plan, progress)
+    tallied(dict.fromkeys((PLAIN, MODEL, third), LLM(str(tiny), draft="none")), ["x", "y"], plan)
     assert [prompt for prompt, _ in runs] == ["x"] * 3 + ["y"] * 3 + ["x"] * 3 + ["y"] * 3
     orders = [[variant for _, variant in runs[i : i + 3]] for i in range(0, 12, 3)]
     begun = [[PLAIN, MODEL, third], [MODEL, third, PLAIN], [third, PLAIN, MODEL]]

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.test_latency import drafting_step
 from forerun import registry
 from forerun.bench import exhibits, methods
 from forerun.bench.methods import PROMPTS, Way, compare, read_work, run
@@ -27,25 +28,38 @@ from forerun.drafters import Drafter
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption, InternalError
 from forerun.types import Budget, Coins, Draft, Sequence, StepReport
-from tiny import write_tiny
 
 KINDS = ["chat", "summary", "edit", "question", "list", "story"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
-
-
-def work_file(folder: Path) -> Path:
-    file = folder / "work.jsonl"
+@pytest.fixture
+def work_file(tmp_path: Path) -> Path:
     rows = [
         {"id": f"{kind}-{i}", "kind": kind, "messages": [{"role": "user", "content": f"{kind} {i} " * 3}]}
         for kind in ("chat", "edit")
         for i in (1, 2)
     ]
+    file = tmp_path / "work.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
+
+
+@pytest.fixture
+def measured(tiny: Path, work_file: Path) -> Callable[..., dict[str, Any]]:
+    """Runs a plan over the file of work, with options of the engine besides."""
+
+    def measure(engine: dict[str, Any] | None = None, **plan: Any) -> dict[str, Any]:
+        return run(EngineConfig(target=str(tiny), **engine or {}), MethodsPlan(prompt_file=work_file, **plan))
+
+    return measure
+
+
+def command(tiny: Path, work_file: Path, *options: str) -> list[str]:
+    """The lines that `forerun bench methods` prints, of which the last one is its record."""
+    arguments = ["methods", "--target", str(tiny), "--prompt-file", str(work_file), *options, "--json", "-"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    return done.stdout.splitlines()
 
 
 # ------------------------------------------------------------------------------------------------------------ prompts
@@ -66,27 +80,22 @@ def test_the_shipped_prompts() -> None:
             assert 20 <= text.split("```")[1].count("\n") - 1 <= 40, row["id"]
 
 
-def test_prompts_are_taken_kind_by_kind_in_turn(tmp_path: Path) -> None:
+def test_prompts_are_taken_kind_by_kind_in_turn(work_file: Path) -> None:
     assert [prompt.kind for prompt in read_work(MethodsPlan(prompts_per_kind=2))] == KINDS * 2
-    file = work_file(tmp_path)
-    plan = MethodsPlan(kinds=("edit",), prompts_per_kind=9, prompt_file=file)
+    plan = MethodsPlan(kinds=("edit",), prompts_per_kind=9, prompt_file=work_file)
     assert [prompt.id for prompt in read_work(plan)] == ["edit-1", "edit-2"]
     with pytest.raises(BadOption, match=r"there is no kind of work 'edits'.*did you mean 'edit'"):
-        read_work(MethodsPlan(kinds=("edits",), prompt_file=file))
-    file.write_text('{"id": "a", "text": "b"}\n', encoding="utf-8")
+        read_work(MethodsPlan(kinds=("edits",), prompt_file=work_file))
+    work_file.write_text('{"id": "a", "text": "b"}\n', encoding="utf-8")
     with pytest.raises(BadOption, match=r'is no file of work: every line must be JSON with "id", "kind", "messages"'):
-        read_work(MethodsPlan(prompt_file=file))
+        read_work(MethodsPlan(prompt_file=work_file))
 
 
 # ---------------------------------------------------------------------------------------------------- the whole command
 
 
-def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path: Path) -> None:
-    file = work_file(tmp_path)
-    sizes = ("--prompts", "2", "--max-tokens", "12", "--prompt-file", str(file))
-    done = CliRunner().invoke(app, ["methods", "--target", str(tiny), *sizes, "--json", "-"], env={"COLUMNS": "80"})
-    assert done.exit_code == 0, done.output
-    *printed, last = done.stdout.splitlines()
+def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, work_file: Path) -> None:
+    *printed, last = command(tiny, work_file, "--prompts", "2", "--max-tokens", "12")
     assert all(len(line) <= 80 for line in printed)
     record = json.loads(last)
     names = set(registry.names("forerun.drafters"))
@@ -117,18 +126,12 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, tmp_path:
             assert (line["tokens_per_pass"] > 1) == bool(line["alpha_hat"])
 
 
-def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_draft_model_is_clocked_and_always_right(tiny: Path, measured: Any, capsys: Any) -> None:
     """The target drafts for itself: with K = 3 every pass but the last makes 4 tokens."""
-    plan = MethodsPlan(
-        drafts=(str(tiny), "lookup:max_n=2"),
-        kinds=("chat",),
-        temperatures=(0.0,),
-        max_tokens=12,
-        prompt_file=work_file(tmp_path),
-    )
-    record = run(EngineConfig(target=str(tiny), spec_length=3, pacing="fixed"), plan)
+    drafts, engine = (str(tiny), "lookup:max_n=2"), {"spec_length": 3, "pacing": "fixed"}
+    record = measured(engine, drafts=drafts, kinds=("chat",), temperatures=(0.0,), max_tokens=12)
     by_draft = {line["name"]: line for line in record["lines"]}
-    assert list(by_draft) == [PLAIN, AGAIN, str(tiny), "lookup:max_n=2"]
+    assert list(by_draft) == [PLAIN, AGAIN, *drafts]
     own = by_draft[str(tiny)]
     assert own["alpha_hat"] == 1
     assert own["tokens_per_pass"] == pytest.approx(4)
@@ -138,26 +141,22 @@ def test_a_draft_model_is_clocked_and_always_right(tiny: Path, tmp_path: Path, c
     assert capsys.readouterr().out.count("Temperature 0") == 2
 
 
-def test_other_rules_are_not_compared(tiny: Path, tmp_path: Path, capsys: Any) -> None:
-    plan = MethodsPlan(
-        drafts=("lookup",), temperatures=(0.7,), acceptances=("ratio",), max_tokens=4, prompt_file=work_file(tmp_path)
-    )
-    assert run(EngineConfig(target=str(tiny)), plan)["texts_compared"] == 0
-    assert "At temperature 0.7 texts were not compared with acceptance ratio: each way draws its own." in " ".join(
-        capsys.readouterr().out.split()
-    )
+def test_other_rules_are_not_compared(measured: Any, capsys: Any) -> None:
+    record = measured(drafts=("lookup",), temperatures=(0.7,), acceptances=("ratio",), max_tokens=4)
+    assert record["texts_compared"] == 0
+    said = "At temperature 0.7 texts were not compared with acceptance ratio: each way draws its own."
+    assert said in " ".join(capsys.readouterr().out.split())
     for rule, temperature in ((None, 0.0), (None, 1.0), ("match", 1.0), ("ratio", 0.0)):
         assert Way("", "lookup", "auto", rule).keeps_texts(temperature)
 
 
-def test_policies_and_rules_are_compared_as_drafters_are(tiny: Path, tmp_path: Path) -> None:
+def test_policies_and_rules_are_compared_as_drafters_are(
+    tiny: Path, tmp_path: Path, work_file: Path, measured: Any
+) -> None:
     """Each way by what differs; a rule that cannot judge a drafter leaves that one way out."""
-    sizes = ("--kind", "chat", "--prompts", "1", "--max-tokens", "4", "--prompt-file", str(work_file(tmp_path)))
+    sizes = ("--kind", "chat", "--prompts", "1", "--max-tokens", "4", "--temperature", "1")
     ways = ("--draft", "lookup", "--draft", "suffix:shape=tree", "--pacing", "auto,fixed", "--acceptance")
-    arguments = ["methods", "--target", str(tiny), *sizes, *ways, "ratio,block", "--temperature", "1", "--json", "-"]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
-    assert done.exit_code == 0, done.output
-    record = json.loads(done.stdout.splitlines()[-1])
+    record = json.loads(command(tiny, work_file, *sizes, *ways, "ratio,block")[-1])
     lookup = [("lookup", pacing, rule) for pacing in ("auto", "fixed") for rule in ("ratio", "block")]
     wanted = [*lookup, *(("suffix:shape=tree", pacing, "ratio") for pacing in ("auto", "fixed"))]
     assert [(way["draft"], way["pacing"], way["acceptance"]) for way in record["ways"]] == wanted
@@ -166,9 +165,8 @@ def test_policies_and_rules_are_compared_as_drafters_are(tiny: Path, tmp_path: P
     assert [line["name"] for line in record["lines"]] == [PLAIN, AGAIN, *names]
     assert "cannot judge the drafts" in record["left_out"]["suffix:shape=tree, block"]
     assert record["texts_compared"] == 0
-    plan = MethodsPlan(drafts=("suffix:shape=tree",), acceptances=("block",), prompt_file=work_file(tmp_path))
     with pytest.raises(BadOption, match="cannot judge the drafts"):
-        run(EngineConfig(target=str(tiny)), plan)
+        measured(drafts=("suffix:shape=tree",), acceptances=("block",))
     absent = EngineConfig(target=str(tmp_path / "absent"))
     for wrong in ({"pacings": ("autos",)}, {"acceptances": ("blocks",)}):  # refused before a model is read
         with pytest.raises(BadOption, match="did you mean"):
@@ -176,12 +174,8 @@ def test_policies_and_rules_are_compared_as_drafters_are(tiny: Path, tmp_path: P
 
 
 def test_one_flag_may_name_several_specs() -> None:
-    assert registry.parse_specs(["auto,svip:a=1,b=2,fixed", "auto", "x:of=(y:z=1,w=2)"]) == [
-        "auto",
-        "svip:a=1,b=2",
-        "fixed",
-        "x:of=(y:z=1,w=2)",
-    ]
+    found = registry.parse_specs(["auto,svip:a=1,b=2,fixed", "auto", "x:of=(y:z=1,w=2)"])
+    assert found == ["auto", "svip:a=1,b=2", "fixed", "x:of=(y:z=1,w=2)"]
 
 
 # ------------------------------------------------------------------------------------------------------ loud failures
@@ -219,15 +213,12 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.drafter_fails
-def test_a_drafter_that_fails_is_no_plain_decoding(
-    failing: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = MethodsPlan(drafts=("failing",), temperatures=(0.0,), max_tokens=12, prompt_file=work_file(tmp_path))
+def test_a_drafter_that_fails_is_no_plain_decoding(failing: None, measured: Any) -> None:
     with pytest.raises(InternalError, match=r"the drafter 'failing' failed on .*: what it raised is logged above"):
-        run(EngineConfig(target=str(tiny), pacing="fixed"), plan)
+        measured({"pacing": "fixed"}, drafts=("failing",), temperatures=(0.0,), max_tokens=12)
 
 
-def test_a_changed_text_ends_the_measurement(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_text_ends_the_measurement(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token of lookup's third run is changed behind the engine's back."""
     original, num_runs = methods.run_once, 0
 
@@ -238,9 +229,8 @@ def test_a_changed_text_ends_the_measurement(tiny: Path, tmp_path: Path, monkeyp
         return [*ids[:3], ids[3] % 200 + 1, *ids[4:]] if num_runs == 3 and params.draft == "lookup" else ids
 
     monkeypatch.setattr(methods, "run_once", changed)
-    plan = MethodsPlan(drafts=("lookup",), temperatures=(0.0,), max_tokens=8, prompt_file=work_file(tmp_path))
     with pytest.raises(InternalError, match="'lookup' changed the text of edit-1 at temperature 0: behind 3 equal"):
-        run(EngineConfig(target=str(tiny)), plan)
+        measured(drafts=("lookup",), temperatures=(0.0,), max_tokens=8)
 
 
 def test_a_text_that_is_only_shorter_is_another_one(tiny: Path) -> None:
@@ -256,20 +246,13 @@ def test_a_text_that_is_only_shorter_is_another_one(tiny: Path) -> None:
 
 def tally(draft: str, seconds_per_token: list[float], num_accepted: int) -> Tally:
     """Steps of 1 s, of which 0.5 are the target's and 0.25 drafting, 0.2 of that in a model; 3 tokens are drafted."""
-    drafts = draft != "none"
-    step = StepReport(
-        num_decoding=1,
-        num_drafted=3 * drafts,
-        num_tested=3 * drafts,
-        num_accepted=num_accepted,
-        num_emitted=num_accepted + 1,
-        num_committed=num_accepted + 1,
-        draft_s=0.25 * drafts,
-        score_s=0.5 + 0.5 * (not drafts),
-        target_forward_s=0.5,
-        commit_s=0.25 * drafts,
-    )
-    return Tally(Variant(draft, 0), 0.0, seconds_per_token, [step] * 4, [0.2 * drafts] * 4)
+    num_emitted = num_accepted + 1
+    if draft == "none":
+        step = StepReport(num_decoding=1, num_emitted=num_emitted, num_committed=num_emitted, score_s=1.0)
+    else:
+        step = drafting_step(num_accepted, draft_s=0.25, score_s=0.5, commit_s=0.25)
+    step.target_forward_s = 0.5
+    return Tally(Variant(draft, 0), 0.0, seconds_per_token, [step] * 4, [0.0 if draft == "none" else 0.2] * 4)
 
 
 def test_every_number_of_a_cell_and_a_summary() -> None:
@@ -307,9 +290,8 @@ def test_a_picture_is_refused_before_a_model_is_read(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the picture needs matplotlib")
-def test_the_picture_is_drawn(tiny: Path, tmp_path: Path) -> None:
-    plan = MethodsPlan(drafts=("lookup",), max_tokens=4, prompt_file=work_file(tmp_path), picture=tmp_path / "drawn")
-    run(EngineConfig(target=str(tiny)), plan)
+def test_the_picture_is_drawn(measured: Any, tmp_path: Path) -> None:
+    measured(drafts=("lookup",), max_tokens=4, picture=tmp_path / "drawn")
     drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
     assert drawn.startswith("<?xml")
     for text in ("tiny, ", "speed-up over plain decoding", "temperature 1", "lookup", AGAIN, "edit", "memory at"):

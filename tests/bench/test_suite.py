@@ -21,27 +21,27 @@ from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong
 from tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+BRIEF = {"role": "system", "content": "be short"}
+PROPERTIES = {"type": {"type": "float"}, "via": {"type": "array", "items": {"type": "dict"}}}
+PARAMETERS = {"type": "dict", "properties": PROPERTIES, "required": ["type"]}
 LINES: dict[str, dict[str, Any]] = {
     "mt-bench": {"question_id": 81, "category": "writing", "turns": ["say a", "say b"], "reference": []},
     "spec-bench": {"question_id": 900, "category": "math_reasoning", "turns": ["1 + 1?"]},
     "humaneval": {"task_id": "HumanEval/7", "prompt": "def f():\n", "entry_point": "f", "test": "", "canonical": ""},
-    "bfcl": {
-        "id": "live_multiple_3-1-0",
-        "question": [[{"role": "system", "content": "be short"}, {"role": "user", "content": "how far?"}]],
-        "function": [
-            {
-                "name": "maps.way",
-                "description": "The way.",
-                "parameters": {
-                    "type": "dict",
-                    "properties": {"type": {"type": "float"}, "via": {"type": "array", "items": {"type": "dict"}}},
-                    "required": ["type"],
-                },
-            }
-        ],
-    },
+    "bfcl": {"id": "live_multiple_3-1-0", "question": [[BRIEF, {"role": "user", "content": "how far?"}]],
+             "function": [{"name": "maps.way", "description": "The way.", "parameters": PARAMETERS}]},
     "speed-bench": {"question_id": "x1", "category": "roleplay", "turns": ["be a pirate"]},
     "work": {"id": "chat-1", "kind": "chat", "messages": [{"role": "user", "content": "hello"}]},
+}  # fmt: skip
+
+
+CONVERSATIONS = {  # the id, the kind and the texts of what each of them becomes
+    "mt-bench": ("mt-bench-81", "writing", [["say a"], ["say b"]]),
+    "spec-bench": ("spec-bench-900", "maths", [["1 + 1?"]]),
+    "humaneval": ("HumanEval/7", "code", [["def f():\n"]]),
+    "bfcl": ("live_multiple_3-1-0", "live_multiple", [["be short", "how far?"]]),
+    "speed-bench": ("speed-bench-x1", "roleplay", [["be a pirate"]]),
+    "work": ("chat-1", "chat", [["hello"]]),
 }
 
 
@@ -77,33 +77,20 @@ def test_a_line_becomes_a_conversation(name: str, tmp_path: Path) -> None:
     (one,) = suites.read(name, written(tmp_path, LINES[name])).conversations
     said = [[message["content"] for message in turn] for turn in one.turns]
     assert [turn[-1]["role"] for turn in one.turns] == ["user"] * len(said)
-    wanted = {
-        "mt-bench": ("mt-bench-81", "writing", [["say a"], ["say b"]]),
-        "spec-bench": ("spec-bench-900", "maths", [["1 + 1?"]]),
-        "humaneval": ("HumanEval/7", "code", [["def f():\n"]]),
-        "bfcl": ("live_multiple_3-1-0", "live_multiple", [["be short", "how far?"]]),
-        "speed-bench": ("speed-bench-x1", "roleplay", [["be a pirate"]]),
-        "work": ("chat-1", "chat", [["hello"]]),
-    }
-    assert (one.id, one.kind, said) == wanted[name]
+    assert (one.id, one.kind, said) == CONVERSATIONS[name]
     if name == "bfcl":
         (tool,) = one.tools
         assert tool["function"]["name"] == "maps_way"
         schema = tool["function"]["parameters"]  # its types are JSON's, and a property called type is none
         assert schema["type"] == "object"
-        assert schema["properties"] == {
-            "type": {"type": "number"},
-            "via": {"type": "array", "items": {"type": "object"}},
-        }
+        via = {"type": "array", "items": {"type": "object"}}
+        assert schema["properties"] == {"type": {"type": "number"}, "via": via}
 
 
 def test_spec_bench_counts_the_kinds_of_mt_bench_as_one(tmp_path: Path) -> None:
     lines = [{"question_id": i, "category": kind, "turns": ["a"]} for i, kind in enumerate(("stem", "math", "rag"))]
-    assert [one.kind for one in suites.read("spec-bench", written(tmp_path, *lines)).conversations] == [
-        "turns",
-        "turns",
-        "retrieval",
-    ]
+    found = suites.read("spec-bench", written(tmp_path, *lines)).conversations
+    assert [one.kind for one in found] == ["turns", "turns", "retrieval"]
 
 
 def test_questions_of_several_turns_of_functions_are_left_out(tmp_path: Path) -> None:
@@ -127,10 +114,8 @@ def test_the_prompts_that_ship_are_a_suite() -> None:
     suite = suites.read("work")
     assert Counter(one.kind for one in suite.conversations) == dict.fromkeys(suite.kinds, 8)
     assert [one.id for one in suite.first(3).conversations] == [one.id for one in suite.conversations[:3]]
-    assert Counter(one.kind for one in suite.first(per_kind=2, kinds=("chat", "edit")).conversations) == {
-        "chat": 2,
-        "edit": 2,
-    }
+    few = suite.first(per_kind=2, kinds=("chat", "edit"))
+    assert Counter(one.kind for one in few.conversations) == {"chat": 2, "edit": 2}
     assert len(suite.first(3, per_kind=2).conversations) == 3
     with pytest.raises(BadOption, match=r"there is no kind of work 'edits' .did you mean 'edit'"):
         suite.first(kinds=("edits",))
@@ -141,11 +126,9 @@ def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
         ("mt-bench", {"question_id": 1, "turns": ["a"]}, "it has no 'category'"),
         ("mt-bench", {"question_id": 1, "category": "a", "turns": [1]}, "it is of another form"),
         ("humaneval", {"task_id": 1, "prompt": None}, "it is of another form"),
-        ("bfcl", {"id": "a", "question": []}, "it has no 'function'"),
+        ("bfcl", {"id": "a", "question": [[{"role": "user", "content": "a"}]]}, "it has no 'function'"),
         ("spec-bench", ["a"], "it is of another form"),
     ):
-        if name == "bfcl":
-            line = {"id": "a", "question": [[{"role": "user", "content": "a"}]]}
         file = written(tmp_path, LINES[name], line)  # type: ignore[arg-type]
         with pytest.raises(BadOption, match=f"line 2 of .* is no question of .* .{why}.: name its file with"):
             suites.read(name, file)
@@ -167,21 +150,10 @@ def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_compares_whole_requests(tiny: Path, tmp_path: Path) -> None:
     file = written(tmp_path, *turns("tell me", "go on"), *turns("add this", kind="math", first=2))
-    sizes = ("--max-tokens", "12", "--rounds", "1", "--prompt-file", str(file))
-    drafts = ("--draft", "lookup", "--draft", "auto")
-    arguments = [
-        "suite",
-        "mt-bench",
-        "--target",
-        str(tiny),
-        *sizes,
-        *drafts,
-        "--temperature",
-        "0",
-        "--temperature",
-        "1",
-    ]
-    done = CliRunner().invoke(app, [*arguments, "--json", "-"], env={"COLUMNS": "80"})
+    sizes = ("--max-tokens", "12", "--rounds", "1", "--temperature", "0", "--temperature", "1")
+    ways = ("--target", str(tiny), "--draft", "lookup", "--draft", "auto")
+    arguments = ["suite", "mt-bench", *ways, *sizes, "--prompt-file", str(file), "--json", "-"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     *printed, last = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in printed)
@@ -201,15 +173,11 @@ def test_the_command_compares_whole_requests(tiny: Path, tmp_path: Path) -> None
         assert 2 <= run["num_passes"] <= plain["num_passes"]
         assert 0 < run["first_token_s"] < run["seconds"]
     for line in record["lines"]:
-        mine = [
-            run
-            for run in record["runs"]
-            if (run["kind"], run["temperature"], run["way"]) == (line["kind"], line["temperature"], line["name"])
-        ]
-        plain = [runs[run["conversation"], PLAIN, run["temperature"]] for run in mine]
-        assert line["speedups"] == pytest.approx(
-            [a["seconds"] / b["seconds"] for a, b in zip(plain, mine, strict=True)]
-        )
+        cell = (line["kind"], line["temperature"], line["name"])
+        mine = [run for run in record["runs"] if (run["kind"], run["temperature"], run["way"]) == cell]
+        plain_s = [runs[run["conversation"], PLAIN, run["temperature"]]["seconds"] for run in mine]
+        speedups = [seconds / run["seconds"] for seconds, run in zip(plain_s, mine, strict=True)]
+        assert line["speedups"] == pytest.approx(speedups)
     assert {line["name"] for line in record["lines_behind_first"]} == {PLAIN, AGAIN, "lookup", "auto"}
 
 

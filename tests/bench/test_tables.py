@@ -46,15 +46,10 @@ def test_columns_take_fields_paths_and_functions() -> None:
 
 
 def test_texts_are_folded_at_the_left_and_numbers_are_never_cut() -> None:
-    made = table(
-        [SimpleNamespace(a="x" * 30, b=1.0, c="5")],
-        [Column("a", "a"), Column("b", "b"), Column("c", "c", is_text=False)],
-    )
-    assert [(column.justify, column.no_wrap, column.min_width) for column in made.columns] == [
-        ("left", False, 12),
-        ("right", True, None),
-        ("right", True, None),
-    ]
+    columns = [Column("a", "a"), Column("b", "b"), Column("c", "c", is_text=False)]
+    made = table([SimpleNamespace(a="x" * 30, b=1.0, c="5")], columns).columns
+    text, number = ("left", False, 12), ("right", True, None)
+    assert [(column.justify, column.no_wrap, column.min_width) for column in made] == [text, number, number]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.0125, "12.5"), (2.0, "2000")])

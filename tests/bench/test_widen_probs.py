@@ -69,10 +69,9 @@ def test_same_distribution(factor: int, group: str, rope: str, tied: bool, grown
 
 def last_stream(config: Spec, wide_config: Spec, wide: dict[str, Tensor]) -> tuple[Floats, Floats]:
     """Run a model over old ids, other ones than those that widening measures; results as `_last_stream`."""
-    old_ids = {
-        name: weight[: config.vocab_size] for name, weight in wide.items() if len(weight) == wide_config.vocab_size
-    }
-    narrow = Plain.of(dataclasses.replace(wide_config, vocab_size=config.vocab_size))
+    old, new = config.vocab_size, wide_config.vocab_size
+    old_ids = {name: weight[:old] for name, weight in wide.items() if len(weight) == new}
+    narrow = Plain.of(dataclasses.replace(wide_config, vocab_size=old))
     return widening._last_stream(narrow, HostWeights(wide | old_ids), seed=5)
 
 
@@ -187,10 +186,10 @@ def test_mutants_are_caught(mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_new_ids_without_their_mark_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "forerun.models.widening._separate",
-        lambda made, config, spare: SEPARATE(made, config, dataclasses.replace(spare, new_id=0.0)),
-    )
+    def unmarked(made: dict[str, HostTensor], config: Plain, spare: Any) -> None:
+        SEPARATE(made, config, dataclasses.replace(spare, new_id=0.0))
+
+    monkeypatch.setattr(widening, "_separate", unmarked)
     config, shape = case(grown=True)
     _, logits = run_greedy(*widen(config, random_weights(config), shape), 2)
     assert share_of_new_ids(logits, config.vocab_size, 1.0) > 0

@@ -9,26 +9,17 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import Plain, Rope, Spec, resized, weight_shapes
-from forerun.kv.cache import BlockCache
 from forerun.models import widening
-from forerun.models.runner import Run, Runner
+from forerun.models.runner import Run
 from forerun.models.widening import WideShape
 from forerun.ops.torch import TorchModel
 from forerun.ops.torch_tensors import HostWeights, tensor_of
+from support import runner_for
 
 SMALL = Plain(
-    model_type="llama",
-    vocab_size=97,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    norm_eps=1e-5,
-    max_positions=64,
-    tied=True,
-).spec
+    "llama", vocab_size=97, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48,
+    norm_eps=1e-5, max_positions=64, tied=True,
+).spec  # fmt: skip
 WIDE = WideShape(hidden_size=128, num_layers=3, num_heads=16, num_kv_heads=4, ffn_size=100)
 PROMPT = [5, 17, 3, 88, 41, 2, 60]
 TOLERANCE = 1e-4  # of float32 logits of size 5: sums of other lengths are rounded in another order
@@ -37,9 +28,7 @@ ROPES = {
     "default": Rope(),
     "linear": Rope(kind="linear", factor=4.0),
     # Positions so few that the frequencies fall into all three bands: kept, blended, divided.
-    "llama3": Rope(
-        theta=500.0, kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32
-    ),
+    "llama3": Rope(500.0, "llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32),
 }
 # Query and key-value heads, trained and wide: 4 -> 3 needs each key-value head twice, 4 -> 1 four times.
 GROUPS = {"4 to 3": (8, 2, 12, 4), "3 to 4": (6, 2, 16, 4), "equal": (4, 2, 8, 4), "4 to 1": (8, 2, 9, 9)}
@@ -75,14 +64,12 @@ def widen(config: Spec, weights: Mapping[str, Tensor], shape: WideShape) -> tupl
 
 def run_greedy(config: Spec, weights: dict[str, Tensor], steps: int) -> tuple[list[int], Tensor]:
     """Greedy tokens after PROMPT and the logits [prompt + steps - 1, V] behind them."""
-    model = TorchModel(config, weights)
-    cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=64)
-    runner = Runner(model, cache)
-    cache.open(0)
+    runner = runner_for(TorchModel(config, weights), max_seq_len=64)
+    runner.cache.open(0)
     tokens, rows, new = [], [], PROMPT
     for _ in range(steps):
         logits = torch.from_numpy(runner.forward([Run(0, new)]).logits[0])
-        cache.keep({0: range(len(new))})
+        runner.cache.keep({0: range(len(new))})
         rows.append(logits)
         tokens.append(int(logits[-1].argmax()))
         new = tokens[-1:]
