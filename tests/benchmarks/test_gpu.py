@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,24 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from ops.test_cuda import needs_triton
+
 ROOT = Path(__file__).parents[2]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card is here: run the benchmark itself")
 def test_a_rehearsal_runs_and_draws_what_the_host_draws(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "benchmarks.gpu",
-        str(tmp_path),
-        "draws",
-        "experts",
-        "torch_passes",
-    ]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", str(tmp_path)]
+    command += ["draws", "experts", "torch_passes"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tiny import write_tiny
 
 
-def test_restarts_find_what_was_read_and_rates_are_measured(bench: Any, tmp_path: Path) -> None:
+def test_restarts_find_what_was_read_and_rates_are_measured(record_of: Any, tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny", max_positions=512)
     sizes = ("--tokens", "200", "--repeats", "2", "--folder", str(tmp_path))
     drafts = ("--draft", str(write_tiny(tmp_path / "draft", max_positions=512, seed=1)), "--spec-length", "2")
-    done = bench("kv_disk", "--target", str(model), *sizes, *drafts, "--json", "-")
-    assert done.exit_code == 0, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
+    record = record_of("kv_disk", "--target", str(model), *sizes, *drafts)
     lines = record["lines"]
     assert [line["start"] for line in lines] == ["cold", "restart 1", "restart 2"]
     assert [line["num_disk_tokens"] for line in lines] == [0, 192, 192]

@@ -12,14 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import paper, paper_formulas
+from benchmarks import paper, paper_alpha, paper_formulas
+from benchmarks.paper_alpha import SETTINGS, Acceptances, Text, _model_logits, _table_logits, texts
+from benchmarks.paper_exhibits import table_2
 from benchmarks.paper_plan import PaperPlan
 from benchmarks.paper_work import Work
 from forerun.bench import exhibits
+from forerun.bench.latency import Measured
+from forerun.bench.results import Line
 from forerun.bench.tables import Column
 from forerun.config import EngineConfig
+from forerun.drafters.shared.tables import FittedTable
 from forerun.engine.llm import LLM
+from forerun.engine.opened import SHIPPED_DRAFT, Opened
 from forerun.errors import BadOption, NotFound
+from forerun.models.loading import load_checkpoint
 from forerun.text.terminal import make_console
 from forerun.theory import formulas
 from forerun.theory.published import TABLE_1, TABLE_4
@@ -122,11 +129,9 @@ def test_cells_are_written_once():
 
 def test_recipes_name_what_was_measured():
     plan = PaperPlan(drafts=("a b",), ngram=Path("n"), num_tokens=512, spec_lengths=(2,), seed=3)
-    said = (
-        "python -m benchmarks.paper independence --measure --target t --draft 'a b' --tokens 512 --ngram n "
-        "--spec-length 2 --seed 3"
-    )
-    assert plan.recipe("independence", "t", "num_tokens", "ngram", "spec_lengths") == said
+    said = "--measure --target t --draft 'a b' --tokens 512 --ngram n --spec-length 2 --seed 3"
+    recipe = plan.recipe("independence", "t", "num_tokens", "ngram", "spec_lengths")
+    assert recipe == f"python -m benchmarks.paper independence {said}"
 
 
 def test_what_is_refused(tmp_path):
@@ -171,10 +176,6 @@ def test_files(tmp_path):
 @pytest.fixture(scope="module")
 def measured():
     """Every measured table on the shipped pair, from few tokens, with tables counted from the prompts."""
-    from benchmarks import paper_alpha
-    from forerun.engine.opened import SHIPPED_DRAFT, Opened
-    from forerun.models.loading import load_checkpoint
-
     target = Opened.of(EngineConfig.make(target="shipped")).load()
     draft = load_checkpoint(SHIPPED_DRAFT, dtype=target.model.weight_dtype, ops=target.model.ops, with_tokenizer=True)
     drafts = paper_alpha.named_by_size({"model": draft})
@@ -205,8 +206,6 @@ def test_lenience_raises_alpha(measured):
 
 def test_the_logits_are_those_that_the_engine_draws_from(measured):
     """A greedy text has the largest logit at every position."""
-    from benchmarks.paper_alpha import SETTINGS, _model_logits, texts
-
     _, target, _ = measured
     for text in texts(LLM(target, draft="none"), SETTINGS["T=0"], 64, 1):
         logits = _model_logits(target, len(text.ids))(text)
@@ -235,8 +234,6 @@ def test_measured_exhibits(measured, capsys, monkeypatch):
 
 def test_rounds_along_a_text_count_dependence():
     """Products along the text, not powers of alpha: runs of three accepted, then three rejected."""
-    from benchmarks.paper_alpha import Acceptances
-
     text = np.array([1.0, 1, 1, 0, 0, 0] * 50)
     one = Acceptances([text, text], [text, text])
     assert one.alpha == 0.5
@@ -247,30 +244,15 @@ def test_rounds_along_a_text_count_dependence():
 
 
 def line(draft, spec_length, temperature, speedup, expected):
-    from forerun.bench.results import Line
-
-    return Line(
-        draft=draft,
-        spec_length=spec_length,
-        temperature=temperature,
-        tokens_per_s=10 * speedup,
-        speedup=speedup,
-        speedup_range=(speedup - 0.1, speedup + 0.1),
-        tokens_per_step=formulas.expected_tokens(0.8, spec_length) * 0.9,
-        alpha_hat=0.8,
-        acceptance_rate=0.5,
-        c=0.01,
-        v=1.1,
-        overhead_share=0.02,
-        theorem_3_8=formulas.speedup(0.8, spec_length, 0.01),
-        expected=expected,
-    )
+    speed = {"tokens_per_s": 10 * speedup, "speedup": speedup, "speedup_range": (speedup - 0.1, speedup + 0.1)}
+    costs = {"c": 0.01, "v": 1.1, "overhead_share": 0.02}
+    theory = {"theorem_3_8": formulas.speedup(0.8, spec_length, 0.01), "expected": expected}
+    tokens = formulas.expected_tokens(0.8, spec_length) * 0.9
+    accepted = {"tokens_per_step": tokens, "alpha_hat": 0.8, "acceptance_rate": 0.5}
+    return Line(draft, spec_length, temperature, **speed, **accepted, **costs, **theory)
 
 
 def test_tables_of_speeds(capsys):
-    from benchmarks.paper_exhibits import table_2
-    from forerun.bench.latency import Measured
-
     speeds = {("a", 3, 0.0): 2.0, ("a", 5, 0.0): 2.5, ("b", 3, 0.0): 1.5, ("a", 3, 1.0): 1.8, ("b", 3, 1.0): 1.2}
     lines = [line("none", 0, 0.0, 1.0, None), *(line(*key, speed, 1.25 * speed) for key, speed in speeds.items())]
     found = Measured(lines, None, [], None)
@@ -293,16 +275,8 @@ def test_tables_of_speeds(capsys):
 
 
 def test_tables_as_guessers(tmp_path):
-    from benchmarks.paper_alpha import Text, _table_logits
-    from forerun.drafters.shared.tables import FittedTable
-
-    arrays = {
-        "counts": np.array([1, 3, 0]),
-        "starts": np.array([0, 0, 2, 2]),
-        "followers": np.array([0, 1]),
-        "follower_counts": np.array([2, 1]),
-    }
-    table = FittedTable(arrays)
+    arrays = {"counts": [1, 3, 0], "starts": [0, 0, 2, 2], "followers": [0, 1], "follower_counts": [2, 1]}
+    table = FittedTable({name: np.array(numbers) for name, numbers in arrays.items()})
     for row in _table_logits(table, 1, 3)(Text([1, 1, 0], 1)).softmax(-1):
         assert row.tolist() == pytest.approx([0.25, 0.75, 0.0])
     (row,) = _table_logits(table, 2, 3)(Text([0, 1, 1], 2)).softmax(-1)

@@ -177,14 +177,9 @@ def test_rows_stand_beside_the_papers_of_the_same_length() -> None:
             variant = Variant(draft, spec_length)
             tallies[0.0, variant] = Tally(variant, 0.0, [0.6], [done] * 2, [], [2], [0.0], [2])
     table = table_2_t5.table_2(table_2_t5.rows_of(tallies, 1), task, {"small": "1 k", "big": "2 k"}, "", "again")
-    published = [(row[0], row[2], *row[-2:]) for row in table.rows]
-    assert published == [
-        ("1 k", 3, None, None),
-        ("1 k", 7, 0.75, 3.4),
-        ("2 k", 3, None, None),
-        ("2 k", 7, 0.8, 2.8),
-        ("plain", None, None, None),
-    ]
+    published = {(row[0], row[2]): row[-2:] for row in table.rows}
+    assert list(published) == [("1 k", 3), ("1 k", 7), ("2 k", 3), ("2 k", 7), ("plain", None)]
+    assert list(published.values()) == [(None, None), (0.75, 3.4), (None, None), (0.8, 2.8), (None, None)]
     assert table.rows[-1][9] == 1.0
     assert "with costs: 4 of 4 are within 15%" in table.note
 

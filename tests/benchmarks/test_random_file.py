@@ -52,10 +52,8 @@ def test_a_small_hybrid_has_states_and_a_block_that_drafts(tmp_path: Path, name:
     write(path, small_hybrid(name), 8, "Q4_K", "Q4_K", further=True)
     assert [block.recurrence is not None for block in spec_of(path).blocks] == [True, True, True, False] * 2
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    plain, drafted = (
-        LLM(str(path), draft=draft, max_seq_len=256).generate([list(range(40, 90))], params)[0].token_ids
-        for draft in ("none", "mtp")
-    )
+    llms = [LLM(str(path), draft=draft, max_seq_len=256) for draft in ("none", "mtp")]
+    plain, drafted = (llm.generate([list(range(40, 90))], params)[0].token_ids for llm in llms)
     assert plain == drafted
     assert len(set(plain)) > 4, "a mean beside 0 would make all tokens alike"
 

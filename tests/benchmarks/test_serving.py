@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,33 +43,17 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def invoke(bench: Any) -> Callable[..., tuple[int, str, Any]]:
-    """Runs the command; returns its exit code, what it printed, and its record."""
-
-    def run(*args: str) -> tuple[int, str, Any]:
-        done = bench("serving", *args, "--json", "-")
-        record = json.loads(done.stdout.splitlines()[-1]) if done.exit_code == 0 else None
-        return done.exit_code, done.stdout + done.stderr, record
-
-    return run
-
-
 @pytest.mark.once("a process of its own, which speculates")
-def test_a_run_at_two_loads(server: Server, tmp_path: Path, invoke: Any) -> None:
+def test_a_run_at_two_loads(server: Server, tmp_path: Path, record_of: Any) -> None:
     pytest.importorskip("matplotlib")
     sizes = ("--requests", "5", "--repeats", "1", "--max-tokens", "8", "--kind", "chat")
     loads = ("--concurrency", "3", "--rate", "40", "--slo-ttft-ms", "60000", "--slo-itl-ms", "60000")
     where = ("--url", f"one={server.url}/v1/", "--url", server.url, "--picture", str(tmp_path / "plot.svg"))
-    code, printed, record = invoke(*where, *sizes, *loads)
-    assert code == 0, printed
-    assert [(s["name"], s["model"]) for s in record["servers"]] == [
-        ("one", "shipped"),
-        (server.url.removeprefix("http://"), "shipped"),
-    ]
-    assert [(line["server"], line["load"]) for line in record["lines"]] == [
-        (name, load) for load in ("3 at once", "40/s") for name in (s["name"] for s in record["servers"])
-    ]
+    record = record_of("serving", *where, *sizes, *loads)
+    names = ("one", server.url.removeprefix("http://"))
+    assert [(s["name"], s["model"]) for s in record["servers"]] == [(name, "shipped") for name in names]
+    wanted = [(name, load) for load in ("3 at once", "40/s") for name in names]
+    assert [(line["server"], line["load"]) for line in record["lines"]] == wanted
     for line in record["lines"]:
         assert (line["num_requests"], line["num_answered"], line["failures"]) == (5, 5, {})
         assert line["num_good"] == 5
@@ -83,55 +67,39 @@ def test_a_run_at_two_loads(server: Server, tmp_path: Path, invoke: Any) -> None
     for run in record["runs"]:
         assert run["num_tokens"] == 5 * 8
         assert run["tokens_per_s"] == run["num_tokens"] / run["seconds"]
-        assert all(
-            0 <= r["due_s"] <= r["due_s"] + r["ttft_s"] <= r["ended_s"] <= run["seconds"] for r in run["requests"]
-        )
+        for r in run["requests"]:
+            assert 0 <= r["due_s"] <= r["due_s"] + r["ttft_s"] <= r["ended_s"] <= run["seconds"]
     by_load = {run["load"]: [r["due_s"] for r in run["requests"]] for run in record["runs"] if run["repeat"] == 0}
     assert by_load["40/s"] == due_times_s(40, 5, seed=1)
     assert "output tokens/s" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.once("a process of its own, which speculates")
-def test_what_is_refused_is_counted_and_said(server: Server, invoke: Any) -> None:
+def test_what_is_refused_is_counted_and_said(server: Server, record_of: Any, bench: Any) -> None:
     """A limit that no request can meet; then requests that the server refuses, of which nothing can be measured."""
     base = ("--url", server.url, "--requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "3")
-    code, printed, record = invoke(*base, "--slo-ttft-ms", "0.001")
-    assert code == 0, printed
-    (line,) = record["lines"]
+    (line,) = record_of("serving", *base, "--slo-ttft-ms", "0.001")["lines"]
     assert (line["num_answered"], line["num_good"], line["goodput_per_s"]) == (2, 0, 0)
-    code, printed, record = invoke(*base, "--served-model-name", "another")
-    assert (code, record) == (2, None)
-    assert "answered no request (status 404" in printed
+    done = bench("serving", *base, "--served-model-name", "another", "--json", "-")
+    assert done.exit_code == 2
+    assert "answered no request (status 404" in done.stdout + done.stderr
+
+
+SMALL = ("--target", "shipped", "--requests", "4", "--repeats", "1", "--max-tokens", "8", "--concurrency", "2")
 
 
 @pytest.mark.parity
-def test_the_servers_that_it_starts(tmp_path: Path, invoke: Any) -> None:
-    code, printed, record = invoke(
-        "--target", "shipped", "--requests", "4", "--repeats", "1", "--max-tokens", "8", "--concurrency", "2"
-    )
-    assert code == 0, printed
+def test_the_servers_that_it_starts(record_of: Any) -> None:
+    record = record_of("serving", *SMALL)
     assert [line["server"] for line in record["lines"]][:3] == ["plain", "fixed", "auto"]
     assert all(line["num_answered"] == 4 for line in record["lines"])
     assert record["lines"][0]["tokens_per_piece"] < record["lines"][1]["tokens_per_piece"]
 
 
 @pytest.mark.parity
-def test_the_overhead_of_texts_and_http(invoke: Any) -> None:
+def test_the_overhead_of_texts_and_http(record_of: Any) -> None:
     """All three ways make the same texts, which the benchmark checks itself."""
-    code, printed, record = invoke(
-        "--target",
-        "shipped",
-        "--overhead",
-        "--requests",
-        "4",
-        "--repeats",
-        "1",
-        "--max-tokens",
-        "8",
-        "--concurrency",
-        "2",
-    )
-    assert code == 0, printed
+    record = record_of("serving", *SMALL, "--overhead")
     assert [o["way"] for o in record["overheads"]] == ["engine", "texts", "HTTP"]
     assert (record["overheads"][0]["share"], record["overheads"][0]["cpu_share"]) == (0, 0)
     if Path("/proc/self/stat").exists():
@@ -254,20 +222,12 @@ def test_requests_are_the_same_for_every_server_and_share_no_prompt_of_an_earlie
     plan = ServingPlan(num_requests=60, temperature=0.5, kinds=("chat", "list"))
     prompts = read_prompts(plan)
     one, two = Server("a", "http://a", "m", is_salted=True), Server("b", "http://b", "n")
-    chats, texts = (
-        list(bodies_of(server, path, prompts, plan, 1, "run")) for server, path in ((one, CHAT), (two, COMPLETION))
-    )
+    first, chats = (list(bodies_of(one, CHAT, prompts, plan, repeat, "run")) for repeat in (0, 1))
+    texts = list(bodies_of(two, COMPLETION, prompts, plan, 1, "run"))
     assert [body["seed"] for body in chats] == [body["seed"] for body in texts] == list(range(61, 121))
-    assert [
-        body["messages"][-1]["content"] in body_of_text["prompt"]
-        for body, body_of_text in zip(chats, texts, strict=True)
-    ] == [True] * 60
-    seen = {
-        (json.dumps(body["messages"]), body["cache_salt"])
-        for r in (0, 1)
-        for body in bodies_of(one, CHAT, prompts, plan, r, "run")
-    }
-    assert len(seen) == 120
+    for chat, text in zip(chats, texts, strict=True):
+        assert chat["messages"][-1]["content"] in text["prompt"]
+    assert len({(json.dumps(body["messages"]), body["cache_salt"]) for body in first + chats}) == 120
     assert not any("cache_salt" in body for body in texts)
 
 
@@ -292,15 +252,12 @@ def test_what_the_overhead_is_held_against() -> None:
 
 
 def test_command_lines() -> None:
-    config = EngineConfig(
-        target="smollm2", draft="lookup", max_batch_size=16, ignore_config_keys="a,b", calibrate=False
-    )
+    options = {"max_batch_size": 16, "ignore_config_keys": "a,b", "calibrate": False}
+    config = EngineConfig(target="smollm2", draft="lookup", **options)
     serve = [sys.executable, "-m", "forerun", "serve", "smollm2", "--port", "7", "--log-level", "warning"]
     rest = ["--ignore-config-key", "a", "--ignore-config-key", "b", "--max-batch-size", "16"]
-    assert forerun_command(of_variant("plain", config), 7) == [
-        *serve, "--draft", "none", "--pacing", "fixed", "--no-calibrate", *rest
-    ]  # fmt: skip
-    fixed, auto = (forerun_command(of_variant(name, config), 7) for name in ("fixed", "auto"))
+    plain, fixed, auto = (forerun_command(of_variant(name, config), 7) for name in ("plain", "fixed", "auto"))
+    assert plain == [*serve, "--draft", "none", "--pacing", "fixed", "--no-calibrate", *rest]
     assert fixed[len(serve) :][:6] == ["--draft", "lookup", "--spec-length", "5", "--pacing", "fixed"]
     assert auto[len(serve) :][:4] == ["--draft", "lookup", "--pacing", "auto"]
 

@@ -25,7 +25,7 @@ from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
 from forerun.ops.torch import TorchModel
 from forerun.train.tokenizer import load_tokenizer
-from train.conftest import Interrupt, no_curves, one_thread, read_log
+from train.conftest import Interrupt, check_resumed, no_curves, one_thread, read_log
 
 __all__ = ["no_curves", "one_thread"]  # found here by their names, for every test
 
@@ -49,18 +49,9 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small_config(out: Path, folder: Path, **overrides: Any) -> PairConfig:
     """The configuration of a tiny run; keyword arguments override its fields."""
-    options: dict[str, Any] = {
-        "shape": SHAPE,
-        "data": (folder,),
-        "out": out,
-        "steps": 30,
-        "tokens_per_step": 256,
-        "seq_len_tokens": 24,
-        "lr": 1e-2,
-        "warmup_steps": 3,
-        "validate_every_steps": 10,
-        "autocast": "off",
-    }
+    options: dict[str, Any] = {"shape": SHAPE, "data": (folder,), "out": out, "steps": 30, "tokens_per_step": 256,
+                               "seq_len_tokens": 24, "lr": 1e-2, "warmup_steps": 3, "validate_every_steps": 10,
+                               "autocast": "off"}  # fmt: skip
     return PairConfig(**{**options, **overrides})
 
 
@@ -89,13 +80,7 @@ def test_a_tiny_run_lowers_the_loss_by_task(learned: PairConfig) -> None:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(small: Make, interrupt: Interrupt) -> None:
     whole, parts = small("whole", autocast="bf16"), small("parts", autocast="bf16")
-    training.train(whole, quiet=True)
-    interrupt(17, lambda: training.train(parts, quiet=True))
-    torch.manual_seed(123)  # whatever happened in between
-    training.train(parts, resume=True, quiet=True)
-    assert read_log(parts) == read_log(whole)
-    ours, theirs = (torch.load(c.out / "state.pt", weights_only=False)["weights"] for c in (parts, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    check_resumed(whole, parts, interrupt, 17, training.train)
 
 
 def test_the_checkpoint_is_a_t5_for_transformers_and_the_engine(learned: PairConfig) -> None:
@@ -169,21 +154,14 @@ def test_queries_begin_smaller_and_learn_slower(small: Make) -> None:
     assert len(names) == 2 + 2 * 3
     assert task.rates == dict.fromkeys(names, 0.25)
     key = names[0].replace("q_proj", "k_proj")
-    assert float(task.weights[names[0]].detach().std() / task.weights[key].detach().std()) == pytest.approx(
-        0.25, rel=0.1
-    )
+    queries, keys = (float(task.weights[name].detach().std()) for name in (names[0], key))
+    assert queries / keys == pytest.approx(0.25, rel=0.1)
 
 
 def test_long_texts(learned: PairConfig) -> None:
     """A long source loses its end and keeps its mark; an example with a long target is left out."""
-    found = batches.encode(
-        [
-            Example("turn", "turn: " + "one " * 40, "one"),
-            Example("turn", "turn: one", "one " * 40),
-        ],
-        load_tokenizer(learned.out / "tokenizer"),
-        24,
-    )
+    long = [Example("turn", "turn: " + "one " * 40, "one"), Example("turn", "turn: one", "one " * 40)]
+    found = batches.encode(long, load_tokenizer(learned.out / "tokenizer"), 24)
     assert found.lengths[:, 0].tolist() == [24]
     assert found.sources[0][-1] == tokenizers.END_ID
 

@@ -13,18 +13,7 @@ from benchmarks.t5 import examples, scoring
 from benchmarks.t5.examples import summary, translation
 from benchmarks.t5.examples.choices import Drawn, every
 from benchmarks.t5.examples.german import CASES, Noun, genitive, ordinal, spelled
-from benchmarks.t5.examples.meaning import (
-    Clause,
-    Draw,
-    Phrase,
-    Word,
-    contracted,
-    noun_of,
-    phrase,
-    same,
-    verb_of,
-    words,
-)
+from benchmarks.t5.examples.meaning import Clause, Draw, Phrase, Word, contracted, noun_of, phrase, same, verb_of, words
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 
 
@@ -58,54 +47,34 @@ def first(options):  # type: ignore[no-untyped-def]
     return options[0]
 
 
-@pytest.mark.parametrize(
-    ("own", "english", "german"),
-    [
-        (
-            made("table", "old"),
-            "the old table",
-            "der alte Tisch, den alten Tisch, dem alten Tisch, des alten Tisches",
-        ),
-        (
-            made("lamp", "new", kind="a"),
-            "a new lamp",
-            "eine neue Lampe, eine neue Lampe, einer neuen Lampe, einer neuen Lampe",
-        ),
-        (
-            made("book", "expensive", kind="a"),
-            "an expensive book",
-            "ein teures Buch, ein teures Buch, einem teuren Buch, eines teuren Buches",
-        ),
-        (
-            made("picture", "dark", kind="this"),
-            "this dark picture",
-            "dieses dunkle Bild, dieses dunkle Bild, diesem dunklen Bild, dieses dunklen Bildes",
-        ),
-        (
-            made("child", "tired", kind="my", plural=True, table="PERSONS"),
-            "my tired children",
-            "meine müden Kinder, meine müden Kinder, meinen müden Kindern, meiner müden Kinder",
-        ),
-        (
-            made("car", "red", kind="the", plural=True),
-            "the red cars",
-            "die roten Autos, die roten Autos, den roten Autos, der roten Autos",
-        ),
-        (
-            made("student", "clever", kind="whose", table="PERSONS"),
-            "Anna's clever student",
-            "Annas kluger Student, Annas klugen Studenten, Annas klugem Studenten, Annas klugen Studenten",
-        ),
-        (
-            made("key", "small", kind="count"),
-            "two small keys",
-            "zwei kleine Schlüssel, zwei kleine Schlüssel, zwei kleinen Schlüsseln, zwei kleiner Schlüssel",
-        ),
-    ],
-)
-def test_noun_phrases_agree(own: Phrase, english: str, german: str) -> None:
+NOUN_PHRASES = {
+    "the old table": made("table", "old"),
+    "a new lamp": made("lamp", "new", kind="a"),
+    "an expensive book": made("book", "expensive", kind="a"),
+    "this dark picture": made("picture", "dark", kind="this"),
+    "my tired children": made("child", "tired", kind="my", plural=True, table="PERSONS"),
+    "the red cars": made("car", "red", kind="the", plural=True),
+    "Anna's clever student": made("student", "clever", kind="whose", table="PERSONS"),
+    "two small keys": made("key", "small", kind="count"),
+}
+STUDENTS = ("kluger Student", "klugen Studenten", "klugem Studenten", "klugen Studenten")
+IN_EVERY_CASE = {
+    "the old table": "der alte Tisch, den alten Tisch, dem alten Tisch, des alten Tisches",
+    "a new lamp": "eine neue Lampe, eine neue Lampe, einer neuen Lampe, einer neuen Lampe",
+    "an expensive book": "ein teures Buch, ein teures Buch, einem teuren Buch, eines teuren Buches",
+    "this dark picture": "dieses dunkle Bild, dieses dunkle Bild, diesem dunklen Bild, dieses dunklen Bildes",
+    "my tired children": "meine müden Kinder, meine müden Kinder, meinen müden Kindern, meiner müden Kinder",
+    "the red cars": "die roten Autos, die roten Autos, den roten Autos, der roten Autos",
+    "Anna's clever student": ", ".join(f"Annas {clever}" for clever in STUDENTS),
+    "two small keys": "zwei kleine Schlüssel, zwei kleine Schlüssel, zwei kleinen Schlüsseln, zwei kleiner Schlüssel",
+}
+
+
+@pytest.mark.parametrize("english", NOUN_PHRASES)
+def test_noun_phrases_agree(english: str) -> None:
+    own = NOUN_PHRASES[english]
     assert own.english == english
-    assert ", ".join(own.german(first, case) for case in CASES) == german
+    assert ", ".join(own.german(first, case) for case in CASES) == IN_EVERY_CASE[english]
 
 
 def test_synonyms_of_another_gender_take_their_own_endings() -> None:
@@ -131,55 +100,29 @@ def test_numbers_and_contractions() -> None:
 
 def clause_of(tense: str, *, negative: bool = False, kind: str = "the", verb: str = "pick up") -> Clause:
     name = Phrase("Peter", "er", lambda pick, case: "Peter")
-    return Clause(
-        name,
-        word("WITH_THING", verb),
-        tense,
-        accusative=made("bag", "heavy", kind=kind),
-        time=same("yesterday", "gestern"),
-        negative=negative,
-    )
+    bag, yesterday = made("bag", "heavy", kind=kind), same("yesterday", "gestern")
+    return Clause(name, word("WITH_THING", verb), tense, accusative=bag, time=yesterday, negative=negative)
+
+
+# What is between the verb and its end, in every order.
+NO_BAG = ("Peter {} gestern keine schwere Tasche", "Gestern {} Peter keine schwere Tasche")
+A_BAG = tuple(order.replace("keine", "eine") for order in NO_BAG)
+THE_BAG = (*(order.replace("keine", "die") for order in NO_BAG), "Peter {} die schwere Tasche gestern")
 
 
 @pytest.mark.parametrize(
-    ("own", "english", "german"),
+    ("own", "english", "orders", "verb", "end"),
     [
-        (
-            clause_of("past"),
-            "Peter picked up the heavy bag yesterday",
-            {
-                "Peter hat gestern die schwere Tasche abgeholt",
-                "Peter hat die schwere Tasche gestern abgeholt",
-                "Gestern hat Peter die schwere Tasche abgeholt",
-            },
-        ),
-        (
-            clause_of("present", negative=True),
-            "Peter does not pick up the heavy bag yesterday",
-            {
-                "Peter holt gestern die schwere Tasche nicht ab",
-                "Peter holt die schwere Tasche gestern nicht ab",
-                "Gestern holt Peter die schwere Tasche nicht ab",
-            },
-        ),
-        (
-            clause_of("will", negative=True, kind="a"),
-            "Peter will not pick up a heavy bag yesterday",
-            {
-                "Peter wird gestern keine schwere Tasche abholen",
-                "Gestern wird Peter keine schwere Tasche abholen",
-            },
-        ),
-        (
-            clause_of("must", kind="a", verb="hide"),
-            "Peter must hide a heavy bag yesterday",
-            {"Peter muss gestern eine schwere Tasche verstecken", "Gestern muss Peter eine schwere Tasche verstecken"},
-        ),
+        (clause_of("past"), "Peter picked up the heavy bag", THE_BAG, "hat", "abgeholt"),
+        (clause_of("present", negative=True), "Peter does not pick up the heavy bag", THE_BAG, "holt", "nicht ab"),
+        (clause_of("will", negative=True, kind="a"), "Peter will not pick up a heavy bag", NO_BAG, "wird", "abholen"),
+        (clause_of("must", kind="a", verb="hide"), "Peter must hide a heavy bag", A_BAG, "muss", "verstecken"),
     ],
 )
-def test_verbs_move(own: Clause, english: str, german: set[str]) -> None:
-    assert own.english() == english
-    assert {text[:1].upper() + text[1:] for text in every(own.german)} == german
+def test_verbs_move(own: Clause, english: str, orders: tuple[str, ...], verb: str, end: str) -> None:
+    assert own.english() == f"{english} yesterday"
+    said = {text[:1].upper() + text[1:] for text in every(own.german)}
+    assert said == {f"{order.format(verb)} {end}" for order in orders}
 
 
 def test_questions_and_subordinate_clauses() -> None:
@@ -248,12 +191,9 @@ def test_a_docstring_becomes_shuffled_sources_and_its_first_sentence(tmp_path: P
     area = found.pop("Return the area of a field.")
     assert 2 <= len(area) <= summary.ORDERS
     assert area <= {f"summarize: area(width, height) {order}" for order in own}
-    assert found == {
-        "Hold a few things.": {
-            "summarize: class Box Args: none of them is needed. Hold a few things.",
-            "summarize: class Box Hold a few things. Args: none of them is needed.",
-        }
-    }
+    more = "Args: none of them is needed."
+    box = {f"summarize: class Box {more} Hold a few things.", f"summarize: class Box Hold a few things. {more}"}
+    assert found == {"Hold a few things.": box}
     assert list(summary.summaries(path)) == list(summary.summaries(path))
 
 
@@ -262,10 +202,9 @@ def test_a_source_is_cut_but_never_the_sentence_that_is_asked_for(tmp_path: Path
     path.write_text(f'def f(x):\n    """Do it with a word. {"Or else not at all. " * 40}"""\n')
     sources = [source for source, target in summary.summaries(path) if target == "Do it with a word."]
     assert sources
-    assert all(
-        len(source) <= summary.SOURCE_CHARACTERS and source.count("Do it with a word.") == 1 for source in sources
-    )
-    assert all(len(source) > summary.SOURCE_CHARACTERS - 20 for source in sources)
+    for source in sources:
+        assert source.count("Do it with a word.") == 1
+        assert summary.SOURCE_CHARACTERS - 20 < len(source) <= summary.SOURCE_CHARACTERS
 
 
 def test_whole_packages_are_held_out(tmp_path: Path) -> None:

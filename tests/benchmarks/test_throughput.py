@@ -18,14 +18,8 @@ from forerun.errors import BadOption
 from forerun.pacing import make
 from forerun.types import Budget, Probs, SamplingParams, Sequence
 from support import VOCAB, random_decoder, runner_for
-from tiny import write_tiny
 
 TOKENS = 9
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def prompt_file(folder: Path, *texts: str) -> Path:
@@ -37,34 +31,17 @@ def prompt_file(folder: Path, *texts: str) -> Path:
 # ---------------------------------------------------------------------------------------------------- the whole command
 
 
-def measured(capsys: pytest.CaptureFixture[str], config: EngineConfig, plan: ThroughputPlan) -> tuple[str, Any]:
-    record = as_json(run(config, plan))
-    return capsys.readouterr().out, record
-
-
 def test_the_command_on_a_target_that_drafts_for_itself(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every draft is right and no step is left out: all counts of single requests are known."""
-    plan = ThroughputPlan(
-        num_waves=5,
-        concurrencies=(1, 3),
-        spec_lengths=(1, 2),
-        max_tokens=TOKENS,
-        num_repeats=2,
-        prompt_file=prompt_file(tmp_path, *"abcdef"),
-    )
-    printed, record = measured(capsys, EngineConfig(target=str(tiny), draft=str(tiny)), plan)
+    file, sizes = prompt_file(tmp_path, *"abcdef"), {"max_tokens": TOKENS, "num_repeats": 2, "num_waves": 5}
+    plan = ThroughputPlan(concurrencies=(1, 3), spec_lengths=(1, 2), prompt_file=file, **sizes)
+    record = as_json(run(EngineConfig(target=str(tiny), draft=str(tiny)), plan))
+    printed = capsys.readouterr().out
     assert all(len(line) <= 80 for line in printed.splitlines())
-    heads = (
-        "target: ",
-        "limit without speculation: ",
-        "once ",
-        "at once: ",
-        "auto over the better of",
-        "auto with a drafter",
-        "the noise",
-    )
+    heads = ["target: ", "limit without speculation: ", "once ", "at once: ", "auto over the better of"]
+    heads += ["auto with a drafter", "the noise"]
     starts = [next(i for i, line in enumerate(printed.splitlines()) if line.startswith(head)) for head in heads]
     assert starts == sorted(starts)
     assert "was right" not in printed
@@ -114,16 +91,14 @@ def as_json(made: Any) -> Any:
     return json.loads(json.dumps(made, default=vars))
 
 
-def test_prompts_are_part_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Any) -> None:
+def test_prompts_are_part_of_a_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_of: Any) -> None:
     """4 and 20 tokens of prompts in chunks of 8: the first request decodes in two steps beside the second's prompt."""
     monkeypatch.setenv("FORERUN_PREFILL_CHUNK_TOKENS", "8")
     monkeypatch.setenv("FORERUN_PREFILL_STRETCH", "0")  # else how long steps take decides
     file = prompt_file(tmp_path, "a" * 5, "b" * 21)
     base = ("--target", str(tiny), "--draft", "lookup", "--prompt-file", str(file), "--repeats", "2")
     sizes = ("--concurrency", "2", "--spec-length", "1", "--spec-length", "4", "--max-tokens", "6", "--waves", "1")
-    done = bench("throughput", *base, *sizes, "--no-wrong-drafter", "--temperature", "0.5", "--json", "-")
-    assert done.exit_code == 0, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
+    record = record_of("throughput", *base, *sizes, "--no-wrong-drafter", "--temperature", "0.5")
     plan = {"concurrencies": [2], "spec_lengths": [1, 4], "max_tokens": 6, "num_repeats": 2, "temperature": 0.5}
     assert record["plan"].items() >= plan.items()
     assert (record["bench"], record["draft"]) == ("throughput", "lookup")
@@ -176,9 +151,7 @@ def test_every_number_of_a_line() -> None:
     assert cost.overhead_us_per_sequence == pytest.approx(0.25e6 / 2)
 
 
-def test_plain_is_the_rival_where_no_length_pays_elsewhere_and_the_faster_one_of_the_same_repeat_is_told_apart() -> (
-    None
-):
+def test_plain_is_the_rival_where_no_length_pays_elsewhere_and_the_faster_one_of_a_repeat_is_told_apart() -> None:
     runs = [
         Counts(name, 1, repeat, num_committed=committed, seconds=1.0, num_steps=1, num_sequence_steps=1)
         for repeat, rates in enumerate(({PLAIN: 10, "K=3": 20, AUTO: 10}, {PLAIN: 10, "K=3": 8, AUTO: 10}))
@@ -190,9 +163,8 @@ def test_plain_is_the_rival_where_no_length_pays_elsewhere_and_the_faster_one_of
 
 
 def test_bars_are_over_all_pairs_and_name_the_worst_concurrency() -> None:
-    bars = bars_of(
-        lines_of([*known_runs(2), *known_runs(8)[:-1], Counts(WRONG, 8, 2, 20, 40, 40, seconds=20.0)], (2, 4))
-    )
+    runs = [*known_runs(2), *known_runs(8)[:-1], Counts(WRONG, 8, 2, 20, 40, 40, seconds=20.0)]
+    bars = bars_of(lines_of(runs, (2, 4)))
     assert bars["auto_over_better"].num_pairs == 6
     assert bars["auto_over_better"].geometric_mean == pytest.approx((11 / 12 * 1.2) ** (1 / 3))
     bar = bars["wrong_over_plain"]  # at 8 the last repeat is 2 / 5

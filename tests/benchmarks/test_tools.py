@@ -20,16 +20,9 @@ def test_forty_questions_name_functions_of_their_sets() -> None:
 
 def test_a_line_counts_valid_calls_right_functions_and_equal_texts() -> None:
     right = QUESTIONS[0].function
-    made = [
-        ("a", PLAIN, 2.0, right),
-        ("a", "forced", 1.0, right),
-        ("b", PLAIN, 2.0, "other"),
-        ("c", "forced", 4.0, None),
-    ]
-    answers = {
-        (i // 2, way): Answer(i // 2, way, seconds, 10, 5, function, text)
-        for i, (text, way, seconds, function) in enumerate(made)
-    }
+    made = [(0, PLAIN, 2.0, right, "a"), (0, "forced", 1.0, right, "a")]
+    made += [(1, PLAIN, 2.0, "other", "b"), (1, "forced", 4.0, None, "c")]
+    answers = {(i, way): Answer(i, way, seconds, 10, 5, function, text) for i, way, seconds, function, text in made}
     line = line_of("forced", answers, 2)
     assert (line.num_valid, line.num_right, line.num_same) == (1, 1, 1)
     assert line.over_plain.values == (2.0, 0.5)
