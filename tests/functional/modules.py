@@ -16,54 +16,33 @@ from forerun.models.toy import ToyModel
 VOCAB = 97
 PROMPT = [5, 9, 5, 9, 12, 40, 33, 5, 9]
 _DECODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
+}  # fmt: skip
+_T5 = {
+    "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "initializer_factor": 2.0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+_BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "init_std": 0.3, "forced_eos_token_id": None,
+}  # fmt: skip
 _MADE = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", _DECODER),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _DECODER),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_DECODER, "sliding_window": 8}),
     "mamba": ("MambaForCausalLM", "MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "d_model": 32,
-            "d_ff": 48,
-            "d_kv": 8,
-            "num_layers": 2,
-            "num_heads": 4,
-            "initializer_factor": 2.0,
-            "decoder_start_token_id": 0,
-        },
-    ),
-    "bart": (
-        "BartForConditionalGeneration",
-        "BartConfig",
-        {
-            "d_model": 32,
-            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
-            "max_position_embeddings": 64,
-            "init_std": 0.3,
-            "forced_eos_token_id": None,
-        },
-    ),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "bart": ("BartForConditionalGeneration", "BartConfig", _BART),
 }
 
 
-def module_of(kind: str, seed: int | None = None) -> Any:
+def module_of(kind: str, seed: int | None = None, **more: int) -> Any:
     """Make a random module of a few thousand weights. Those without a seed say texts of several tokens."""
     model, config, sizes = _MADE[kind]
-    given = {"vocab_size": VOCAB, **({"initializer_range": 0.3} if kind == "gpt2" else {}), **sizes}
+    given = {"vocab_size": VOCAB, **({"initializer_range": 0.3} if kind == "gpt2" else {}), **sizes, **more}
     torch.manual_seed({"bart": 2}.get(kind, 0) if seed is None else seed)
     return getattr(transformers, model)(getattr(transformers, config)(**given)).eval()
 
@@ -102,11 +81,9 @@ class ToyModule(torch.nn.Module):
         new = input_ids.double()[:, None, :, None]
         num_past = 0 if past_key_values is None else past_key_values[0][0].shape[2]
         at = num_past + torch.arange(new.shape[2], dtype=torch.float64)[None, None, :, None]
-        layer = (
-            (new, at)
-            if past_key_values is None
-            else tuple(torch.cat(pair, dim=2) for pair in zip(past_key_values[0], (new, at), strict=False))
-        )
+        layer = (new, at)
+        if past_key_values is not None:
+            layer = tuple(torch.cat(pair, dim=2) for pair in zip(past_key_values[0], layer, strict=False))
         self.calls.append((num_past, new.shape[2]))
         encoder = ()
         if self.cross:

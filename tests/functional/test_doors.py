@@ -97,18 +97,13 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         autoregressive_generate(PROMPT, BART, use_cache=True)
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: MultinomialProcessor(0.0), "has the temperature 0.0"),
-        (lambda: MultinomialProcessor(-1.0), "temperature=-1.0"),
-        (lambda: NucleusProcessor(1.0, 0.0), "top_p=0.0"),
-    ],
-    ids=["zero", "negative", "top_p"],
-)
-def test_processors_refuse_what_the_pipeline_refuses(make: Any, sentence: str) -> None:
-    with pytest.raises(BadOption, match=sentence):
-        make()
+def test_processors_refuse_what_the_pipeline_refuses() -> None:
+    with pytest.raises(BadOption, match=r"has the temperature 0\.0"):
+        MultinomialProcessor(0.0)
+    with pytest.raises(BadOption, match=r"temperature=-1\.0"):
+        MultinomialProcessor(-1.0)
+    with pytest.raises(BadOption, match=r"top_p=0\.0"):
+        NucleusProcessor(1.0, 0.0)
 
 
 def test_a_processor_must_keep_the_shape() -> None:
@@ -190,11 +185,8 @@ def layers(num: int) -> tuple[torch.Tensor, ...]:
 def test_tuples_are_cut_at_the_end_and_the_encoder_stays(num: int) -> None:
     cache = (layers(2), None, layers(4))
     cut = prune_cache(cache, num)
-    assert [None if layer is None else [t.shape[2] for t in layer] for layer in cut] == [
-        [5 - num] * 2,
-        None,
-        [5 - num, 5 - num, 5, 5],
-    ]
+    lengths = [None if layer is None else [t.shape[2] for t in layer] for layer in cut]
+    assert lengths == [[5 - num] * 2, None, [5 - num, 5 - num, 5, 5]]
     assert torch.equal(cut[0][0], cache[0][0][:, :, : 5 - num])
     assert cache[0][0].shape[2] == 5
 

@@ -39,14 +39,24 @@ TARGET, DRAFTER = ToyModule(TOY), ToyModule(ToyModel(V, 2, ToyTable(distance=0.7
 Outputs = Mapping[tuple[int, ...], float]
 
 
-def spoken(function: Callable[..., Any], *modules: Any, **options: Any) -> tuple[Outputs, set[float]]:
+def own_coins(way: Branching) -> dict[str, Any]:
+    """The option that gives a function its coins."""
+    return {"coins": lambda seq: way.at(len(seq.tokens))}
+
+
+def spoken(
+    function: Callable[..., Any],
+    *modules: Any,
+    draws_of: Callable[[Branching], dict[str, Any]] = own_coins,
+    **options: Any,
+) -> tuple[Outputs, set[float]]:
     """The probability of each output of a function, and the acceptance rates that occurred."""
     outputs: dict[tuple[int, ...], float] = defaultdict(float)
     rates = set()
 
     def run(way: Branching) -> Any:
         given = {"max_gen_len": HORIZON, "eos_tokens_id": None, **options}
-        return function(list(PROMPT), *modules, coins=lambda seq: way.at(len(seq.tokens)), **given)
+        return function(list(PROMPT), *modules, **draws_of(way), **given)
 
     for weight, found in enumerate_outcomes(run):
         ids, rate = found if isinstance(found, tuple) else (found, 0.0)
@@ -83,24 +93,15 @@ def test_draws_of_the_softmax(use_cache: bool, first_target: bool) -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.6])
 def test_lengths_by_entropy(beta: float) -> None:
-    outputs, _ = spoken(
-        speculative_generate,
-        DRAFTER,
-        TARGET,
-        gamma=3,
-        use_egag=True,
-        gamma_min=1,
-        egag_ema_beta=beta,
-        first_target=False,
-        logits_processor=MultinomialProcessor(0.8),
-    )
+    lengths = {"gamma": 3, "use_egag": True, "gamma_min": 1, "egag_ema_beta": beta, "first_target": False}
+    processor = MultinomialProcessor(0.8)
+    outputs, _ = spoken(speculative_generate, DRAFTER, TARGET, logits_processor=processor, **lengths)
     assert total_variation(outputs, law_of(lambda z: (z / 0.8).softmax(-1))) < EXACT
 
 
 def test_an_end_inside_a_draft() -> None:
-    outputs, _ = spoken(
-        speculative_generate, DRAFTER, TARGET, gamma=2, logits_processor=MultinomialProcessor(), eos_tokens_id=2
-    )
+    options = {"gamma": 2, "logits_processor": MultinomialProcessor(), "eos_tokens_id": 2}
+    outputs, _ = spoken(speculative_generate, DRAFTER, TARGET, **options)
     assert total_variation(outputs, law_of(softmax, end=2)) < EXACT
 
 
@@ -181,25 +182,14 @@ class Sampled(LogitsProcessor):
 
 def test_a_sample_of_a_subclass_is_what_draws() -> None:
     """Every token is what it returns, so that even one that does not follow the probabilities is kept exactly."""
-    outputs: dict[tuple[int, ...], float] = defaultdict(float)
-    processor, rates = Sampled(), set()
+    processor = Sampled()
 
-    def run(way: Branching) -> Any:
+    def draws_of(way: Branching) -> dict[str, Any]:
         processor.way, processor.num = way, 0
-        return speculative_generate(
-            list(PROMPT),
-            DRAFTER,
-            TARGET,
-            gamma=2,
-            max_gen_len=2,
-            eos_tokens_id=None,
-            logits_processor=processor,
-            first_target=False,
-        )
+        return {}
 
-    for weight, (ids, rate) in enumerate_outcomes(run):
-        outputs[tuple(ids)] += weight
-        rates.add(rate)
+    options = {"gamma": 2, "max_gen_len": 2, "first_target": False, "logits_processor": processor}
+    outputs, rates = spoken(speculative_generate, DRAFTER, TARGET, draws_of=draws_of, **options)
 
     def preferring(said: tuple[int, ...]) -> Any:
         weights = softmax(toys_logits(TOY, [*PROMPT, *said])) * torch.tensor([2.0, 1.0, 1.0])
@@ -264,16 +254,9 @@ def test_greedy_is_no_softmax() -> None:
 
 def test_the_option_without_adjustment_is_biased_and_says_so() -> None:
     """The first drafted token has the law min(p, q) + (1 - beta) p."""
+    options = {"gamma": 1, "logits_processor": MultinomialProcessor(), "first_target": False}
     with pytest.warns(UserWarning, match="biased"):
-        outputs, _ = spoken(
-            speculative_generate,
-            DRAFTER,
-            TARGET,
-            gamma=1,
-            logits_processor=MultinomialProcessor(),
-            skip_sample_adjustment=True,
-            first_target=False,
-        )
+        outputs, _ = spoken(speculative_generate, DRAFTER, TARGET, skip_sample_adjustment=True, **options)
     assert total_variation(outputs, law_of(softmax)) > 0.01
     p, q = (softmax(toys_logits(module.toy, PROMPT)) for module in (TARGET, DRAFTER))
     kept = torch.minimum(p, q)
@@ -302,14 +285,8 @@ def test_two_functions_draw_what_they_would_one_after_the_other(guess_seed: int)
     rates = set()
 
     def run(way: Branching) -> Any:
-        return speculate(
-            lambda x: policy(x, 1),
-            lambda x, y: (*x, y),
-            lambda x: policy(x, guess_seed),
-            3,
-            start=(),
-            coins=lambda step: way.at(step),
-        )
+        f, guess = (functools.partial(policy, seed=seed) for seed in (1, guess_seed))
+        return speculate(f, lambda x, y: (*x, y), guess, 3, start=(), coins=way.at)
 
     for weight, found in enumerate_outcomes(run):
         assert found.result == tuple(choice.drawn for choice in found.choices)

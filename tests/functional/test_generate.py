@@ -59,10 +59,8 @@ def assert_same_or_tied(kind: str, inputs: list[int], ours: list[int], theirs: l
     wide = copy.deepcopy(module).double()
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
     exact = logits_behind(wide, inputs, ours[:at])
-    deviations = [
-        (logits_behind(module, inputs, ours[:i]) - logits_behind(wide, inputs, ours[:i])).abs().max()
-        for i in range(at + 1)
-    ]
+    pairs = [[logits_behind(own, inputs, ours[:i]) for own in (module, wide)] for i in range(at + 1)]
+    deviations = [(rounded - other).abs().max() for rounded, other in pairs]
     best = exact.topk(2)
     assert set(best.indices.tolist()) == {ours[at], theirs[at]}
     assert best.values[0] - best.values[1] <= 2 * max(deviations)
@@ -259,19 +257,9 @@ def test_beam_search_is_that_of_generate(kind: str, settings: dict[str, Any]) ->
     """With an end that texts reach, so that each setting changes some output; with and without drafts and a cache."""
     module, drafter = pair(kind)
     end = expected(kind)[2]
-    wanted = [
-        behind_start(module, row, end)
-        for row in module.generate(
-            torch.tensor([PROMPT]),
-            max_new_tokens=12,
-            do_sample=False,
-            num_beams=3,
-            num_return_sequences=2,
-            eos_token_id=end,
-            pad_token_id=0,
-            **settings,
-        )
-    ]
+    beams = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    rows = module.generate(torch.tensor([PROMPT]), max_new_tokens=12, **beams, **settings)
+    wanted = [behind_start(module, row, end) for row in rows]
     options = {"max_gen_len": 12, "num_beams": 3, "eos_tokens_id": end, **settings}
     for more in ({}, {"use_cache": True}, {"use_cache": True, "drafter": drafter, "draft_beams": 5, "gamma": 3}):
         assert beam_search_generate(PROMPT, module, num_return_sequences=2, **options, **more) == wanted

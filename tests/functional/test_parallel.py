@@ -41,15 +41,12 @@ def test_what_a_dropped_guess_raises_is_dropped() -> None:
 
 
 def test_a_seed_repeats_the_draws() -> None:
-    said = [
-        [
-            c.drawn
-            for c in speculate(lambda x: [0.5, 0.5], lambda x, y: y, lambda x: [0.4, 0.6], 20, start=0, seed=3).choices
-        ]
-        for _ in range(2)
+    runs = [
+        speculate(lambda x: [0.5, 0.5], lambda x, y: y, lambda x: [0.4, 0.6], 20, start=0, seed=3) for _ in range(2)
     ]
-    assert said[0] == said[1]
-    assert set(said[0]) == {0, 1}
+    said, again = ([choice.drawn for choice in run.choices] for run in runs)
+    assert said == again
+    assert set(said) == {0, 1}
 
 
 def test_no_steps() -> None:

@@ -21,6 +21,7 @@ from methods import NEEDS
 from tiny import byte_tokenizer
 
 NUM = 20
+CHAT = [{"role": "user", "content": "hi"}]
 GREEDY = SamplingParams(max_tokens=NUM, temperature=0.0, ignore_eos=True)
 PREDICTION = dataclasses.replace(GREEDY, prediction=PROMPT)
 KNOWN = target_for(ToyModel(100, seed=0)).opened
@@ -52,9 +53,8 @@ def test_every_drafter_without_a_model_says_what_generate_says(draft: str) -> No
     "draft", ["tree", "tree:shape=best_first,draws=point", "cascade:inner=lookup", "several", "mixed"]
 )
 def test_drafters_that_are_made_of_a_module(draft: str) -> None:
-    out = speculate_with(
-        target(), draft=draft, draft_model=noisy(target()), pacing_policy="fixed", spec_length=4
-    ).generate(PROMPT, GREEDY)
+    options: dict[str, Any] = {"draft_model": noisy(target()), "pacing_policy": "fixed", "spec_length": 4}
+    out = speculate_with(target(), draft=draft, **options).generate(PROMPT, GREEDY)
     assert out.token_ids == generated(target(), PROMPT, NUM)
     assert out.report.num_accepted > 0
 
@@ -92,9 +92,8 @@ def test_an_input_is_a_source_as_in_the_engine(kind: str, drafts_with_one: bool)
     begun = torch.tensor([[module.config.decoder_start_token_id, 9, 8]])
     for inputs in (PROMPT, PROMPT[2:]):
         settings = {"do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0}
-        wanted = module.generate(torch.tensor([inputs]), decoder_input_ids=begun, max_new_tokens=NUM, **settings)[
-            0, 3:
-        ].tolist()
+        said = module.generate(torch.tensor([inputs]), decoder_input_ids=begun, max_new_tokens=NUM, **settings)
+        wanted = said[0, 3:].tolist()
         for out in speculating.generate(inputs, params):
             assert (out.prompt_ids, out.token_ids) == (inputs, wanted)
     for runner in (speculating.engine.runner, *speculating.engine.drafter.first.runners):
@@ -123,9 +122,8 @@ def test_trees_of_tuples_and_without_a_cache() -> None:
     near = ToyModule(ToyModel(7, 2, ToyTable(distance=1.0), near=toy))
     plain = autoregressive_generate([1, 2, 3], ToyModule(toy), max_gen_len=NUM, eos_tokens_id=None)
     for use_cache in (True, False):
-        speculating = speculate_with(
-            ToyModule(toy), draft="tree:shape=2", draft_model=near, use_cache=use_cache, pacing_policy="fixed"
-        )
+        options: dict[str, Any] = {"draft": "tree:shape=2", "draft_model": near, "pacing_policy": "fixed"}
+        speculating = speculate_with(ToyModule(toy), use_cache=use_cache, **options)
         out = speculating.generate([1, 2, 3], GREEDY)
         assert out.token_ids == plain
         assert 0 < out.report.num_accepted < out.report.num_drafted
@@ -151,14 +149,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def speaking() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    config = LlamaConfig(
-        vocab_size=260, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, eos_token_id=0, **sizes
-    )
-    return LlamaForCausalLM(config).eval()
+    return module_of("llama", vocab_size=260, max_position_embeddings=256, eos_token_id=0)
 
 
 def test_texts_conversations_and_ids() -> None:
@@ -172,11 +163,10 @@ def test_texts_conversations_and_ids() -> None:
     assert out.text == own.decode(ids[:-1] if ids[-1] == 0 else ids)
     assert max(ids) < 257  # rows behind the last id are padding
     assert speculating.generate(out.prompt_ids, params).token_ids == ids
-    chat = [{"role": "user", "content": "hi"}]
-    (first, second) = speculating.generate([chat, "a b a b"], params)
+    (first, second) = speculating.generate([CHAT, "a b a b"], params)
     assert own.decode(first.prompt_ids) == "user: hi\nassistant:"
     assert second.token_ids == ids
-    assert speculating.generate(chat, params).token_ids == first.token_ids
+    assert speculating.generate(CHAT, params).token_ids == first.token_ids
     stopped = speculating.generate("a b a b", SamplingParams(max_tokens=12, temperature=0.0, stop=out.text[2]))
     assert stopped.text == out.text[: out.text.index(out.text[2])]
     assert len(speculating.generate("a", SamplingParams(max_tokens=3, n=2))) == 2
@@ -201,11 +191,7 @@ def test_the_tokenizer_stays_as_it_was() -> None:
         (BadOption, "is no prompt", lambda: speculate_with(target()).generate([])),
         (BadOption, "is no prompt", lambda: speculate_with(target()).generate(5)),
         (BadOption, "not a fast one", lambda: speculate_with(target(), object())),
-        (
-            NotFound,
-            "no chat template",
-            lambda: speculate_with(speaking(), tokenizer()).generate([{"role": "user", "content": "x"}]),
-        ),
+        (NotFound, "no chat template", lambda: speculate_with(speaking(), tokenizer()).generate(CHAT)),
         (UserError, "positions|max_seq_len", lambda: speculate_with(target()).generate([5] * 200)),
     ],
     ids=[str(i) for i in range(11)],
