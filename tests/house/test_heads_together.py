@@ -76,19 +76,9 @@ def specs(folder: Path) -> list[str]:
 
 def llm_of(folder: Path, chunk_tokens: int = 512) -> LLM:
     """An engine that has all heads."""
-    return LLM(
-        str(folder / "model"),
-        draft="none",
-        extra_drafts=";".join(specs(folder)),
-        dtype="float32",
-        pacing="fixed",
-        spec_length=5,
-        max_batch_size=12,
-        max_seq_len=128,
-        prefill_chunk_tokens=chunk_tokens,
-        prefix_caching=False,
-        calibrate=False,
-    )
+    drafts = {"draft": "none", "extra_drafts": ";".join(specs(folder)), "pacing": "fixed", "spec_length": 5}
+    sizes = {"max_batch_size": 12, "max_seq_len": 128, "prefill_chunk_tokens": chunk_tokens}
+    return LLM(str(folder / "model"), dtype="float32", prefix_caching=False, calibrate=False, **drafts, **sizes)
 
 
 def requests(folder: Path) -> Iterator[tuple[list[int], SamplingParams]]:
@@ -162,14 +152,9 @@ def first_run(drafter: Any, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
 
 PASS = load("forerun.drafters", "pass", "drafter").PassDrafter
 FOLLOWING, OBSERVE = HydraHeads.following, PASS.observe
-WRONG = {
-    "eagle": (Seen, "layer", first_layer),
-    "medusa": (Seen, "hidden", property(first_row)),
-    "hydra": (HydraHeads, "following", reversed_last),
-    "dflash": (Seen, "layer", first_layer),
-    "blockwise": (Seen, "hidden", property(first_row)),
-    "pass": (PASS, "observe", first_run),
-}
+WRONG = {"eagle": (Seen, "layer", first_layer), "medusa": (Seen, "hidden", property(first_row)),
+         "hydra": (HydraHeads, "following", reversed_last), "dflash": (Seen, "layer", first_layer),
+         "blockwise": (Seen, "hidden", property(first_row)), "pass": (PASS, "observe", first_run)}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -19,12 +19,9 @@ from forerun.engine import cutting
 from forerun.errors import BadOption
 from forerun.models.toy import ToyModel, ToyTable
 from forerun.pacing.fixed import FixedPacing
-from forerun.theory import formulas
-from forerun.types import EDGES, SamplingParams, Stop
-from house.enumeration import (
+from forerun.testing.engines import (
     HORIZON,
     TARGET,
-    Case,
     V,
     drafter_for,
     every_way,
@@ -34,6 +31,9 @@ from house.enumeration import (
     summed,
     total_variation,
 )
+from forerun.theory import formulas
+from forerun.types import EDGES, SamplingParams, Stop
+from house.enumeration import Case
 from methods import VARIANTS
 
 EXACT = 1e-12
@@ -86,17 +86,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {0: 1.5, 2: -float("inf")}},
     "forced": {"forced_eos_token_id": 1},
     "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.7, "frequency_penalty": 0.9},
-    "all": {
-        "temperature": 1.3,
-        "top_k": 2,
-        "min_p": 0.1,
-        "top_p": 0.9,
-        "repetition_penalty": 1.4,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.4,
-        "logit_bias": {1: 0.3},
-    },
-}
+    "all": {"temperature": 1.3, "top_k": 2, "min_p": 0.1, "top_p": 0.9, "repetition_penalty": 1.4,
+            "presence_penalty": 0.5, "frequency_penalty": 0.4, "logit_bias": {1: 0.3}},
+}  # fmt: skip
 
 
 def params(rule: str, **options: Any) -> SamplingParams:

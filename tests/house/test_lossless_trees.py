@@ -14,8 +14,7 @@ from forerun import pacing, verify
 from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
 from forerun.testing import Branching, drawn_tree, enumerate_outcomes, tables
-from forerun.types import Budget, Coins, Draft, RoundDetail, SamplingParams, Sequence
-from house.enumeration import (
+from forerun.testing.engines import (
     HORIZON,
     PROMPT,
     SPACE_TOKENS,
@@ -27,6 +26,7 @@ from house.enumeration import (
     second_pipeline,
     total_variation,
 )
+from forerun.types import Budget, Coins, Draft, RoundDetail, SamplingParams, Sequence
 
 EXACT = 1e-12
 NUM_NODES = 4
@@ -65,15 +65,9 @@ def spoken(drafter: RandomTrees, params: SamplingParams) -> tuple[dict[tuple[int
 
     def run(way: Branching) -> tuple[int, ...]:
         nonlocal most_siblings
-        engine = Engine(
-            runner_for(TARGET),
-            drafter,
-            pacing.make("fixed", NUM_NODES),
-            coins=lambda seq: way.at(len(seq.tokens)),
-            max_seq_len=SPACE_TOKENS,
-            max_batch_size=1,
-            tokenizer=letters(V, frozenset()),
-        )
+        coins, tokenizer = (lambda seq: way.at(len(seq.tokens))), letters(V, frozenset())
+        policy, sizes = pacing.make("fixed", NUM_NODES), {"max_seq_len": SPACE_TOKENS, "max_batch_size": 1}
+        engine = Engine(runner_for(TARGET), drafter, policy, coins=coins, tokenizer=tokenizer, **sizes)
         rounds: list[RoundDetail] = []
         engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
         request = engine.add(PROMPT, params)

@@ -44,15 +44,8 @@ def chosen(folder: Path, gpus: str, *variables: str) -> tuple[str, str]:
     tool.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "MAKEFLAGS")}
     env |= {"PATH": f"{folder}:{env['PATH']}", "no_proxy": "*"}
-    done = subprocess.run(
-        ["make", "--no-print-directory", "torch-index", *variables],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    command = ["make", "--no-print-directory", "torch-index", *variables]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip(), done.stderr.strip()
 
 

@@ -15,10 +15,11 @@ from forerun.drafters.shared import model_drafter
 from forerun.errors import BadOption, InternalError
 from forerun.testing import Branching
 from forerun.testing.coins import Reused
+from forerun.testing.engines import HORIZON, error
 from forerun.testing.wrong import CAUGHT, EXACT, PERFECT, WRONG, cache_errors, find, replaced
 from forerun.types import Probs, SamplingParams
 from forerun.verify import ratio
-from house.enumeration import HORIZON, Case, error
+from house.enumeration import Case
 
 
 def case(rule: str = "ratio", **options) -> Case:

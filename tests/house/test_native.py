@@ -31,15 +31,9 @@ def run(code: str, *arguments: str, path: Path | None = None, **env: str) -> sub
     """Python code in a process of its own, without variables of ours but those given."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FORERUN_", "OMP_", "PYTHONPATH"))}
     kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=path,
-        env={**kept, "PYTHONPATH": str(path or SOURCE.parent), **env},
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    where = {"cwd": path, "env": {**kept, "PYTHONPATH": str(path or SOURCE.parent), **env}}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **where)
 
 
 def printed(code: str, path: Path | None = None, **env: str) -> str:
@@ -157,26 +151,16 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+LIMITS = {"outer/cpu.max": "150000 100000\n", "outer/inner/cpu.max": "max 100000\n"}
+OUTER = {"proc/self/cgroup": "0::/outer/inner\n", **{f"sys/fs/cgroup/{name}": text for name, text in LIMITS.items()}}
+VERSION_1 = {"proc/self/cgroup": "4:cpuset:/a\n2:cpu,cpuacct:/a\n0::/\n"}
+for group, quota_us in {"cpu": "-1", "cpu/a": "300000"}.items():
+    VERSION_1[f"sys/fs/cgroup/{group}/cpu.cfs_quota_us"] = f"{quota_us}\n"
+    VERSION_1[f"sys/fs/cgroup/{group}/cpu.cfs_period_us"] = "100000\n"
 QUOTAS = {
-    "version 2, the outer group decides": (
-        {
-            "proc/self/cgroup": "0::/outer/inner\n",
-            "sys/fs/cgroup/outer/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/outer/inner/cpu.max": "max 100000\n",
-        },
-        1.5,
-    ),
+    "version 2, the outer group decides": (OUTER, 1.5),
     "version 2 in a container": ({"proc/self/cgroup": "0::/x\n", "sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5),
-    "version 1": (
-        {
-            "proc/self/cgroup": "4:cpuset:/a\n2:cpu,cpuacct:/a\n0::/\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "300000\n",
-            "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
-        },
-        3.0,
-    ),
+    "version 1": (VERSION_1, 3.0),
     "none": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
     "no such files": ({}, None),
 }
@@ -203,13 +187,8 @@ def test_siblings_on_one_core_count_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_variables_decide_on_threads_before_cores_do(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = native.cores().num_usable
-    for ours, theirs, num_threads in (
-        ("3", "7", 3),
-        (None, "7", 7),
-        (None, "5,2", 5),
-        (None, "many", usable),
-        (None, None, usable),
-    ):
+    asked = [("3", "7", 3), (None, "7", 7), (None, "5,2", 5), (None, "many", usable), (None, None, usable)]
+    for ours, theirs, num_threads in asked:
         for name, value in (("FORERUN_NUM_THREADS", ours), ("OMP_NUM_THREADS", theirs)):
             monkeypatch.delenv(name, raising=False)
             if value is not None:

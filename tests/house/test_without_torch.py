@@ -27,28 +27,14 @@ from forerun.ops.cpu import CpuOps
 
 NEEDS_KERNELS = pytest.mark.skipif(native.isa() == "reference", reason="without torch the kernels compute")
 # What computes with torch, or reads what it has written.
-MAY_NEED_TORCH = (
-    "train.",
-    "functional",
-    "drafters.shared.converting",
-    "ops.torch",
-    "ops.cuda",
-    "ops.reference",
-    "ops.row_by_row",
-    "models.toy_heads",
-)
+OPERATORS = ("ops.torch", "ops.cuda", "ops.reference", "ops.row_by_row")
+MAY_NEED_TORCH = (*OPERATORS, "train.", "functional", "drafters.shared.converting", "models.toy_heads")
 HELD = "'.[{}]' in the folder of forerun's sources"
 GENERATE = ["generate", "class A:", "--target", "shipped", "--max-tokens", "8", "--json"]
-RUN = {
-    "generate": GENERATE,
-    "plan": ["plan", "--target", "shipped", "--json"],
-    "doctor": ["doctor", "--json"],
-}
+RUN = {"generate": GENERATE, "plan": ["plan", "--target", "shipped", "--json"], "doctor": ["doctor", "--json"]}
+TRAIN = ["train", "head", "--method", "medusa", "--target", "shipped", "--samples", "own.ids", "--out", "head"]
 REFUSED = {
-    "train": (
-        ["train", "head", "--method", "medusa", "--target", "shipped", "--samples", "own.ids", "--out", "head"],
-        "torch",
-    ),
+    "train": (TRAIN, "torch"),
     "convert-head": (["convert-head", "head", "converted"], "torch"),
     "a CUDA device": ([*GENERATE, "--device", "cuda"], "cuda"),
     "reference operators": ([*GENERATE, "--ops", "reference"], "torch"),
@@ -119,19 +105,18 @@ def answer() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- where torch may be
 
 
+def python(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False, **more
+    )
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the process without torch has to say."""
     folder = tmp_path_factory.mktemp("without")
-    done = subprocess.run(
-        [sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=folder,
-        env=os.environ | {"FORERUN_CACHE_DIR": str(folder)},
-    )
+    done = python(__file__, cwd=folder, env=os.environ | {"FORERUN_CACHE_DIR": str(folder)})
     assert done.returncode == 0, done.stderr
     answered: dict[str, Any] = json.loads(done.stdout)
     return answered
@@ -208,9 +193,8 @@ except SystemExit:
 @NEEDS_KERNELS
 def test_a_text_on_a_cpu_does_not_wait_for_torch() -> None:
     arguments = [argument for argument in GENERATE if argument != "--json"]  # with a line about what computes
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_TORCH, *arguments], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = python("-c", WITH_TORCH, *arguments)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("False\n"), done.stdout
     assert "native operators" in done.stderr
 

@@ -17,9 +17,10 @@ from forerun.models.toy import ToyModel
 from forerun.sampling import arithmetic, pipeline, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing import enumerate_outcomes
+from forerun.testing.engines import every_way
 from forerun.types import Draft, Probs, SamplingParams, Sequence
 from forerun.verify import match, ratio
-from house.enumeration import Case, every_way
+from house.enumeration import Case
 from house.test_lossless import assert_lossless
 from sampling.samplers import ISAS, row, sampler
 

@@ -15,8 +15,8 @@ from transformers.generation import logits_process as hf
 
 from forerun.errors import BadOption, InternalError
 from forerun.sampling import History, likeliest, logprobs_of, probs, takes_the_best
+from forerun.testing.engines import second_pipeline
 from forerun.types import Probs, SamplingParams, Sequence
-from house.enumeration import second_pipeline
 
 INF = math.inf
 
