@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from forerun.text.tokenizer import Tokenizer
 
@@ -133,7 +134,7 @@ class Detokenizer:
         new = text[self._done : certain]
         self._done = certain
         if self._prompt_rest:
-            shared = _shared_prefix(self._prompt_rest, new)
+            shared = num_common(self._prompt_rest, new)
             self._prompt_rest = self._prompt_rest[shared:] if shared == len(new) else ""
             new = new[shared:]
         return new
@@ -156,8 +157,8 @@ class Detokenizer:
         return text[: len(text) - keep]
 
 
-def _shared_prefix(a: str, b: str) -> int:
-    """Return the number of characters that a and b begin with alike."""
+def num_common(a: Seq[Any], b: Seq[Any]) -> int:
+    """Return how many characters, or ids, both begin with."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -12,17 +12,7 @@ from typing import NamedTuple
 
 from forerun.text.answer_form import AnswerForm, tail_of
 from forerun.text.detokenizer import Detokenizer
-from forerun.text.parts import (
-    AnswerParts,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    Part,
-    Piece,
-    Reasoning,
-    Text,
-    ToolCall,
-)
+from forerun.text.parts import AnswerParts, CallArguments, CallBegin, CallEnd, Part, Piece, Reasoning, Text, ToolCall
 from forerun.text.tokenizer import Tokenizer
 
 

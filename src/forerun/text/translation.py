@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from forerun.errors import VocabularyMismatch
-from forerun.text.detokenizer import Detokenizer
+from forerun.text.detokenizer import Detokenizer, num_common
 from forerun.text.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 64  # of the target; behind each block, all but the end of the text gets its final ids
@@ -83,7 +83,7 @@ class Translation:
         """Append a text. Returns as `read` does."""
         self._tail += text
         encoded = self._encoded(self._tail)[self._num_skipped :]
-        same = _num_equal(encoded, self.ids[self._start :])
+        same = num_common(encoded, self.ids[self._start :])
         self.ids[self._start + same :] = encoded[same:]
         return self._start + same
 
@@ -101,7 +101,7 @@ class Translation:
         ids = self.ids[max(self._start, len(self.ids) - TAIL_TOKENS) :]
         self._tail = self._other.decode(ids)
         encoded = self._encoded(self._tail)
-        same = _num_equal(encoded[::-1], ids[::-1])
+        same = num_common(encoded[::-1], ids[::-1])
         self._start, self._num_skipped = len(self.ids) - same, len(encoded) - same
 
     def _encoded(self, text: str) -> list[int]:
@@ -119,10 +119,5 @@ def continuation(tokenizer: Tokenizer, tokens: Seq[int], text: str) -> list[int]
     ids = tokenizer.encode(before[:num_certain] + text, add_special_tokens=False)
     starts = [i for i in range(len(ids)) if tokenizer.decode_so_far(ids[:i])[0] == before]
     # Several may fit where tokens end inside a character or make no text: the one that ends as the context does.
-    start = max(starts, key=lambda i: _num_equal(ids[:i][::-1], context[::-1]), default=len(ids))
+    start = max(starts, key=lambda i: num_common(ids[:i][::-1], context[::-1]), default=len(ids))
     return ids[start:-1]
-
-
-def _num_equal(a: Seq[int], b: Seq[int]) -> int:
-    """Return how many ids both begin with."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
