@@ -129,6 +129,11 @@ class Exhibit:
     recipe: str
 
 
+def columns(form: str, *names: str) -> list[Column]:
+    """Return columns of an exhibit whose values are written in one form."""
+    return [Column(name, form=form) for name in names]
+
+
 def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = None) -> Curve:
     """Return the numbers of one column as dots, with the place of the row as y; rows without a number are left out.
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,23 +33,27 @@ from forerun.bench.widen import (
     PROMPTS,
     describe,
     draft_options,
+    load_beside,
     load_widened,
     load_widened_draft,
     measured_target,
     num_parameters,
 )
 from forerun.config import DEFAULT_SPEC_LENGTH, EngineConfig
+from forerun.drafters import Drafter
 from forerun.engine.llm import LLM
 from forerun.engine.opened import SHIPPED_DRAFT, auto_draft, is_shipped
 from forerun.engine.prompts import Prompt
 from forerun.engine.request import RequestOutput
 from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
-from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
 from forerun.ops.model import LoadedModel
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
+
+T = TypeVar("T")
 
 PLAIN = Variant("none", 0)
 
@@ -60,7 +64,7 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "w1": (
         {"shape": "llama-3.2-3b", "draft_shape": "llama-3.2-1b", "spec_lengths": (1, 2, 3, 5)},
         {"dtype": "bfloat16"},
-    ),
+    )
 }
 
 
@@ -107,7 +111,7 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
     llms = engines(checkpoint, config, plan, console)
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
-    drafts = draft_models(llms)
+    drafts = draft_models(llm.engine.drafter.first for llm in llms.values())
     num_drafters = len({variant.draft for variant in llms} - {PLAIN.draft})
     temperatures, most = " and ".join(f"{t:g}" for t in plan.temperatures), "at most " * plan.until_end
     console.print(
@@ -200,24 +204,17 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
     """Return a draft model without options as loaded once, for all lengths; anything else as it is named."""
     if isinstance(draft, Checkpoint):
         return draft
-    shipped, model = is_shipped(target.opened.path), target.model
+    shipped = is_shipped(target.opened.path)
     method, options = drafters.resolve(draft, auto_draft(target.opened.asked))
     path = getattr(options, "path", None) or (str(SHIPPED_DRAFT) if shipped else None)
     if method != "model" or path is None or replace(options, path=None) != type(options)():
         return draft
-    return load_checkpoint(
-        path,
-        dtype=model.weight_dtype,
-        device=model.device,
-        ops=model.ops,
-        with_tokenizer=True,
-        ignore_config_keys=ignore,
-    )
+    return load_beside(target.model, path, ignore)
 
 
-def draft_models(llms: dict[Variant, LLM]) -> list[LoadedModel]:
-    """Return every draft model once; trained heads do not count."""
-    runners = [llm.engine.drafter.first.runner for llm in llms.values()]
+def draft_models(members: Iterable[Drafter]) -> list[LoadedModel]:
+    """Return the model of each drafter once; trained heads do not count."""
+    runners = [drafter.runner for drafter in members]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
     return [cast(LoadedModel, model) for model in models.values() if hasattr(model, "weight")]
 
@@ -272,7 +269,7 @@ def tallied(
     Each prompt begins with another variant, as a run may be slower behind one than behind another. The runs of a tally
     are in the order of repeats, and of prompts within each. Two variants may be one engine.
     """
-    order, by_id = list(llms), {id(llm): llm for llm in llms.values()}
+    by_id = {id(llm): llm for llm in llms.values()}
     for llm in by_id.values():
         llm.engine.drafter.spares = False  # a failure ends the measurement, which would go on as plain decoding
     clocks = {key: _draft_clock(llm) for key, llm in by_id.items()}
@@ -287,13 +284,18 @@ def tallied(
             ignore_eos=not plan.until_end,  # else every run has the same number of tokens
             acceptance=None if t == 0 else plan.acceptance,
         )
-        first = (repeat + i) % len(order)
-        for variant in order[first:] + order[:first]:
+        for variant in rotated(list(llms), repeat + i):
             llm = llms[variant]
             progress.update(task, description=f"T={t:g} {variant.draft} K={variant.spec_length}")
             run_once(llm, prompt, params, tallies[t, variant], clocks[id(llm)], encoders[id(llm)])
             progress.advance(task)
     return tallies
+
+
+def rotated(items: Seq[T], by: int) -> list[T]:
+    """Return the items in the same cyclic order, beginning with another one."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]
 
 
 def _draft_clock(llm: LLM) -> ForwardClock | None:

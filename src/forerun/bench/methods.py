@@ -12,14 +12,14 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from forerun import native, pacing, registry, verify
 from forerun.bench.exhibits import check_picture
-from forerun.bench.latency import ForwardClock, progress_bar, run_once
+from forerun.bench.latency import ForwardClock, draft_models, progress_bar, rotated, run_once
 from forerun.bench.methods_picture import draw
 from forerun.bench.methods_results import AGAIN, PLAIN, cells_of, print_methods, summaries_of
 from forerun.bench.plans import MethodsPlan, SuitePlan, Way
@@ -34,8 +34,8 @@ from forerun.errors import BadOption, InternalError, NotFound, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models import named
 from forerun.models.loading import Checkpoint
-from forerun.ops.model import LoadedModel
 from forerun.ops.operators import Operators
+from forerun.text.detokenizer import num_common
 from forerun.text.terminal import make_console
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import SamplingParams
@@ -108,7 +108,7 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
         "prompts": [prompt.id for prompt in prompts],
         "left_out": left_out,
         "texts_compared": num_compared,
-        **record_of([], checkpoint.model, _draft_models(llms), ceiling),
+        **record_of([], checkpoint.model, draft_models(llms[ways[0].pacing].engine.drafter.members.values()), ceiling),
         "lines": [asdict(cell) for cell in cells],
         "summaries": [asdict(summary) for summary in summaries],
     }
@@ -222,14 +222,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _draft_models(llms: Mapping[str, LLM]) -> list[LoadedModel]:
-    """Return every draft model once; each engine has the same. Trained heads do not count."""
-    llm = next(iter(llms.values()))
-    runners = [member.runner for member in llm.engine.drafter.members.values()]
-    models = {id(runner.model): runner.model for runner in runners if runner is not None}
-    return [cast(LoadedModel, model) for model in models.values() if hasattr(model, "weight")]
-
-
 def chats(llm: LLM) -> bool:
     """Return whether the model has a chat template."""
     try:
@@ -291,8 +283,7 @@ def _measure(
         once(way, turns[0], params, Tally(Variant(way.name, 0), turns[0].temperature))
     for turn in turns:
         t, texts = turn.temperature, dict[str, list[int]]()
-        first = turn.number % len(every)
-        for way in [*every[first:], *every[:first]]:
+        for way in rotated(every, turn.number):
             progress.update(task, description=f"T={t:g} {turn.prompt.id} {way.name}")
             # Repeats, temperatures and rules have the same texts: a drafter that learned there would know the answer.
             salt = f"repeat {turn.repeat} at {t:g} by {way.acceptance}"
@@ -333,9 +324,7 @@ def compare(texts: Mapping[str, list[int]], name: str, temperature: float, token
     plain = texts[PLAIN]
     for spec, text in texts.items():
         if text != plain:
-            num_equal = next(
-                (i for i, (a, b) in enumerate(zip(plain, text, strict=False)) if a != b), min(len(plain), len(text))
-            )
+            num_equal = num_common(plain, text)
             said, wanted = (tokenizer.decode(ids[num_equal : num_equal + 8]) for ids in (text, plain))
             raise InternalError(
                 f"{shown(spec)} changed the text of {name} at temperature {temperature:g}: behind "

@@ -65,21 +65,8 @@ VIEWS = {
 }
 # Facts about models and machine, where a record has them.
 FACTS = (
-    "target",
-    "shape",
-    "widened",
-    "num_parameters",
-    "precision",
-    "dtype",
-    "device",
-    "machine",
-    "build",
-    "num_threads",
-    "torch",
-    "bandwidth_bytes_per_s",
-    "ceiling_tokens_per_s",
-    "recipe",
-    "note",
+    *("target", "shape", "widened", "num_parameters", "precision", "dtype", "device", "machine", "build"),
+    *("num_threads", "torch", "bandwidth_bytes_per_s", "ceiling_tokens_per_s", "recipe", "note"),
 )
 MOST_CURVES = 6  # of one panel: colours repeat beyond
 

@@ -173,11 +173,7 @@ def print_ceiling(model: LoadedModel, console: Console) -> Ceiling:
     return ceiling
 
 
-_NAMES = (
-    Column("T", "temperature", "{:g}"),
-    Column("draft", "draft", is_text=True),
-    Column("K", "spec_length"),
-)
+_NAMES = (Column("T", "temperature", "{:g}"), Column("draft", "draft", is_text=True), Column("K", "spec_length"))
 GAINS = (
     *_NAMES,
     Column("tokens/s", "tokens_per_s", "{:.1f}"),

@@ -18,16 +18,7 @@ from forerun import pacing, verify
 from forerun.bench import latency, suites
 from forerun.bench.exhibits import check_picture
 from forerun.bench.latency import ForwardClock, loaded_once, progress_bar
-from forerun.bench.methods import (
-    chats,
-    compare,
-    conversation_ids,
-    counted,
-    named_ways,
-    print_compared,
-    same,
-    title_of,
-)
+from forerun.bench.methods import chats, compare, conversation_ids, counted, named_ways, print_compared, same, title_of
 from forerun.bench.methods_picture import draw
 from forerun.bench.methods_results import AGAIN, PLAIN, Cell, cells_of, print_results, summaries_of
 from forerun.bench.plans import SuitePlan, Way
@@ -196,7 +187,7 @@ class Measuring:
                 if not chats(llm):
                     raise BadOption("a suite needs a model that answers: this one has no chat template")
                 llm.measure_passes()  # once: the engines of all conversations share the result
-                models = latency.draft_models({Variant(way.name, 0): llm})
+                models = latency.draft_models([llm.engine.drafter.first])
                 self.draft_models += [model for model in models if model not in self.draft_models]
                 for conversation in self.suite.conversations:
                     ids = self._longest(llm, conversation)
@@ -244,8 +235,8 @@ class Measuring:
         self, conversation: Conversation, number: int, temperature: float, progress: Progress, task: Any
     ) -> None:
         """Let every way answer a conversation, and compare the texts."""
-        first, texts = len(self.runs) // len(self.ways) % len(self.ways), dict[str, list[list[int]]]()
-        for way in self.ways[first:] + self.ways[:first]:
+        texts = dict[str, list[list[int]]]()
+        for way in latency.rotated(self.ways, len(self.runs) // len(self.ways)):
             progress.update(task, description=f"T={temperature:g} {conversation.id} {way.name}")
             answered = self.ask(conversation, way, temperature, number)
             self.runs.append(answered)

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from forerun.bench.exhibits import check_picture
-from forerun.bench.latency import progress_bar
+from forerun.bench.latency import progress_bar, rotated
 from forerun.bench.plans import TunePlan
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tune_engine import TuningEngine, candidates_of
@@ -149,7 +149,7 @@ def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, l
             bench.groups = bench.groups[:group]
             break
         tallies = dict[str, Tally]()
-        for way in _rotated(ways, group):
+        for way in rotated(ways, group):
             progress.update(task, description=f"what is guessed right: {way.draft}")
             tallies[way.draft] = Tally(Variant(way.draft, 0), bench.plan.temperature)
             bench.once(way, group, "probe", tallies[way.draft], detail=way.draft != PLAIN)
@@ -249,7 +249,7 @@ def one_round(
     """Run all prompts with each contender that is not out, in turns. passes: learns from their passes."""
     plain, running = contenders[0], [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
-        order = _rotated(running, number + group)
+        order = rotated(running, number + group)
         for place in reversed(range(PLAIN_EVERY, len(order), PLAIN_EVERY)):
             order.insert(place, plain)  # all speed-ups hang on it, and the machine drifts
         tallies: dict[Way, list[Tally]] = {one.way: [] for one in running}
@@ -282,8 +282,3 @@ def drop_slow(contenders: Seq[Contender]) -> None:
         is_plain = one is contenders[0]
         if not is_plain and one.measured.num_rounds >= FEWEST_ROUNDS and one.measured.speedup < OUT * best:
             one.is_out = True
-
-
-def _rotated(ways: Seq[Any], number: int) -> list[Any]:
-    first = number % len(ways)
-    return [*ways[first:], *ways[:first]]

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -289,13 +289,21 @@ def load_widened_draft(spec: str, config: EngineConfig, target: Checkpoint, shap
 
     It gets the target's type, device and operators.
     """
-    model, (path, quantization) = target.model, draft_options(spec)
-    checkpoint = load_checkpoint(
+    path, quantization = draft_options(spec)
+    checkpoint = load_beside(target.model, path, config.ignored_config_keys)
+    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), target.model.ops, quantization)
+
+
+def load_beside(
+    target: LoadedModel, path: str | Path, ignore: Collection[str] = (), quantization: str | None = None
+) -> Checkpoint:
+    """Load a draft model in its target's type, and for its device and operators. ignore: keys of its configuration."""
+    return load_checkpoint(
         path,
-        dtype=model.weight_dtype,
-        device=model.device,
-        ops=model.ops,
+        dtype=target.weight_dtype,
+        device=target.device,
+        ops=target.ops,
         with_tokenizer=True,
-        ignore_config_keys=config.ignored_config_keys,
+        quantization=quantization,
+        ignore_config_keys=ignore,
     )
-    return widen_checkpoint(checkpoint, shape_named(shape, checkpoint.model.config), model.ops, quantization)
