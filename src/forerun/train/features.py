@@ -66,13 +66,7 @@ class Recomputed:
     """
 
     def __init__(self, model: Model, layers: Seq[int], longest: int) -> None:
-        cache = BlockCache.of(
-            model,
-            "contiguous",
-            max_batch_size=1,
-            max_seq_len=longest,
-            prefix_caching=False,
-        )
+        cache = BlockCache.of(model, "contiguous", max_batch_size=1, max_seq_len=longest, prefix_caching=False)
         self.layers, self._taps = tuple(layers), sorted(set(layers))
         self.width = model.config.hidden_size
         self._runner = Runner(model, cache, taps=self._taps)

@@ -28,15 +28,7 @@ from forerun.train import batches, loop, losses
 from forerun.train.config import TrainConfig
 from forerun.train.corpus import Corpus, load_corpus
 from forerun.train.loop import autocast
-from forerun.train.model import (
-    deepen,
-    export,
-    initial_weights,
-    load_decoder,
-    read_shape,
-    read_weights,
-    run_windows,
-)
+from forerun.train.model import deepen, export, initial_weights, load_decoder, read_shape, read_weights, run_windows
 from forerun.train.ops import TrainingOps
 from forerun.train.samples import begun_with
 from forerun.train.tokenizer import (

@@ -17,7 +17,7 @@ The result is another target than the original: `save` writes it as a separate c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from forerun.models.loading import Checkpoint
 from forerun.models.saving import config_to_dict, save_checkpoint
 from forerun.ops.torch import TorchModel
 from forerun.ops.torch_tensors import HostWeights, tensor_of
+from forerun.registry import option
 from forerun.train import losses
 from forerun.train.fingerprint import fingerprint
 from forerun.train.heads import Batch, Teacher, visible
@@ -45,12 +46,10 @@ ROWS = 256  # of a batch: compared as whole distributions in `_own`; with logits
 class BackboneOptions:
     """Whether the target learns, too, and how it does."""
 
-    backbone: bool = field(
-        default=False, metadata={"help": "train the target along (Medusa-2); OUT/model is then another target"}
-    )
-    backbone_rate: float = field(default=0.25, metadata={"help": "its learning rate over that of the heads"})
-    heads_weight: float = field(default=0.2, metadata={"help": "weight of the heads' loss beside its own"})
-    heads_first: float = field(default=0.3, metadata={"help": "first share of the steps, in which heads learn alone"})
+    backbone: bool = option(False, "train the target along (Medusa-2); OUT/model is then another target")
+    backbone_rate: float = option(0.25, "its learning rate over that of the heads")
+    heads_weight: float = option(0.2, "weight of the heads' loss beside its own")
+    heads_first: float = option(0.3, "first share of the steps, in which heads learn alone")
 
     def __post_init__(self) -> None:
         if not (0 < self.backbone_rate <= 1 and self.heads_weight > 0 and 0 <= self.heads_first < 1):

@@ -11,7 +11,7 @@ to be the target's hidden state of token m+k.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun.blocks import Spec
 from forerun.drafters.shared import head_files
+from forerun.registry import option
 from forerun.train.heads import Batch, Teacher, medusa, shifted
 
 RIDGE = 1e-2  # of the mean square of the hidden layer's outputs, added to the fit's normal equations
@@ -30,8 +31,8 @@ LR = 3e-4  # at 1e-3 it did not learn
 class Options(medusa.Options):
     """The sizes of the layer, and how it learns."""
 
-    heads: int = field(default=4, metadata={"help": "outputs, one for each token ahead", "min": 1, "max": 16})
-    units: int = field(default=256, metadata={"help": "units of the hidden layer for each output", "min": 1})
+    heads: int = option(4, "outputs, one for each token ahead", min=1, max=16)
+    units: int = option(256, "units of the hidden layer for each output", min=1)
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from forerun.blocks import Norm, Spec
 from forerun.drafters.shared import head_files
 from forerun.drafters.shared.dflash_model import DFlashConfig, shapes
 from forerun.errors import BadOption
-from forerun.registry import parse_list
+from forerun.registry import option, parse_list
 from forerun.train import losses
 from forerun.train.heads import (
     Batch,
@@ -47,19 +47,17 @@ LR = 8e-4
 class Options:
     """The layers and sizes of the drafter, and how it learns."""
 
-    layers: str | None = field(
-        default=None,
-        metadata={"help": "layers of the target behind which it reads, ascending, from 1, as in 15+29+30; none = half "
-                  "of them, all but one, and all"},
-    )  # fmt: skip
-    depth: int = field(default=2, metadata={"help": "layers of its own", "min": 1, "max": 32})
-    block: int = field(default=6, metadata={"help": "rows of a pass: one more than tokens it guesses", "min": 2})
-    draft_vocab: int = field(
-        default=8192, metadata={"help": "ids that it drafts, those that the target wrote most often", "min": 2}
+    layers: str | None = option(
+        None,
+        "layers of the target behind which it reads, ascending, from 1, as in 15+29+30; none = half "
+        "of them, all but one, and all",
     )
-    decay: float = field(default=0.8, metadata={"help": "weight of a place's loss over that of the place before"})
-    every: int = field(default=4, metadata={"help": "tokens from one block that is learned to the next", "min": 1})
-    loss: str = field(default="kl", metadata={"help": losses.HELP})
+    depth: int = option(2, "layers of its own", min=1, max=32)
+    block: int = option(6, "rows of a pass: one more than tokens it guesses", min=2)
+    draft_vocab: int = option(8192, "ids that it drafts, those that the target wrote most often", min=2)
+    decay: float = option(0.8, "weight of a place's loss over that of the place before")
+    every: int = option(4, "tokens from one block that is learned to the next", min=1)
+    loss: str = option("kl", losses.HELP)
 
     def __post_init__(self) -> None:
         losses.check(self.loss)

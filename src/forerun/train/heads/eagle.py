@@ -15,7 +15,7 @@ step (`begin`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +27,7 @@ from forerun.blocks import SIDES, Norm, Spec
 from forerun.drafters.shared import head_files
 from forerun.drafters.shared.eagle_model import EagleConfig, input_shapes, layer_shapes
 from forerun.errors import BadOption
-from forerun.registry import parse_list
+from forerun.registry import option, parse_list
 from forerun.train import losses
 from forerun.train.heads import (
     Batch,
@@ -54,16 +54,11 @@ LEAST_MLP = 2048  # inner outputs, where none are asked for
 class Learning:
     """The options of learning for a head that goes on with its own rows."""
 
-    draft_vocab: int = field(
-        default=8192, metadata={"help": "ids that it drafts, those that the target wrote most often", "min": 2}
-    )
-    steps: int = field(default=4, metadata={"help": "tokens that it learns to draft one after another", "min": 1})
-    every: int = field(
-        default=3,
-        metadata={"help": "of so many rows one goes on with its own; those rows take most of the time", "min": 1},
-    )
-    decay: float = field(default=0.8, metadata={"help": "weight of a step's loss over that of the step before"})
-    loss: str = field(default="kl", metadata={"help": losses.HELP})
+    draft_vocab: int = option(8192, "ids that it drafts, those that the target wrote most often", min=2)
+    steps: int = option(4, "tokens that it learns to draft one after another", min=1)
+    every: int = option(3, "of so many rows one goes on with its own; those rows take most of the time", min=1)
+    decay: float = option(0.8, "weight of a step's loss over that of the step before")
+    loss: str = option("kl", losses.HELP)
 
     def __post_init__(self) -> None:
         losses.check(self.loss)
@@ -73,15 +68,17 @@ class Learning:
 class Options(Learning):
     """The layers and sizes of the head, and how it learns."""
 
-    layers: str | None = field(
-        default=None,
-        metadata={"help": "layers of the target behind which it reads, ascending, as in 15+29+30; none = half of them, "
-                  "all but one, and all"},
-    )  # fmt: skip
-    mlp: int | None = field(
-        default=None, metadata={"help": "width of its feed-forward part, which keeps the target's inner outputs that "
-                                "add most; none = twice the hidden size, or 2,048 where that is more", "min": 1},
-    )  # fmt: skip
+    layers: str | None = option(
+        None,
+        "layers of the target behind which it reads, ascending, as in 15+29+30; none = half of them, "
+        "all but one, and all",
+    )
+    mlp: int | None = option(
+        None,
+        "width of its feed-forward part, which keeps the target's inner outputs that "
+        "add most; none = twice the hidden size, or 2,048 where that is more",
+        min=1,
+    )
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
@@ -274,12 +271,7 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
 
 
 def _attend(
-    q: Tensor,
-    first: tuple[Tensor, Tensor],
-    later: Seq[tuple[Tensor, Tensor]],
-    mask: Tensor,
-    rows: Tensor,
-    scale: float,
+    q: Tensor, first: tuple[Tensor, Tensor], later: Seq[tuple[Tensor, Tensor]], mask: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
     """Attend from some rows to the first step's, under the mask, and to each row's own keys of the later steps.
 

@@ -10,7 +10,7 @@ losses.py over the ids that are drafted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.blocks import Spec
+from forerun.registry import option
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, Vocabulary, decayed, measured, shifted
 from forerun.train.heads.backbone import PREFIX, Backbone, BackboneOptions
@@ -29,13 +30,11 @@ LR = 1e-3
 class Options(BackboneOptions):
     """The number of heads, and how they learn."""
 
-    heads: int = field(default=4, metadata={"help": "heads, one for each token ahead", "min": 1, "max": 16})
-    blocks: int = field(default=1, metadata={"help": "residual blocks of a head", "min": 1, "max": 8})
-    draft_vocab: int = field(
-        default=8192, metadata={"help": "ids that are drafted, those that the target wrote most often", "min": 2}
-    )
-    decay: float = field(default=0.8, metadata={"help": "weight of a head's loss over that of the head before"})
-    loss: str = field(default="kl", metadata={"help": losses.HELP})
+    heads: int = option(4, "heads, one for each token ahead", min=1, max=16)
+    blocks: int = option(1, "residual blocks of a head", min=1, max=8)
+    draft_vocab: int = option(8192, "ids that are drafted, those that the target wrote most often", min=2)
+    decay: float = option(0.8, "weight of a head's loss over that of the head before")
+    loss: str = option("kl", losses.HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ vectors attends to the keys and values of its own text up to m, and to the vecto
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from forerun.blocks import Spec
 from forerun.drafters.shared import head_files
 from forerun.errors import BadOption
 from forerun.ops.torch import TorchModel
+from forerun.registry import option
 from forerun.train import losses
 from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visible
 from forerun.train.ops import RememberingOps, run_rows
@@ -32,14 +33,10 @@ TRAINS_VECTORS = True  # and no matrices, so that their width says nothing
 class Options:
     """The number of vectors, and how they learn."""
 
-    vectors: int = field(
-        default=4, metadata={"help": "look-ahead vectors, one for each token ahead", "min": 1, "max": 16}
-    )
-    every: int = field(
-        default=16, metadata={"help": "tokens from one place of a text that is learned to the next", "min": 1}
-    )
-    decay: float = field(default=0.8, metadata={"help": "weight of a vector's loss over that of the one before"})
-    loss: str = field(default="kl", metadata={"help": losses.HELP})
+    vectors: int = option(4, "look-ahead vectors, one for each token ahead", min=1, max=16)
+    every: int = option(16, "tokens from one place of a text that is learned to the next", min=1)
+    decay: float = option(0.8, "weight of a vector's loss over that of the one before")
+    loss: str = option("kl", losses.HELP)
 
     def __post_init__(self) -> None:
         losses.check(self.loss)
