@@ -79,7 +79,7 @@ def run(
         if answers.num_unmarked:
             note(
                 f"answers that do not say what was asked, of an earlier version: {answers.num_unmarked:,}; whether "
-                "these requests have changed is not known",
+                "these requests have changed is not known"
             )
         num_before, numbers = len(answers.finished), Numbers()
         try:
@@ -303,7 +303,7 @@ def _answer(
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             note(
                 f"requests that ask for the model {shown(others[0])}{more} are answered by {visible(own_names[0])}; "
-                "--served-model-name NAME would refuse other names",
+                "--served-model-name NAME would refuse other names"
             )
         missing = (request for request in requests if request.custom_id not in answers.finished)
         with Progress(len(requests.line_of), len(answers.finished)) as progress:

@@ -29,12 +29,7 @@ from forerun.serve.fields import (
 from forerun.serve.refused import Refused
 
 # Field of vLLM -> field of SamplingParams.
-GUIDED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 FIELDS: Fields = honoured(
     response_format=either(
         structure(("type",), type=one_of("text", "json_object")),

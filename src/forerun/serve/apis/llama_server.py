@@ -103,17 +103,8 @@ _OF_TEMPLATES: Fields = {
     **chats.FIELDS,
     **chats.CHOICE,
     **honoured(model=TEXT, reasoning_effort=EFFORT),
-    **inert(
-        "nothing is generated",
-        *PARAMS,
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "n",
-        "stop",
-        "logprobs",
-        "top_logprobs",
-    ),
+    **inert("nothing is generated", *PARAMS, "stream", "stream_options", "max_tokens", "n", "stop"),
+    **inert("nothing is generated", "logprobs", "top_logprobs"),
 }
 _NAMES = {"n_predict": "max_tokens", "stop": "stop", "repeat_penalty": "repetition_penalty"}
 _OTHER_NAMES = {"max_tokens": "n_predict"}
@@ -288,10 +279,5 @@ API = Api(
         Look(SLOTS, slots),
     ),
     error_answer,
-    absent={
-        "/embedding": VECTORS,
-        "/reranking": RANKS,
-        "/v1/reranking": RANKS,
-        "/lora-adapters": ADAPTERS,
-    },
+    absent={"/embedding": VECTORS, "/reranking": RANKS, "/v1/reranking": RANKS, "/lora-adapters": ADAPTERS},
 )

@@ -133,12 +133,7 @@ _BOTH: Fields = {
 }
 _CALL = structure(("function",), function=structure(("name",), name=NAME, arguments=OBJECT))
 _MESSAGE = structure(
-    ("role", "content"),
-    role=one_of(*_ROLES),
-    content=TEXT,
-    thinking=TEXT,
-    tool_name=TEXT,
-    tool_calls=array(_CALL),
+    ("role", "content"), role=one_of(*_ROLES), content=TEXT, thinking=TEXT, tool_name=TEXT, tool_calls=array(_CALL)
 )
 _OF_CHATS: Fields = {**_BOTH, **honoured(messages=array(_MESSAGE), tools=TOOLS)}
 _OF_PROMPTS: Fields = {

@@ -85,10 +85,7 @@ _OF_CHATS: Fields = {
     **chats.FIELDS,
     **chats.CHOICE,
     **honoured(
-        logprobs=FLAG,
-        top_logprobs=OF_PARAMS["logprobs"],
-        reasoning_effort=EFFORT,
-        max_thinking_tokens=THINKING_TOKENS,
+        logprobs=FLAG, top_logprobs=OF_PARAMS["logprobs"], reasoning_effort=EFFORT, max_thinking_tokens=THINKING_TOKENS
     ),
     "functions": neutral(([],), NO_CALLS),
     "function_call": neutral(("none", "auto"), NO_CALLS),

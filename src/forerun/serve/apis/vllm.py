@@ -91,11 +91,7 @@ def _tokenizer_info(models: Models, key: str) -> dict[str, Any]:
     ends = [names[end] for end in sorted(llm.engine.end_ids) if end in names]
     special = {"bos_token": None, "eos_token": ends[0] if ends else None, "pad_token": None}
     special |= special_tokens(SmallFiles(llm.checkpoint.folder))
-    return {
-        **special,
-        "model_max_length": llm.engine.max_seq_len,
-        "chat_template": template_of(models.first) or None,
-    }
+    return {**special, "model_max_length": llm.engine.max_seq_len, "chat_template": template_of(models.first) or None}
 
 
 API = Api(
@@ -104,20 +100,11 @@ API = Api(
             Form(TOKENIZE, _FIELDS, is_of_an_answer=False), _tokenize, alternatives=("prompt", "messages", "content")
         ),
         Count(
-            Form(
-                DETOKENIZE,
-                {**honoured(model=TEXT), "tokens": required(array(ID))},
-                is_of_an_answer=False,
-            ),
+            Form(DETOKENIZE, {**honoured(model=TEXT), "tokens": required(array(ID))}, is_of_an_answer=False),
             _detokenize,
         ),
         Look("/tokenizer_info", _tokenizer_info, is_slow=True),
     ),
     plain_error,
-    absent={
-        "/pooling": VECTORS,
-        "/score": RANKS,
-        "/classify": RANKS,
-        "/v1/load_lora_adapter": ADAPTERS,
-    },
+    absent={"/pooling": VECTORS, "/score": RANKS, "/classify": RANKS, "/v1/load_lora_adapter": ADAPTERS},
 )
