@@ -44,27 +44,12 @@ def roofline(
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        formulas.acceptance,
-        formulas.break_even_alpha,
-        formulas.double_counted_tokens,
-        formulas.expected_accepted,
-        formulas.expected_tokens,
-        formulas.expected_tokens_varying,
-        formulas.kseq_acceptance,
-        formulas.least_speedup,
-        formulas.match_acceptance,
-        formulas.operations_factor,
-        formulas.optimal_acceptance,
-        formulas.optimal_gamma,
-        formulas.oracle_speedup,
-        formulas.speedup,
-        joint.block_tokens,
-        lenience.lenient_acceptance,
-        noise.chi_square,
-        noise.chi_square_tail,
-        noise.l1_noise_deviation,
-        roofline,
-        simulate.l1_noise,
+        *(formulas.acceptance, formulas.break_even_alpha, formulas.double_counted_tokens, formulas.expected_accepted),
+        *(formulas.expected_tokens, formulas.expected_tokens_varying, formulas.kseq_acceptance),
+        *(formulas.least_speedup, formulas.match_acceptance, formulas.operations_factor, formulas.optimal_acceptance),
+        *(formulas.optimal_gamma, formulas.oracle_speedup, formulas.speedup, joint.block_tokens),
+        *(lenience.lenient_acceptance, noise.chi_square, noise.chi_square_tail, noise.l1_noise_deviation),
+        *(roofline, simulate.l1_noise),
     )
 }
 MOST_VALUES = 10_000  # of one call
