@@ -12,16 +12,7 @@ from forerun import drafters, pacing, registry, verify
 from forerun.certify.checks import Check, Clock
 from forerun.errors import BadOption, NotFound
 from forerun.models.toy import ToyModel
-from forerun.testing.engines import (
-    HORIZON,
-    Case,
-    V,
-    as_they_are,
-    drafter_for,
-    error,
-    every_way,
-    resembling,
-)
+from forerun.testing.engines import HORIZON, Case, V, as_they_are, drafter_for, error, every_way, resembling
 from forerun.testing.wrong import CAUGHT, EXACT, NUM_ROUNDS, PERFECT, WRONG, Wrong, cache_errors, coin_error
 from forerun.types import SamplingParams
 
