@@ -49,13 +49,7 @@ class ModuleModel:
     """
 
     def __init__(
-        self,
-        module: Any,
-        role: str,
-        *,
-        uses_cache: bool = True,
-        num_ids: int | None = None,
-        draws: Draws | None = None,
+        self, module: Any, role: str, *, uses_cache: bool = True, num_ids: int | None = None, draws: Draws | None = None
     ) -> None:
         self.module, self.role, self.uses_cache = module, role, uses_cache
         self._draws = draws or Draws({})
