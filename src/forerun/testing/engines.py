@@ -107,12 +107,7 @@ def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyMod
 
 def runner_for(model: ToyModel) -> Runner:
     """Return a runner of a toy, with a cache whose memory is full of wrong rows."""
-    cache = BlockCache.of(
-        model,
-        "paged",
-        max_batch_size=2,
-        max_seq_len=SPACE_TOKENS,
-    )
+    cache = BlockCache.of(model, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS)
     spoil(cache)
     return Runner(model, cache)
 
