@@ -121,9 +121,7 @@ ATTACKS: Mapping[str, Attack] = {
     "ids of 4 MB to a text": partial(large, "/detokenize", {"tokens": [7] * (LARGE_BYTES // 3)}),
     "a text of 4 MB to ids": partial(large, "/tokenize", {"prompt": "a b " * (LARGE_BYTES // 4)}),
     "a conversation of 4 MB": partial(
-        large,
-        "/v1/messages/count_tokens",
-        {"messages": [{"role": "user", "content": "a b " * (LARGE_BYTES // 4)}]},
+        large, "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a b " * (LARGE_BYTES // 4)}]}
     ),
     "prompts of 4 MB of ids": partial(large, COMPLETION, {"prompt": [[7] * 6000] * 200, "max_tokens": 1}),
     f"{NUM_SLOW} slow bodies": slow_bodies,

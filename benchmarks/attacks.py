@@ -13,18 +13,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 from benchmarks.attack_clients import ATTACKS, attacked
 from benchmarks.hostile import Streams, streaming
 from benchmarks.serving_client import Server
 from benchmarks.serving_servers import forerun_command, free_port, started
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from forerun.bench.plans import Plan
 from forerun.bench.tables import Column, table
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.registry import option
 from forerun.text.terminal import make_console
@@ -101,21 +99,15 @@ def run(config: EngineConfig, plan: AttacksPlan) -> dict[str, Any]:
     with started("forerun", forerun_command(config, port), port, is_own=True) as server:
         lines = measure(server, plan)
     console.print(table(lines, TABLE))
-    return {
-        "bench": "attacks",
-        "target": config.target,
-        "plan": plan.record(),
-        "lines": [asdict(one) for one in lines],
-    }
+    return {"bench": "attacks", "target": config.target, "plan": plan.record(), "lines": [asdict(one) for one in lines]}
 
 
-def command(
-    engine: Annotated[Given, flags.engine("target", "draft", "extra_drafts", "max_batch_size", "config", "ops")],
-    plan: Annotated[Given, Fields(AttacksPlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Flood a server with connections, bodies and unread answers, and measure what a stream waits for."""
-    keep(run(flags.engine_config(engine), AttacksPlan(**plan)), json_file)
+command = measuring(
+    run,
+    AttacksPlan,
+    flags.engine("target", "draft", "extra_drafts", "max_batch_size", "config", "ops"),
+    "Flood a server with connections, bodies and unread answers, and measure what a stream waits for.",
+)
 
 
 if __name__ == "__main__":

@@ -18,23 +18,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.gaps_results import FIRST_TOKENS, GAPS, NOTES, Gaps, Run, lines_of, print_summary
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from benchmarks.throughput_results import AUTO, PLAIN, fixed_name
 from forerun import drafters
 from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats, shape
-from forerun.bench.results import Variant, print_ceiling, record_of
+from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import table
 from forerun.bench.widen import load_widened, measured_target, with_positions
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import AUTO_SPEC_LENGTH, DEFAULT_SPEC_LENGTH, EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
@@ -98,6 +96,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
     for part in (table(lines, FIRST_TOKENS), "", table(lines, GAPS), NOTES):
         console.print(part)
     print_summary(lines, PLAIN, console)
+    drafts = latency.draft_models(llm.engine.drafter.first for llm in llms.values())
     return {
         "bench": "gaps",
         "target": checkpoint.name,
@@ -109,9 +108,7 @@ def run(config: EngineConfig, plan: GapsPlan) -> dict[str, Any]:
         "prefill_chunk_tokens": config.prefill_chunk_tokens,
         "prefill_stretch": config.prefill_stretch,
         "max_itl_ms": config.max_itl_ms,
-        **record_of(
-            [], checkpoint.model, latency.draft_models({Variant(n, 0): llm for n, llm in llms.items()}), ceiling
-        ),
+        **record_of([], checkpoint.model, drafts, ceiling),
         "lines": [asdict(line) for line in lines],
         "runs": [asdict(run) for run in runs],
     }
@@ -276,8 +273,7 @@ def _measure(llms: dict[str, LLM], prompts: Prompts, plan: GapsPlan, sizes: _Siz
     runs = []
     for repeat in range(plan.num_repeats):
         prompt, stream, longer = map(prompts.take, (plan.prompt_tokens, STREAM_PROMPT_TOKENS, plan.long_prompt_tokens))
-        turn = repeat % len(llms)
-        for variant in [*llms][turn:] + [*llms][:turn]:
+        for variant in latency.rotated(list(llms), repeat):
             progress.update(task, description=variant)
             llm, params = llms[variant], sizes.params(plan.tokens_per_step, f"{repeat}")
             first, again = _first_token(llm, prompt, params), _first_token(llm, prompt, params)
@@ -329,25 +325,15 @@ def _numbers(gaps: Seq[_Gap]) -> Gaps:
     return Gaps.of([gap.seconds for gap in gaps])
 
 
-def command(
-    engine: Annotated[
-        Given,
-        flags.engine(
-            "target",
-            "ignore_config_keys",
-            "draft",
-            "prefill_chunk_tokens",
-            "prefill_stretch",
-            "max_itl_ms",
-            "draft_catchup_tokens",
-            *flags.MODEL,
-        ),
-    ],
-    plan: Annotated[Given, Fields(GapsPlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Measure the time to the first token, cold and cached, and the gaps between tokens while a long prompt is read."""
-    keep(run(flags.engine_config(engine), GapsPlan(**plan)), json_file)
+READING = ("prefill_chunk_tokens", "prefill_stretch", "max_itl_ms")  # options of how a prompt is read
+
+
+command = measuring(
+    run,
+    GapsPlan,
+    flags.engine("target", "ignore_config_keys", "draft", *READING, "draft_catchup_tokens", *flags.MODEL),
+    "Measure the time to the first token, cold and cached, and the gaps between tokens while a long prompt is read.",
+)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ over, and those that are left are named. Times are medians, and every share of b
 the same run. Where there is no card, some parts are rehearsed on tiny shapes (gpu_timing.py).
 """
 
-# ruff: noqa: PERF401 (what is timed runs at once, inside of the loop that it stands in)
-
 from __future__ import annotations
 
 import json
@@ -87,15 +85,16 @@ def products(out: dict[str, Any]) -> None:
             x = torch.randn(100, num_in, device=DEVICE)
             whole = ops.linear(x, w)
             exact = x.to(dtype).double() @ w.double().T
-            differ = []
-            for num in (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 100):
-                for first in {0, 5, 100 - num}:
-                    if first + num <= 100 and not torch.equal(
-                        ops.linear(x[first : first + num], w), whole[first : first + num]
-                    ):
-                        differ.append((num, first))
+            differ = _differ(ops, x, w, whole, (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 64, 65, 100))
             error = float((whole.double() - exact).norm() / exact.norm())
             found.append({"dtype": str(dtype), "shape": (num_out, num_in), "error": error, "differ": differ})
+
+
+def _differ(ops: cuda.CudaOps, x: Tensor, weight: Any, whole: Tensor, nums: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where so many of 100 rows, from one of them on, have other bits by themselves than in the whole product."""
+    places = [(num, first) for num in nums for first in {0, 5, 100 - num} if first + num <= 100]
+    parts = [(place, slice(place[1], sum(place))) for place in places]
+    return [place for place, own in parts if not torch.equal(ops.linear(x[own], weight), whole[own])]
 
 
 def tune(out: dict[str, Any]) -> None:
@@ -207,12 +206,7 @@ def codes(out: dict[str, Any]) -> None:
             x = torch.randn(100, num_in, device=DEVICE)
             whole = ops.linear(x, matrix)
             exact = x.bfloat16().double() @ tensor_of(rows.dequantise(), DEVICE).double().T
-            differ = []
-            for num in (1, 2, 8, 16, 17, 33, 64, 65):
-                for first in {0, 5, 100 - num}:
-                    own = ops.linear(x[first : first + num], matrix)
-                    if first + num <= 100 and not torch.equal(own, whole[first : first + num]):
-                        differ.append((num, first))
+            differ = _differ(ops, x, matrix, whole, (1, 2, 8, 16, 17, 33, 64, 65))
             error = float((whole.double() - exact).norm() / exact.norm())
             found.append({"bits": bits, "group": group, "shape": (num_out, num_in), "error": error, "differ": differ})
             print(found[-1], flush=True)
@@ -248,23 +242,19 @@ def pair(out: dict[str, Any]) -> None:
                         llm.generate([text], params)
                     start, num = time.perf_counter(), 0
                     for text in texts[:8]:
-                        num += sum(len(o.token_ids) for o in _outputs(llm.generate([text], params)))
+                        num += sum(len(output.token_ids) for output in llm.generate([text], params))
                     own[kind] = num / (time.perf_counter() - start)
                 params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
                 for _ in range(3):
                     llm.generate(texts, params)
                 start = time.perf_counter()
-                num = sum(len(o.token_ids) for o in _outputs(llm.generate(texts, params)))
+                num = sum(len(output.token_ids) for output in llm.generate(texts, params))
                 own["64 at once"] = num / (time.perf_counter() - start)
                 print(name, own, flush=True)
             except Exception as error:
                 found[name] = {"failed": "".join(traceback.format_exception(error))[-1500:]}
                 print(name, "FAILED", found[name]["failed"][-900:], flush=True)
         torch.cuda.empty_cache()
-
-
-def _outputs(results: Any) -> list[Any]:
-    return [own for result in results for own in (result.outputs if hasattr(result, "outputs") else [result])]
 
 
 def coded_passes(out: dict[str, Any]) -> None:
@@ -282,16 +272,7 @@ def passes(out: dict[str, Any]) -> None:
 
 def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]) -> None:
     found = out.setdefault("passes", {})
-    spec = model.config
-    cache = BlockCache.create(
-        spec.cache_shape,
-        "paged",
-        max_batch_size=66,
-        max_seq_len=1024,
-        dtype=model.cache_dtype,
-        device="cuda",
-        pools=model.make_pools,
-    )
+    cache = BlockCache.of(model, "paged", max_batch_size=66, max_seq_len=1024)
     runner = Runner(model, cache)
     cache.open(0)
     behind = 8 if IS_REHEARSED else 512
@@ -303,30 +284,32 @@ def _passes(out: dict[str, Any], name: str, model: Any, rows_of: tuple[int, ...]
         run = Run(0, list(range(rows)), "all", None, True)
         for _ in range(NUM_WARM):
             runner.forward([run])
-        walls = []
-        for _ in range(NUM_TIMED):
-            start = time.perf_counter()
-            runner.forward([run])
-            walls.append(time.perf_counter() - start)
+        wall_s = _wall_s(runner, [run])
         graphs = [g for key, g in model._graphs.items() if key[0] == "best" and key[1] == rows]
         graphs += [g for key, g in model._graphs.items() if key[0] not in ("best", "ahead") and key[0].rows == rows]
         device = [seconds(g.replay) for g in graphs]
         found[f"{name} {rows}"] = {
             "device_ms": sum(device) * 1e3,
             "parts_ms": [d * 1e3 for d in device],
-            "wall_ms": statistics.median(walls) * 1e3,
-            "outside_ms": (statistics.median(walls) - sum(device)) * 1e3,
+            "wall_ms": wall_s * 1e3,
+            "outside_ms": (wall_s - sum(device)) * 1e3,
             "bytes": num_bytes,
             "share": num_bytes / sum(device) / out["bandwidth"]["best"] if device else None,
         }
-        print(
-            name,
-            rows,
-            {k: round(v, 3) if isinstance(v, float) else v for k, v in found[f"{name} {rows}"].items()},
-            flush=True,
-        )
+        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in found[f"{name} {rows}"].items()}
+        print(name, rows, shown, flush=True)
     many(name, runner, cache, out)
     torch.cuda.empty_cache()
+
+
+def _wall_s(runner: Runner, runs: list[Run]) -> float:
+    """The median time of a pass on the clock."""
+    walls = []
+    for _ in range(NUM_TIMED):
+        start = time.perf_counter()
+        runner.forward(runs)
+        walls.append(time.perf_counter() - start)
+    return statistics.median(walls)
 
 
 def many(name: str, runner: Runner, cache: BlockCache, out: dict[str, Any]) -> None:
@@ -336,12 +319,7 @@ def many(name: str, runner: Runner, cache: BlockCache, out: dict[str, Any]) -> N
         runner.forward([Run(slot, list(range(NUM_PROMPT)), "none")])
         cache.keep({slot: range(NUM_PROMPT)})
     runs = [Run(slot, [slot], "all", None, True) for slot in range(1, NUM_SEQUENCES + 1)]
-    walls = []
-    for _ in range(NUM_TIMED):
-        start = time.perf_counter()
-        runner.forward(runs)
-        walls.append(time.perf_counter() - start)
-    out["passes"][f"{name} 64 sequences"] = {"wall_ms": statistics.median(walls) * 1e3}
+    out["passes"][f"{name} 64 sequences"] = {"wall_ms": _wall_s(runner, runs) * 1e3}
     print(name, "64 sequences", out["passes"][f"{name} 64 sequences"], flush=True)
 
 
@@ -356,9 +334,7 @@ def parity(out: dict[str, Any]) -> None:
         rows = []
         for ops in (cuda.make(), ReferenceOps()):
             model = load_checkpoint(SHIPPED_TARGET, dtype=dtype, device="cuda", ops=ops).model
-            cache = BlockCache.of(
-                model, "paged", max_batch_size=4, max_seq_len=256,
-            )  # fmt: skip
+            cache = BlockCache.of(model, "paged", max_batch_size=4, max_seq_len=256)
             runner = Runner(model, cache)
             for slot in range(3):
                 cache.open(slot)
@@ -381,7 +357,6 @@ def engine(out: dict[str, Any]) -> None:
     }
     found = out["engine"] = {}
     plain: dict[str, list[list[int]]] = {}
-    ones: dict[str, list[int]] = {}
     limit = time.monotonic() + 240
     for draft in ["none", *(name for name in names(drafters.__name__) if name != "none")]:
         if time.monotonic() > limit:
@@ -397,14 +372,12 @@ def engine(out: dict[str, Any]) -> None:
             own = found[draft] = {"ops": llm.checkpoint.model.ops.name}
             for kind, params in kinds.items():
                 start = time.perf_counter()
-                results = llm.generate(texts if kind == "greedy" else texts[:32], params)
-                ids = [list(r.outputs[0].token_ids) if hasattr(r, "outputs") else list(r.token_ids) for r in results]
+                ids = [o.token_ids for o in llm.generate(texts if kind == "greedy" else texts[:32], params)]
                 own[f"{kind}_s"] = time.perf_counter() - start
                 if draft == "none":
                     plain[kind] = ids
-                    one = llm.generate([texts[0]], params)[0]
-                    ones[kind] = list(one.outputs[0].token_ids) if hasattr(one, "outputs") else list(one.token_ids)
-                    own[f"{kind}_alone_differs"] = ones[kind] != ids[0]
+                    (one,) = llm.generate([texts[0]], params)
+                    own[f"{kind}_alone_differs"] = one.token_ids != ids[0]
                 else:
                     own[f"{kind}_differ"] = sum(a != b for a, b in zip(ids, plain[kind], strict=True))
             print(draft, own, flush=True)

@@ -19,19 +19,17 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 
 from benchmarks.hostile_grammars import NUM, hostile
 from benchmarks.serving_client import COMPLETION, Server
 from benchmarks.serving_servers import forerun_command, free_port, started
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from forerun.bench.plans import Plan
 from forerun.bench.tables import Column, table
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.registry import option
 from forerun.text.terminal import make_console
@@ -198,13 +196,12 @@ def run(config: EngineConfig, plan: HostilePlan) -> dict[str, Any]:
     }
 
 
-def command(
-    engine: Annotated[Given, flags.engine("target", "draft", "extra_drafts", "max_batch_size", "config", "ops")],
-    plan: Annotated[Given, Fields(HostilePlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Send hostile grammars and schemas to a server, and measure what they take of it and of other streams."""
-    keep(run(flags.engine_config(engine), HostilePlan(**plan)), json_file)
+command = measuring(
+    run,
+    HostilePlan,
+    flags.engine("target", "draft", "extra_drafts", "max_batch_size", "config", "ops"),
+    "Send hostile grammars and schemas to a server, and measure what they take of it and of other streams.",
+)
 
 
 if __name__ == "__main__":

@@ -87,10 +87,7 @@ def _schemas(chance: random.Random) -> Iterator[tuple[str, Any]]:
         yield f"{kind} twice, 30 deep", _doubled(30, partial(_both, kind))
         yield (
             f"{kind} of 500 times the same",
-            {
-                "$defs": {"a": {kind: [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 500}},
-                "$ref": "#/$defs/a",
-            },
+            {"$defs": {"a": {kind: [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 500}}, "$ref": "#/$defs/a"},
         )
     for num in (3, 7):
         products = [{"anyOf": [{"properties": {f"p{i}_{j}": _TEXT}} for j in range(num)]} for i in range(num)]
@@ -122,16 +119,8 @@ def _schemas(chance: random.Random) -> Iterator[tuple[str, Any]]:
         yield f"at most {num} items", {"type": "array", "items": {"type": "array", "maxItems": num}, "maxItems": num}
     yield "700 lengths", {"properties": {f"p{i}": _TEXT | {"minLength": i, "maxLength": 60_000} for i in range(700)}}
     yield "500 arrays", {"anyOf": [{"type": "array", "minItems": 10**5 + i, "items": _TEXT} for i in range(500)]}
-    wrong: tuple[Any, ...] = (
-        {"type": "none"},
-        {"type": []},
-        {"properties": []},
-        {"enum": []},
-        {"x-guidance": {"lenient": 5}},
-        3,
-        [],
-    )
-    for schema in wrong:
+    wrong: list[Any] = [{"type": "none"}, {"type": []}, {"properties": []}, {"enum": []}]
+    for schema in [*wrong, {"x-guidance": {"lenient": 5}}, 3, []]:
         yield f"no schema {schema}"[:30], schema
 
 

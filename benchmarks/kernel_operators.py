@@ -47,11 +47,7 @@ class Operator:
 
 
 def random_weights(
-    config: Spec,
-    dtype: str,
-    seed: int = 1,
-    quantization: Quantization | None = None,
-    kind: TensorType | None = None,
+    config: Spec, dtype: str, seed: int = 1, quantization: Quantization | None = None, kind: TensorType | None = None
 ) -> dict[str, Any]:
     """Make every weight of a decoder of normal numbers; some millions of them are repeated, because that is fast.
 
@@ -233,13 +229,7 @@ def cache_behind(model: CpuModel, context: int, num_rows: int, dtype: str | None
     dtype: None = the model's.
     """
     length = context + num_rows
-    cache = BlockCache.of(
-        model,
-        "paged",
-        max_batch_size=1,
-        max_seq_len=length,
-        dtype=dtype or model.cache_dtype,
-    )
+    cache = BlockCache.of(model, "paged", max_batch_size=1, max_seq_len=length, dtype=dtype or model.cache_dtype)
     for pool in cache.pools:  # the same numbers in every row
         numbers = np.random.default_rng(0).standard_normal((2, 1, pool.keys.shape[1], pool.head_dim), np.float32)
         pool.write(slice(0, 1), *(numbers * np.float32(0.5)))

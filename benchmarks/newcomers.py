@@ -23,17 +23,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 from benchmarks.gaps import Prompts
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats
 from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, Ratio, milliseconds, table
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
@@ -288,23 +286,12 @@ def run(config: EngineConfig, plan: NewcomersPlan) -> dict[str, Any]:
     }
 
 
-def command(
-    engine: Annotated[
-        Given,
-        flags.engine(
-            "target",
-            "draft",
-            "prefill_chunk_tokens",
-            "prefill_stretch",
-            "max_itl_ms",
-            *flags.MODEL,
-        ),
-    ],
-    plan: Annotated[Given, Fields(NewcomersPlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Measure how long newcomers, and streams of another model, wait for a long prompt that is read."""
-    keep(run(flags.engine_config(engine), NewcomersPlan(**plan)), json_file)
+command = measuring(
+    run,
+    NewcomersPlan,
+    flags.engine("target", "draft", "prefill_chunk_tokens", "prefill_stretch", "max_itl_ms", *flags.MODEL),
+    "Measure how long newcomers, and streams of another model, wait for a long prompt that is read.",
+)
 
 
 if __name__ == "__main__":

@@ -188,11 +188,7 @@ def _table_logits(table: tables.FittedTable, order: int, width: int) -> Logits:
 def _model_logits(checkpoint: Checkpoint, longest: int) -> Logits:
     model, tokenizer = checkpoint.model, checkpoint.text_tokenizer
     cache = BlockCache.of(
-        model,
-        "contiguous",
-        max_batch_size=model.config.num_slots,
-        max_seq_len=longest,
-        prefix_caching=False,
+        model, "contiguous", max_batch_size=model.config.num_slots, max_seq_len=longest, prefix_caching=False
     )
     num_ids = min(tokenizer.num_ids, model.config.vocab_size)
     runner = Runner(model, cache, num_ids, sorted(tokenizer.holes))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from typing import Any
+
 import numpy as np
 
-from forerun.bench.exhibits import Bar, Curve, Exhibit, Panel, Plot, Timeline, Value, dots
+from forerun.bench.exhibits import Bar, Curve, Exhibit, Panel, Plot, Timeline, Value, columns, dots
 from forerun.bench.tables import Column
 from forerun.theory import formulas
 from forerun.theory.landscape import landscape
-from forerun.theory.published import (
-    A_5,
-    A_5_C,
-    A_5_GAMMA,
-    ALPHA_STEP,
-    C_STEP,
-    TABLE_1,
-    TABLE_4,
-)
+from forerun.theory.published import A_5, A_5_C, A_5_GAMMA, ALPHA_STEP, C_STEP, TABLE_1, TABLE_4
 
 GAMMAS = (1, 2, 3, 5, 7, 10)  # of the figures' curves
 COSTS = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -30,10 +25,7 @@ def interval(alpha: float, gamma: int, c: float, alpha_step: float, c_step: floa
     It rises with alpha and falls with c.
     """
     low, high = max(0.0, alpha - alpha_step / 2), min(1.0, alpha + alpha_step / 2)
-    return (
-        formulas.speedup(low, gamma, c + c_step / 2),
-        formulas.speedup(high, gamma, max(0.0, c - c_step / 2)),
-    )
+    return (formulas.speedup(low, gamma, c + c_step / 2), formulas.speedup(high, gamma, max(0.0, c - c_step / 2)))
 
 
 def is_printed(value: float, printed: float, digits: int) -> bool:
@@ -55,7 +47,7 @@ def table_1() -> Exhibit:
         Panel(title, "factor", "", [dots("formula", rows, ours), dots("published", rows, ours + 1)], names)
         for title, ours in (("operations", 2), ("speed", 4))
     ]
-    return Exhibit(
+    return _exhibit(
         "table-1",
         "Table 1: operations and speed over plain decoding, c = c_hat = 0",
         (
@@ -70,7 +62,6 @@ def table_1() -> Exhibit:
         rows,
         Plot(panels),
         "The last digit is the nearest one in every cell that says yes.",
-        "python -m benchmarks.paper table-1",
     )
 
 
@@ -93,27 +84,19 @@ def table_4() -> Exhibit:
         dots("published EXP", rows, 8),
         dots("published EMP", rows, 9),
     )
-    return Exhibit(
+    return _exhibit(
         "table-4",
         "Table 4: expected and measured improvement over plain decoding",
         (
-            Column("task"),
-            Column("draft"),
-            Column("T"),
-            Column("K"),
-            Column("alpha", form="{:.2f}"),
-            Column("c", form="{:.2f}"),
-            Column("Thm\n3.8", form="{:.2f}"),
-            Column("by\nrounding", form="{:.2f}"),
-            Column("\nEXP", form="{:.1f}"),
-            Column("\nEMP", form="{:.1f}"),
+            *columns("{}", "task", "draft", "T", "K"),
+            *columns("{:.2f}", "alpha", "c", "Thm\n3.8", "by\nrounding"),
+            *columns("{:.1f}", "\nEXP", "\nEMP"),
             Column("EXP is\nThm 3.8"),
         ),
         rows,
         Plot([Panel("T5-XXL as target", "improvement factor", "", curves, names)]),
         "K: gamma. EXP, EMP: published. by rounding: Theorem 3.8 over all alpha and c that are rounded to the printed "
         "ones. Three cells of EXP do not follow from the printed inputs, and lie where their rounding allows.",
-        "python -m benchmarks.paper table-4",
     )
 
 
@@ -131,7 +114,7 @@ def lenience() -> Exhibit:
         rows.append((row.temperature, row.lenience, row.alpha, gamma, value, span, row.speed, verdict))
     curves = (dots("Theorem 3.8, with the band of rounded inputs", rows, 4, 5), dots("published", rows, 6))
     names = [f"T={row.temperature}, l={row.lenience:g}" for row in A_5]
-    return Exhibit(
+    return _exhibit(
         "lenience",
         f"Appendix A.5: improvement by lenience, T5-small for T5-XXL, c = {A_5_C:g}",
         (
@@ -139,8 +122,7 @@ def lenience() -> Exhibit:
             Column("lenience", form="{:g}"),
             Column("alpha", form="{:.2f}"),
             Column("K"),
-            Column("Thm\n3.8", form="{:.2f}"),
-            Column("by\nrounding", form="{:.2f}"),
+            *columns("{:.2f}", "Thm\n3.8", "by\nrounding"),
             Column("\npublished", form="{:.1f}"),
             Column("published is\nThm 3.8"),
         ),
@@ -148,7 +130,6 @@ def lenience() -> Exhibit:
         Plot([Panel("", "improvement factor", "", curves, names)]),
         f"K: gamma, {A_5_GAMMA} at T=0 as the paper says; at T=1, where it says none, the best one: the published "
         "factors are above what Theorem 3.8 allows at any gamma, so they are measurements.",
-        "python -m benchmarks.paper lenience",
     )
 
 
@@ -162,7 +143,7 @@ def figure_2() -> Exhibit:
         Curve("no limit", ALPHAS[:-1], [formulas.oracle_tokens(a) for a in ALPHAS[:-1]], colour="0.6"),
     ]
     rows = [(a, *(formulas.expected_tokens(a, g) for g in GAMMAS), formulas.oracle_tokens(a)) for a in SHOWN_ALPHAS]
-    return Exhibit(
+    return _exhibit(
         "figure-2",
         "Figure 2: expected tokens of a round, equation (1)",
         (
@@ -173,7 +154,6 @@ def figure_2() -> Exhibit:
         rows,
         Plot([Panel("", "alpha", "tokens per pass of the target", curves, y_limit=11, x_limit=1)]),
         "K: gamma. no limit: 1 / (1 - alpha). The paper's curves are of the same formula.",
-        "python -m benchmarks.paper figure-2",
     )
 
 
@@ -184,14 +164,13 @@ def figure_3() -> Exhibit:
         Curve(f"c = {c:g}", alphas, [float(formulas.optimal_gamma(a, c)) for a in alphas], "steps") for c in COSTS
     ]
     rows = [(a, *(formulas.optimal_gamma(a, c) for c in COSTS)) for a in SHOWN_ALPHAS]
-    return Exhibit(
+    return _exhibit(
         "figure-3",
         "Figure 3: the best gamma by alpha",
         (Column("alpha", form="{:.2f}"), *(Column(f"c={c:g}") for c in COSTS)),
         rows,
         Plot([Panel("", "alpha", "best gamma", curves, x_limit=1)]),
         "0: no drafting gains anything, which is so where alpha <= c (Corollary 3.9).",
-        "python -m benchmarks.paper figure-3",
     )
 
 
@@ -207,7 +186,7 @@ def figure_4() -> Exhibit:
         for a in SHOWN_ALPHAS
     ]
     heads = [Column(f"{head}\nK={g}", form="{:.2f}") for g in GAMMAS for head in ("speed", "oper.")]
-    return Exhibit(
+    return _exhibit(
         "figure-4",
         "Figure 4: speed-up and operations over plain decoding, c = c_hat = 0",
         (Column("alpha", form="{:.2f}"), *heads),
@@ -219,7 +198,6 @@ def figure_4() -> Exhibit:
             ]
         ),
         "K: gamma.",
-        "python -m benchmarks.paper figure-4",
     )
 
 
@@ -243,21 +221,14 @@ def figure_5(seed: int = 1) -> Exhibit:
         rows.insert(0, (name, bars))
         num_drafts = sum(bar.kind == "draft" for bar in bars)
         table.insert(0, (name, num_rounds, num_drafts, end, plain_end / end))
-    return Exhibit(
+    return _exhibit(
         "figure-5",
         f"Figure 5: a trace of {TRACE_TOKENS} tokens by an encoder-decoder",
-        (
-            Column("decoding"),
-            Column("passes of\nthe target", form="{}"),
-            Column("of the\ndraft", form="{}"),
-            Column("time", form="{:.2f}"),
-            Column("speed-up", form="{:.2f}"),
-        ),
+        (*columns("{}", "decoding", "passes of\nthe target", "of the\ndraft"), *columns("{:.2f}", "time", "speed-up")),
         table,
         Timeline(rows, "time, in passes of the target's decoder"),
         f"Simulated with alpha = {TRACE_ALPHA:g}, c = {TRACE_C:g}, and encoders of {TRACE_ENCODER:g} passes for the "
         f"target and {TRACE_ENCODER * TRACE_C:g} for the draft. The trace of real steps is in `forerun lab`.",
-        "python -m benchmarks.paper figure-5",
     )
 
 
@@ -284,12 +255,11 @@ def _trace(coins: list[bool], gamma: int) -> tuple[list[Bar], int]:
     return bars, num_rounds
 
 
+def _exhibit(name: str, title: str, columns: Seq[Column], rows: Seq[Seq[Value]], picture: Any, note: str) -> Exhibit:
+    return Exhibit(name, title, columns, rows, picture, note, f"python -m benchmarks.paper {name}")
+
+
 EXHIBITS = {
-    "table-1": table_1,
-    "table-4": table_4,
-    "lenience": lenience,
-    "figure-2": figure_2,
-    "figure-3": figure_3,
-    "figure-4": figure_4,
-    "figure-5": figure_5,
+    make.__name__.replace("_", "-"): make
+    for make in (table_1, table_4, lenience, figure_2, figure_3, figure_4, figure_5)
 }

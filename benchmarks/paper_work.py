@@ -13,12 +13,12 @@ from benchmarks.paper_alpha import Found
 from benchmarks.paper_plan import PaperPlan
 from benchmarks.paper_tasks import NoPair, Places, Task, names_encoder, of_places
 from forerun import native
-from forerun.bench.widen import draft_options, num_parameters
+from forerun.bench.widen import draft_options, load_beside, num_parameters
 from forerun.config import EngineConfig
 from forerun.engine.opened import Opened, is_shipped
 from forerun.errors import BadOption
 from forerun.models import named
-from forerun.models.loading import Checkpoint, load_checkpoint
+from forerun.models.loading import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,8 @@ class Work:
     def _loaded(self, target: str, specs: Seq[str]) -> Pair:
         paths = {spec: draft_options(spec)[0] for spec in specs}  # refuses what is no draft model
         checkpoint = Opened.of(replace(self.config, target=target)).load()
-        model = checkpoint.model
         by_spec = {
-            spec: load_checkpoint(
-                path,
-                dtype=model.weight_dtype,
-                device=model.device,
-                ops=model.ops,
-                with_tokenizer=True,
-                ignore_config_keys=self.config.ignored_config_keys,
-            )
-            for spec, path in paths.items()
+            spec: load_beside(checkpoint.model, path, self.config.ignored_config_keys) for spec, path in paths.items()
         }
         drafts = paper_alpha.named_by_size(by_spec)
         called = {id(draft): spec for spec, draft in by_spec.items()}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -52,8 +52,6 @@ from forerun.ops.cpu.model import CpuModel
 from forerun.ops.model import LoadedModel
 from forerun.registry import flag_of
 from forerun.text.terminal import make_console
-
-T = TypeVar("T")
 
 SPAN_TOKENS = 128  # passes follow each other in the text for so many tokens, then begin behind the context again,
 SPAN_SHARE = 8  # ... or for this part of a shorter context
@@ -252,11 +250,11 @@ def measure(
     for i in range(1 + plan.num_repeats):
         say(f"round {i} of {plan.num_repeats} ..." if i else "warming up ...")
         bytes_per_s, found = probes.read().bytes_per_s, dict[Key, Pass]()
-        for place, context, num_rows in rotated(passes, i):
+        for place, context, num_rows in latency.rotated(passes, i):
             fits = ends[place] + num_rows <= context + plan.span_tokens(context)
             start = ends[place] if fits else context
             ends[place] = end = start + num_rows
-            for engine in rotated(running, i):
+            for engine in latency.rotated(running, i):
                 try:
                     one = _turn(engine, text[:start], text[start:end], place, engines[0])
                     found[engine.name, context, num_rows] = one
@@ -288,12 +286,6 @@ def _turn(engine: Forwarding, past: list[int], ids: list[int], place: int, own: 
     finally:
         if engine is not own:
             own.idle_cpu_s += time.process_time() - cpu_s
-
-
-def rotated(items: Seq[T], by: int) -> list[T]:
-    """Return the items in the same cyclic order, beginning with another one."""
-    by %= len(items)
-    return [*items[by:], *items[:by]]
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers

@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.peer_process import Outcome
 from forerun.bench.methods_results import broken
 from forerun.bench.tables import Column, table
+from forerun.text.detokenizer import num_common
 
 OWN = "forerun"
 PLAIN = "plain"
@@ -119,8 +120,7 @@ def _median(values: Seq[float]) -> float | None:
 
 
 def _divergence(run: int, own: Seq[int], other: Seq[int], gap: Gap) -> Divergence:
-    pairs = zip(own, other, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(other)))
+    position = num_common(own, other)
     mine, theirs = (ids[position] if position < len(ids) else None for ids in (own, other))
     top2_gap, second = gap(run, position)
     return Divergence(run, position, mine, theirs, top2_gap, theirs == second)

@@ -26,16 +26,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.peer_process import (
-    INSTALL,
-    PROMPTS_WORKER,
-    Outcome,
-    PeerError,
-    PeerProcess,
-    Question,
-    has,
-    python_flag,
-)
+from benchmarks.peer_process import INSTALL, PROMPTS_WORKER, Outcome, PeerError, PeerProcess, Question, has, python_flag
 from benchmarks.peer_results import (
     OWN,
     OWN_LENGTHS,
@@ -55,7 +46,7 @@ from forerun.bench.methods import conversation_ids, read_work
 from forerun.bench.plans import SHAPE_NAMES, WORK, MethodsPlan, Plan, prompt_file, shape
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import table
-from forerun.bench.widen import describe, draft_options, num_parameters, shape_named, write_widened
+from forerun.bench.widen import describe, draft_options, load_beside, num_parameters, shape_named, write_widened
 from forerun.blocks import Spec
 from forerun.cli import flags
 from forerun.cli.bench import JsonFile, keep
@@ -369,14 +360,8 @@ class OwnEngine:
         drafts: dict[str, str | Checkpoint] = {"lookup": f"lookup:max_n={LOOKUP_MAX_N}"}
         free: dict[str, str | Checkpoint] = {"no model": WITHOUT_MODEL}
         if draft is not None:
-            self.draft = load_checkpoint(
-                draft,
-                dtype=model.weight_dtype,
-                device=model.device,
-                ops=model.ops,
-                with_tokenizer=True,
-                quantization=AUTO if draft.is_file() else None,  # as it is usual, where the weights are not all alike
-            )
+            # As it is usual, where the weights are not all alike.
+            self.draft = load_beside(model, draft, quantization=AUTO if draft.is_file() else None)
             drafts["draft"] = free["draft"] = self.draft
         self._llms = {PLAIN: LLM(checkpoint, **{**options, "draft": "none"})}
         for method, value in drafts.items():
@@ -483,11 +468,7 @@ def start_peers(
 
 
 def measure(
-    engines: Seq[Generating],
-    prompts: Seq[list[int]],
-    lengths: Seq[int],
-    left_out: dict[str, str],
-    group_size: int = 1,
+    engines: Seq[Generating], prompts: Seq[list[int]], lengths: Seq[int], left_out: dict[str, str], group_size: int = 1
 ) -> Runs:
     """Run all configurations of all engines, first to warm up, then in turns group by group of prompts.
 
@@ -521,8 +502,7 @@ def measure(
         group = asked[first : first + group_size]
         num_tokens = sum(length for _, length in group)
         say(f"run {first + 1} of {len(prompts)}: {len(runs)} configurations x {num_tokens} tokens ...")
-        order = list(runs)
-        for variant in order[i % len(order) :] + order[: i % len(order)]:
+        for variant in latency.rotated(list(runs), i):
             attempt(variant, group, runs[variant].extend)
     return runs
 
@@ -558,11 +538,7 @@ def command(
 ) -> None:
     """Run the same models, prompts and threads in forerun, transformers, OpenVINO and llama.cpp, greedily."""
     config = flags.engine_config(engine)
-    plan["pythons"] = {
-        "transformers": transformers_python,
-        "openvino": openvino_python,
-        "llama.cpp": llama_cpp_python,
-    }
+    plan["pythons"] = {"transformers": transformers_python, "openvino": openvino_python, "llama.cpp": llama_cpp_python}
     if forward:
         from benchmarks import peer_forwards
 

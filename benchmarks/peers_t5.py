@@ -14,20 +14,18 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from benchmarks.paper_tasks import Task, of_places
 from benchmarks.peer_process import Outcome, PeerError, PeerProcess, Question, python_flag
 from benchmarks.peer_results import OWN, PLAIN, TABLE, lines_of, print_notes
 from benchmarks.peers import LOOKUP_MAX_N, Group, OwnEngine, measure, print_engines, say, set_num_threads
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from forerun.bench.plans import Plan
 from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import table
 from forerun.bench.widen import describe, draft_options, num_parameters
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption
@@ -176,13 +174,12 @@ def in_turns(tasks: Seq[Task], num: int) -> tuple[list[str], list[str]]:
     return [name for name, _ in found], [source for _, source in found]
 
 
-def command(
-    engine: Annotated[Given, flags.engine("target", "draft", "dtype", "ops", "kv_cache_backend", "config")],
-    plan: Annotated[Given, Fields(AnswersPlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Run the same encoder-decoder pair, sources and threads in forerun and in transformers, greedily."""
-    keep(run(flags.engine_config(engine), AnswersPlan(**plan)), json_file)
+command = measuring(
+    run,
+    AnswersPlan,
+    flags.engine("target", "draft", "dtype", "ops", "kv_cache_backend", "config"),
+    "Run the same encoder-decoder pair, sources and threads in forerun and in transformers, greedily.",
+)
 
 
 if __name__ == "__main__":

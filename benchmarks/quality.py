@@ -18,21 +18,19 @@ from collections.abc import Callable, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from benchmarks.peers import say
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from forerun import ops
 from forerun.bench import latency
 from forerun.bench.plans import Plan
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import HOW_QUANTISED, EngineConfig, Quantization
 from forerun.engine.llm import LLM
 from forerun.engine.opened import Opened, is_shipped
@@ -72,9 +70,7 @@ class QualityPlan(Plan):
     num_prompts: int = option(8, "texts that lookup continues, 0 = none", flag="--prompts", min=0)
     max_tokens: int = option(64, "tokens of each", min=2)
     text_file: Path | None = option(
-        None,
-        "file with the text",
-        usual="Python's documentation; held-out code for the shipped target",
+        None, "file with the text", usual="Python's documentation; held-out code for the shipped target"
     )
 
 
@@ -312,13 +308,12 @@ def _print_notes(text: str, num_texts: int, plan: QualityPlan, is_quantised: boo
     )
 
 
-def command(
-    engine: Annotated[Given, flags.engine("target", "ignore_config_keys", "ops", "config")],
-    plan: Annotated[Given, Fields(QualityPlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Measure what fewer bits cost: perplexity, and how often drafts are accepted."""
-    keep(run(flags.engine_config(engine), QualityPlan(**plan)), json_file)
+command = measuring(
+    run,
+    QualityPlan,
+    flags.engine("target", "ignore_config_keys", "ops", "config"),
+    "Measure what fewer bits cost: perplexity, and how often drafts are accepted.",
+)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Any
 
 import jsonschema
 
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from forerun.bench.plans import Plan
 from forerun.bench.tables import Column, table
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.errors import BadOption
@@ -39,15 +37,7 @@ DEPTH = 3  # of a schema
 KINDS = ("valid", "invalid", "cut", "wrongly cut", "failed")  # of answers
 WHITESPACE = ("free", "compact", "spaced")
 _NAMES = (
-    "name",
-    "id",
-    "größe",
-    "名前",
-    "a b",
-    'quo"te',
-    "back\\slash",
-    "emoji 🙂",
-    "x",
+    *("name", "id", "größe", "名前", "a b", 'quo"te', "back\\slash", "emoji 🙂", "x"),
     "very_long_name_of_a_property",
 )
 _TEXTS = ("red", "dark red", "grün", "緑", 'a "b"', "", "\\n", "🙂", "line\nbreak")
@@ -219,13 +209,12 @@ def run(config: EngineConfig, plan: SchemasPlan) -> dict[str, Any]:
     }
 
 
-def command(
-    engine: Annotated[Given, flags.engine("target", "draft", "extra_drafts", "max_batch_size", "config", "ops")],
-    plan: Annotated[Given, Fields(SchemasPlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Ask for answers under random JSON schemas with speculation, and count those that do not match."""
-    keep(run(flags.engine_config(engine), SchemasPlan(**plan)), json_file)
+command = measuring(
+    run,
+    SchemasPlan,
+    flags.engine("target", "draft", "extra_drafts", "max_batch_size", "config", "ops"),
+    "Ask for answers under random JSON schemas with speculation, and count those that do not match.",
+)
 
 
 if __name__ == "__main__":

@@ -22,18 +22,10 @@ from rich.progress import Progress
 from benchmarks.serving_client import CHAT, COMPLETION, Load, Run, Server, find_model, knows_chats, run_load
 from benchmarks.serving_picture import draw
 from benchmarks.serving_results import GOODPUT_NOTE, NOTE, Limits, Line, lines_of, record_of, table_of
-from benchmarks.serving_servers import (
-    PEERS,
-    VARIANTS,
-    forerun_command,
-    free_port,
-    of_variant,
-    peer_command,
-    started,
-)
+from benchmarks.serving_servers import PEERS, VARIANTS, forerun_command, free_port, of_variant, peer_command, started
 from benchmarks.start import start
 from forerun.bench.exhibits import check_picture
-from forerun.bench.latency import progress_bar
+from forerun.bench.latency import progress_bar, rotated
 from forerun.bench.methods import WorkPrompt, read_work
 from forerun.bench.plans import KINDS, WORK, MethodsPlan, Plan, picture, prompt_file, repeats
 from forerun.cli import flags
@@ -74,11 +66,7 @@ class ServingPlan(Plan):
         usual="the first three, and the others where they are on the PATH and run the target",
     )
     concurrencies: tuple[int, ...] = option(
-        (),
-        "requests at once",
-        flag="--concurrency",
-        min=1,
-        usual="1, 4 and 8; 16 with --overhead; none with --rate",
+        (), "requests at once", flag="--concurrency", min=1, usual="1, 4 and 8; 16 with --overhead; none with --rate"
     )
     rates: tuple[float, ...] = option((), "requests per second, as a Poisson process", flag="--rate")
     num_requests: int = option(32, "of a run", flag="--requests", min=1)
@@ -234,8 +222,7 @@ def _measure(
     for server in servers:
         warm_up(server, path, prompts, plan)
     for number, (repeat, load) in enumerate(turns):
-        first = number % len(servers)
-        for server in (*servers[first:], *servers[:first]):
+        for server in rotated(servers, number):
             progress.update(task, description=f"{load.name}: {server.name}")
             bodies = list(bodies_of(server, path, prompts, plan, repeat, load.name))
             runs.append(_run(server, path, bodies, load, plan, repeat))

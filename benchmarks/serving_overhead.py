@@ -23,7 +23,7 @@ from benchmarks.serving import ServingPlan, bodies_of, path_of, read_prompts
 from benchmarks.serving_client import CHAT, Run, Server, run_load
 from benchmarks.serving_results import Line, lines_of, record_of
 from benchmarks.serving_servers import cpu_s_of, forerun_command, free_port, started
-from forerun.bench.latency import progress_bar
+from forerun.bench.latency import progress_bar, rotated
 from forerun.bench.tables import Column, table
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
@@ -152,8 +152,7 @@ def _measure(
     steps.clear()
     runs.clear()
     for repeat in range(plan.num_repeats):
-        first = repeat % len(WAYS)
-        timed += [once(way, repeat) for way in (*WAYS[first:], *WAYS[:first])]
+        timed += [once(way, repeat) for way in rotated(WAYS, repeat)]
     return timed, runs
 
 

@@ -63,14 +63,8 @@ def _panels(limits: Limits) -> list[tuple[str, tuple[Pick, ...]]]:
 
     panels: list[tuple[str, tuple[Pick, ...]]] = [
         ("output tokens/s", (lambda line: line.tokens_per_s,)),
-        (
-            "TTFT, ms: p50, dotted p99",
-            (lambda line: ms(line.ttft_s, "p50"), lambda line: ms(line.ttft_s, "p99")),
-        ),
-        (
-            "ITL, ms: p50, dotted p99",
-            (lambda line: ms(line.itl_s, "p50"), lambda line: ms(line.itl_s, "p99")),
-        ),
+        ("TTFT, ms: p50, dotted p99", (lambda line: ms(line.ttft_s, "p50"), lambda line: ms(line.ttft_s, "p99"))),
+        ("ITL, ms: p50, dotted p99", (lambda line: ms(line.itl_s, "p50"), lambda line: ms(line.itl_s, "p99"))),
     ]
     if limits.are_set:
         panels.append(("goodput, requests/s", (lambda line: line.goodput_per_s,)))

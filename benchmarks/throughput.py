@@ -20,12 +20,12 @@ import time
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.start import start
+from benchmarks.start import measuring, start
 from benchmarks.throughput_results import (
     AGAIN,
     AUTO,
@@ -43,12 +43,10 @@ from benchmarks.throughput_results import (
 from forerun import drafters
 from forerun.bench import latency
 from forerun.bench.plans import Plan, prompt_file, repeats, shape
-from forerun.bench.results import Variant, print_ceiling, record_of
+from forerun.bench.results import print_ceiling, record_of
 from forerun.bench.tables import table
 from forerun.bench.widen import load_widened, measured_target
 from forerun.cli import flags
-from forerun.cli.bench import JsonFile, keep
-from forerun.cli.signatures import Fields, Given
 from forerun.config import EngineConfig
 from forerun.drafters import Drafter
 from forerun.engine.llm import LLM
@@ -117,6 +115,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
         runs = _measure(llms, prompts, plan, progress)
     lines = lines_of(runs, plan.spec_lengths)
     bars = bars_of(lines)
+    drafts = latency.draft_models(llm.engine.drafter.first for llm in llms.values())
     for part in (table(lines, RATES), "", table(lines, COSTS), NOTES):
         console.print(part)
     print_bars(bars, console)
@@ -127,7 +126,7 @@ def run(config: EngineConfig, plan: ThroughputPlan) -> dict[str, Any]:
         "widened": plan.shape != "none",
         "plan": plan.record(),
         "draft": config.draft,
-        **record_of([], checkpoint.model, latency.draft_models(_by_variant(llms)), ceiling),
+        **record_of([], checkpoint.model, drafts, ceiling),
         "lines": [asdict(line) for line in lines],
         "bars": {name: asdict(bar) for name, bar in bars.items()},
         "runs": [{**asdict(counts), "tokens_per_s": counts.tokens_per_s} for counts in runs],
@@ -215,10 +214,6 @@ def _build(
         engine = llms[WRONG].engine
         engine.drafter.members[engine.drafter.main] = AlwaysWrong(never_emitted(engine.runner, prompts[0]))
     return llms
-
-
-def _by_variant(llms: dict[str, LLM]) -> dict[Variant, LLM]:
-    return {Variant(name, 0): llm for name, llm in llms.items()}
 
 
 def _warm_up(llms: dict[str, LLM], prompts: Seq[list[int]]) -> None:
@@ -310,7 +305,7 @@ def _measure(llms: dict[str, LLM], prompts: Seq[Seq[int]], plan: ThroughputPlan,
     for repeat, concurrency, first in _turns(plan):
         begin = repeat * max(plan.concurrencies) * plan.num_waves
         wanted = [_wanted(prompts, begin + i, plan) for i in range(concurrency * plan.num_waves)]
-        behind = [*meters[first % len(meters) :], *meters[: first % len(meters)]]
+        behind = latency.rotated(meters, first)
         for meter in behind:
             meter.begin(wanted, concurrency, repeat)
         while behind:
@@ -344,13 +339,12 @@ def _print_hits(runs: Seq[Counts], console: Console) -> None:
         console.print(f"the drafter that is to be always wrong was right {hits} times")
 
 
-def command(
-    engine: Annotated[Given, flags.engine("target", "ignore_config_keys", "draft", *flags.MODEL)],
-    plan: Annotated[Given, Fields(ThroughputPlan, is_plan=True)],
-    json_file: JsonFile = None,
-) -> None:
-    """Compare plain decoding, fixed draft lengths and pacing=auto with many requests at once, in tokens per second."""
-    keep(run(flags.engine_config(engine), ThroughputPlan(**plan)), json_file)
+command = measuring(
+    run,
+    ThroughputPlan,
+    flags.engine("target", "ignore_config_keys", "draft", *flags.MODEL),
+    "Compare plain decoding, fixed draft lengths and pacing=auto with many requests at once, in tokens per second.",
+)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from benchmarks.start import start
 from benchmarks.tool_questions import QUESTIONS, TOOLS, Question
+from forerun.bench.latency import rotated
 from forerun.bench.results import print_ceiling
 from forerun.bench.tables import Column, Ratio, table
 from forerun.cli.bench import JsonFile, keep
@@ -133,8 +134,7 @@ def tools(
     for i, question in enumerate(QUESTIONS[:num]):
         for way in ways:  # prompts into the caches
             answer(llms[way], i, question, way, 1)
-        for k in range(len(ways)):
-            way = ways[(i + k) % len(ways)]
+        for way in rotated(ways, i):
             answers[i, way] = answer(llms[way], i, question, way, max_tokens)
     lines = [line_of(way, answers, num) for way in ways]
     console.print(table(lines, COLUMNS))

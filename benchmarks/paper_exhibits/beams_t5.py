@@ -13,7 +13,7 @@ from benchmarks.paper_exhibits.table_2_t5 import speeds
 from benchmarks.paper_tasks import Task
 from benchmarks.paper_work import Pair, Work, described
 from benchmarks.peers import say
-from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, dots
+from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, columns, dots
 from forerun.bench.latency import PLAIN, EncoderClock, run_once
 from forerun.bench.results import Tally, Variant
 from forerun.bench.tables import Column
@@ -86,15 +86,10 @@ def beams(found: Found, pair: Pair, task: Task, num_prompts: int, about: str, re
         f"{NAME}-{task.name}",
         f"Appendix A.4: beam search with drafts over plain beam search ({task.name})",
         (
-            Column("draft"),
-            Column("w"),
-            Column("u"),
-            Column("K"),
+            *columns("{}", "draft", "w", "u", "K"),
             Column("steps/\npass", form="{:.2f}"),
             Column("rows/\npass", form="{:.1f}"),
-            Column("speed", form="{:.2f}"),
-            Column("least\n-most", form="{:.2f}"),
-            Column("whole", form="{:.2f}"),
+            *columns("{:.2f}", "speed", "least\n-most", "whole"),
             Column("same\ntexts"),
         ),
         rows,

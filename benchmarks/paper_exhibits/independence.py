@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence as Seq
 
 from benchmarks.paper_alpha import Found
 from benchmarks.paper_work import Work
-from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, dots
+from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, columns, dots
 from forerun.bench.tables import Column
 from forerun.theory import formulas
 
@@ -38,13 +38,8 @@ def independence(found: Found, name: str, title: str, spec_lengths: Seq[int], re
         name,
         title,
         (
-            Column("draft"),
-            Column("T"),
-            Column("K"),
-            Column("alpha", form="{:.3f}"),
-            Column("equation\n(1)", form="{:.3f}"),
-            Column("along\ntexts", form="{:.3f}"),
-            Column("+-", form="{:.3f}"),
+            *columns("{}", "draft", "T", "K"),
+            *columns("{:.3f}", "alpha", "equation\n(1)", "along\ntexts", "+-"),
             Column("more", form="{:+.1%}"),
             Column("neighbours'\ncorrelation", form="{:+.2f}"),
         ),

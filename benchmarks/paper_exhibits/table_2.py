@@ -8,7 +8,7 @@ from dataclasses import replace
 from benchmarks.paper_alpha import T5
 from benchmarks.paper_work import Work, described
 from forerun.bench import latency
-from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, dots
+from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, columns, dots
 from forerun.bench.latency import Measured
 from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import Line
@@ -61,30 +61,17 @@ def table_2(found: Measured, sizes: Mapping[str, str], about: str, recipe: str) 
             best = max(own, key=lambda line: line.speedup)
             beside = _published(temperature, place)
             theirs = (None, None, None) if beside is None else (beside.draft, beside.alpha, beside.measured)
-            rows.append(
-                (
-                    sizes[draft],
-                    temperature,
-                    best.spec_length,
-                    best.alpha_hat,
-                    best.c,
-                    best.speedup,
-                    best.speedup_range,
-                    *theirs,
-                )
-            )
+            measured = (best.spec_length, best.alpha_hat, best.c, best.speedup, best.speedup_range)
+            rows.append((sizes[draft], temperature, *measured, *theirs))
     curves = (dots("measured, band: prompts", rows, 5, 6), dots("published, T5-XXL EnDe", rows, 9))
     return Exhibit(
         "table-2",
         "Table 2: speed over plain decoding",
         (
-            Column("draft"),
-            Column("T"),
-            Column("K"),
+            *columns("{}", "draft", "T", "K"),
             Column("alpha", form="{:.2f}"),
             Column("c", form="{:.3f}"),
-            Column("speed", form="{:.2f}"),
-            Column("least-most", form="{:.2f}"),
+            *columns("{:.2f}", "speed", "least-most"),
             Column("published\ndraft"),
             Column("published\nalpha", form="{:.2f}"),
             Column("published\nspeed", form="{:.1f}"),
@@ -111,21 +98,8 @@ def table_4_measured(found: Measured, sizes: Mapping[str, str], about: str, reci
         tokens = formulas.expected_tokens(line.alpha_hat, line.spec_length) if line.alpha_hat is not None else None
         share = line.speedup / line.expected - 1 if line.expected else None
         of_tokens = line.tokens_per_step / tokens - 1 if tokens else None
-        rows.append(
-            (
-                sizes[line.draft],
-                f"{line.temperature:g}",
-                line.spec_length,
-                line.alpha_hat,
-                line.c,
-                line.v,
-                of_tokens,
-                line.theorem_3_8,
-                line.expected,
-                line.speedup,
-                share,
-            )
-        )
+        about_line = (sizes[line.draft], f"{line.temperature:g}", line.spec_length, line.alpha_hat, line.c, line.v)
+        rows.append((*about_line, of_tokens, line.theorem_3_8, line.expected, line.speedup, share))
     curves = [
         dots(label, rows, column) for label, column in (("Theorem 3.8", 7), ("with v and overhead", 8), ("measured", 9))
     ]
@@ -134,16 +108,12 @@ def table_4_measured(found: Measured, sizes: Mapping[str, str], about: str, reci
         "table-4-measured",
         "Table 4, measured: expected and measured improvement",
         (
-            Column("draft"),
-            Column("T"),
-            Column("K"),
+            *columns("{}", "draft", "T", "K"),
             Column("alpha", form="{:.2f}"),
             Column("c", form="{:.3f}"),
             Column("v(K)", form="{:.2f}"),
             Column("tokens over\nequation (1)", form="{:+.0%}"),
-            Column("Thm\n3.8", form="{:.2f}"),
-            Column("with\ncosts", form="{:.2f}"),
-            Column("measured", form="{:.2f}"),
+            *columns("{:.2f}", "Thm\n3.8", "with\ncosts", "measured"),
             Column("over\ncosts", form="{:+.0%}"),
         ),
         rows,

@@ -17,7 +17,7 @@ from benchmarks.paper_tasks import Task
 from benchmarks.paper_work import Work, described
 from benchmarks.peers import say
 from forerun.bench import latency
-from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, dots
+from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, columns, dots
 from forerun.bench.latency import PLAIN
 from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import FULL_DRAFTS, Tally, Variant
@@ -220,20 +220,11 @@ def table_2(rows: Seq[Row], task: Task, sizes: Mapping[str, str], about: str, re
         f"{NAME}-{task.name}",
         f"Table 2: improvement over plain decoding ({task.name})",
         (
-            Column("draft"),
-            Column("T"),
-            Column("K"),
-            Column("al-\npha", form="{:.2f}"),
-            Column("c", form="{:.2f}"),
-            Column("v(K)", form="{:.2f}"),
-            Column("Thm\n3.8", form="{:.2f}"),
-            Column("with\ncosts", form="{:.2f}"),
-            Column("and\nends", form="{:.2f}"),
-            Column("mea-\nsured", form="{:.2f}"),
-            Column("least\n-most", form="{:.2f}"),
+            *columns("{}", "draft", "T", "K"),
+            *columns("{:.2f}", "al-\npha", "c", "v(K)", "Thm\n3.8", "with\ncosts", "and\nends"),
+            *columns("{:.2f}", "mea-\nsured", "least\n-most"),
             Column("off", form="{:+.0%}"),
-            Column("all", form="{:.2f}"),
-            Column("publ.\nalpha", form="{:.2f}"),
+            *columns("{:.2f}", "all", "publ.\nalpha"),
             Column("publ.\nspeed", form="{:.1f}"),
         ),
         cells,

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.paper_alpha import SETTINGS, Found, Guesser, published, size_name
 from benchmarks.paper_work import Work
-from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, dots
+from forerun.bench.exhibits import Exhibit, Panel, Plot, Value, columns, dots
 from forerun.bench.tables import Column
 from forerun.theory.published import TABLE_3
 
@@ -54,10 +54,8 @@ def table_3(
         name,
         title,
         (
-            Column("draft"),
-            Column("sampling"),
-            Column("alpha", form="{:.3f}"),
-            Column("+-", form="{:.3f}"),
+            *columns("{}", "draft", "sampling"),
+            *columns("{:.3f}", "alpha", "+-"),
             *(Column(f"published,\n{target}", form="{:.2f}") for target in beside),
         ),
         rows,

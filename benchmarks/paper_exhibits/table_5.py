@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.paper_alpha import Found, published
 from benchmarks.paper_work import Work
-from forerun.bench.exhibits import Curve, Exhibit, Panel, Plot, Value
+from forerun.bench.exhibits import Curve, Exhibit, Panel, Plot, Value, columns
 from forerun.bench.tables import Column
 from forerun.theory.published import LENIENCES, TABLE_5
 
@@ -37,8 +37,7 @@ def table_5(found: Found, name: str, title: str, with_published: bool, note: str
         name,
         title,
         (
-            Column("draft"),
-            Column("T"),
+            *columns("{}", "draft", "T"),
             *(Column(f"l={x:g}", form="{:.3f}") for x in LENIENCES),
             Column("TV at\n.1", form="{:.3f}"),
             *(Column(f"publ.\nl={x:g}", form="{:.2f}") for x in LENIENCES if with_published),

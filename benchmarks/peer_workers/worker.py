@@ -347,12 +347,7 @@ def answer(peer: Peer, question: Json) -> Json:
         start = time.perf_counter()
         tokens, first_s, num_first = peer.generate(method, spec_length, question["ids"], question["max_tokens"])
         seconds = time.perf_counter() - start
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "first_s": first_s,
-        "num_first": num_first,
-    }
+    return {"tokens": tokens, "seconds": seconds, "first_s": first_s, "num_first": num_first}
 
 
 def main(load: Callable[[Json], P], reply_of: Callable[[P, Json], Json]) -> None:

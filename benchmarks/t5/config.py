@@ -57,16 +57,10 @@ class PairConfig(LoopConfig):
     )
     steps: int = inherited(LoopConfig, "steps", 4000)
     tokens_per_step: int = inherited(
-        LoopConfig,
-        "tokens_per_step",
-        2048,
-        help="tokens of sources and targets of one batch at most, padding included",
+        LoopConfig, "tokens_per_step", 2048, help="tokens of sources and targets of one batch at most, padding included"
     )
     seq_len_tokens: int = inherited(
-        LoopConfig,
-        "seq_len_tokens",
-        96,
-        help="tokens of a source at most, which is cut; longer targets are left out",
+        LoopConfig, "seq_len_tokens", 96, help="tokens of a source at most, which is cut; longer targets are left out"
     )
     warmup_steps: int = inherited(LoopConfig, "warmup_steps", 150)
     decay_share: float = inherited(LoopConfig, "decay_share", 0.5)

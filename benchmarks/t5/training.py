@@ -172,18 +172,9 @@ def deviations(shape: PairShape) -> dict[str, float]:
     but the weights of queries are.
     """
     hidden, heads = shape.hidden_size**-0.5, (shape.num_heads * shape.head_size) ** -0.5
-    return {
-        "embed_tokens": 1.0,
-        "lm_head": hidden,
-        "q_proj": hidden * query_scale(shape),
-        "k_proj": hidden,
-        "v_proj": hidden,
-        "o_proj": heads,
-        "relative_attention_bias": hidden,
-        "gate_proj": hidden,
-        "up_proj": hidden,
-        "down_proj": shape.ffn_size**-0.5,
-    }
+    usual = dict.fromkeys(("lm_head", "k_proj", "v_proj", "relative_attention_bias", "gate_proj", "up_proj"), hidden)
+    queries = {"q_proj": hidden * query_scale(shape)}
+    return {"embed_tokens": 1.0, **usual, **queries, "o_proj": heads, "down_proj": shape.ffn_size**-0.5}
 
 
 def is_of_queries(name: str) -> bool:

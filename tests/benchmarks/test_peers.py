@@ -23,7 +23,7 @@ from benchmarks.peer_results import Divergence, best_of, lines_of, rates_by_kind
 from benchmarks.peers import PeersPlan, measure, open_own, run, unpacked, widened
 from benchmarks.random_file import write
 from forerun import ops
-from forerun.bench import widen
+from forerun.bench import latency, widen
 from forerun.blocks import weight_shapes
 from forerun.config import EngineConfig, Quantization
 from forerun.engine.opened import SHIPPED_DRAFT, Opened
@@ -423,7 +423,7 @@ def test_every_number_of_a_pass() -> None:
     assert (one.ratio, one.ratio_range, one.num_same, one.num_tokens) == (3.0, (2.0, 4.0), 1, 2)
     assert (two.seconds, two.ratio, two.ratio_range) == (8.5, 3.25, (2.5, 4.0))
     assert (two.growth, two.growth_range, two.num_same, two.num_tokens) == (2.0, (1.5, 2.5), 3, 4)
-    assert peer_forwards.rotated([1, 2, 3], 4) == [2, 3, 1]
+    assert latency.rotated([1, 2, 3], 4) == [2, 3, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,269 +1,110 @@
 """The words of the translation task: English beside German, with what German grammar asks of each.
 
-Nouns: English singular / plural = gender, singular and plural of a German noun; `w` stands behind weak nouns, which end
-like their plural in all cases but one. Several German nouns are synonyms. Adjectives: English = German / stem where
-an ending changes it. Verbs: base / third person / past / participle = German infinitive (with `|` behind a prefix that
-separates), forms of du and er, participle, `s` where the perfect is made with sein. Names: English = German where they
-are not the same.
+Entries end with their line, or at a semicolon. Nouns: English singular / plural = gender, singular and plural of a
+German noun; `w` stands behind weak nouns, which end like their plural in all cases but one. Several German nouns are
+synonyms. Adjectives: English = German / stem where an ending changes it. Verbs: base / third person / past /
+participle = German infinitive (with `|` behind a prefix that separates), forms of du and er, participle, `s` where the
+perfect is made with sein. Names: English = German where they are not the same.
 """
 
 from __future__ import annotations
 
 THINGS = """
-car/cars = n Auto Autos, m Wagen Wagen
-book/books = n Buch Bücher
-letter/letters = m Brief Briefe
-key/keys = m Schlüssel Schlüssel
-table/tables = m Tisch Tische
-chair/chairs = m Stuhl Stühle
-lamp/lamps = f Lampe Lampen, f Leuchte Leuchten
-bag/bags = f Tasche Taschen
-coat/coats = m Mantel Mäntel
-dress/dresses = n Kleid Kleider
-shirt/shirts = n Hemd Hemden
-hat/hats = m Hut Hüte
-watch/watches = f Uhr Uhren
-computer/computers = m Computer Computer, m Rechner Rechner
-phone/phones = n Telefon Telefone, n Handy Handys
-bicycle/bicycles = n Fahrrad Fahrräder, n Rad Räder
-picture/pictures = n Bild Bilder
-ticket/tickets = f Fahrkarte Fahrkarten, n Ticket Tickets
-newspaper/newspapers = f Zeitung Zeitungen
-camera/cameras = f Kamera Kameras
-knife/knives = n Messer Messer
-fork/forks = f Gabel Gabeln
-spoon/spoons = m Löffel Löffel
-plate/plates = m Teller Teller
-glass/glasses = n Glas Gläser
-bottle/bottles = f Flasche Flaschen
-cup/cups = f Tasse Tassen
-mirror/mirrors = m Spiegel Spiegel
-carpet/carpets = m Teppich Teppiche
-guitar/guitars = f Gitarre Gitarren
-umbrella/umbrellas = m Regenschirm Regenschirme, m Schirm Schirme
-suitcase/suitcases = m Koffer Koffer
-present/presents = n Geschenk Geschenke
-box/boxes = f Kiste Kisten, f Schachtel Schachteln
-ring/rings = m Ring Ringe
-apple/apples = m Apfel Äpfel
-cake/cakes = m Kuchen Kuchen
-blanket/blankets = f Decke Decken
-pillow/pillows = n Kissen Kissen
-candle/candles = f Kerze Kerzen
-clock/clocks = f Wanduhr Wanduhren
-map/maps = f Landkarte Landkarten, f Karte Karten
-ladder/ladders = f Leiter Leitern
-hammer/hammers = m Hammer Hämmer
-basket/baskets = m Korb Körbe
-toy/toys = n Spielzeug Spielzeuge
-machine/machines = f Maschine Maschinen
-shelf/shelves = n Regal Regale
-cupboard/cupboards = m Schrank Schränke
-bed/beds = n Bett Betten
-jacket/jackets = f Jacke Jacken
-sweater/sweaters = m Pullover Pullover
-notebook/notebooks = n Heft Hefte
-pencil/pencils = m Bleistift Bleistifte
-ball/balls = m Ball Bälle
-boat/boats = n Boot Boote
-tent/tents = n Zelt Zelte
-report/reports = m Bericht Berichte
-invoice/invoices = f Rechnung Rechnungen
-contract/contracts = m Vertrag Verträge
+car/cars = n Auto Autos, m Wagen Wagen; book/books = n Buch Bücher; letter/letters = m Brief Briefe
+key/keys = m Schlüssel Schlüssel; table/tables = m Tisch Tische; chair/chairs = m Stuhl Stühle
+lamp/lamps = f Lampe Lampen, f Leuchte Leuchten; bag/bags = f Tasche Taschen; coat/coats = m Mantel Mäntel
+dress/dresses = n Kleid Kleider; shirt/shirts = n Hemd Hemden; hat/hats = m Hut Hüte; watch/watches = f Uhr Uhren
+computer/computers = m Computer Computer, m Rechner Rechner; phone/phones = n Telefon Telefone, n Handy Handys
+bicycle/bicycles = n Fahrrad Fahrräder, n Rad Räder; picture/pictures = n Bild Bilder
+ticket/tickets = f Fahrkarte Fahrkarten, n Ticket Tickets; newspaper/newspapers = f Zeitung Zeitungen
+camera/cameras = f Kamera Kameras; knife/knives = n Messer Messer; fork/forks = f Gabel Gabeln
+spoon/spoons = m Löffel Löffel; plate/plates = m Teller Teller; glass/glasses = n Glas Gläser
+bottle/bottles = f Flasche Flaschen; cup/cups = f Tasse Tassen; mirror/mirrors = m Spiegel Spiegel
+carpet/carpets = m Teppich Teppiche; guitar/guitars = f Gitarre Gitarren
+umbrella/umbrellas = m Regenschirm Regenschirme, m Schirm Schirme; suitcase/suitcases = m Koffer Koffer
+present/presents = n Geschenk Geschenke; box/boxes = f Kiste Kisten, f Schachtel Schachteln
+ring/rings = m Ring Ringe; apple/apples = m Apfel Äpfel; cake/cakes = m Kuchen Kuchen
+blanket/blankets = f Decke Decken; pillow/pillows = n Kissen Kissen; candle/candles = f Kerze Kerzen
+clock/clocks = f Wanduhr Wanduhren; map/maps = f Landkarte Landkarten, f Karte Karten
+ladder/ladders = f Leiter Leitern; hammer/hammers = m Hammer Hämmer; basket/baskets = m Korb Körbe
+toy/toys = n Spielzeug Spielzeuge; machine/machines = f Maschine Maschinen; shelf/shelves = n Regal Regale
+cupboard/cupboards = m Schrank Schränke; bed/beds = n Bett Betten; jacket/jackets = f Jacke Jacken
+sweater/sweaters = m Pullover Pullover; notebook/notebooks = n Heft Hefte; pencil/pencils = m Bleistift Bleistifte
+ball/balls = m Ball Bälle; boat/boats = n Boot Boote; tent/tents = n Zelt Zelte; report/reports = m Bericht Berichte
+invoice/invoices = f Rechnung Rechnungen; contract/contracts = m Vertrag Verträge
 """
 
 PERSONS = """
-teacher/teachers = m Lehrer Lehrer
-doctor/doctors = m Arzt Ärzte
-friend/friends = m Freund Freunde
-neighbour/neighbours = m Nachbar Nachbarn w
-brother/brothers = m Bruder Brüder
-sister/sisters = f Schwester Schwestern
-mother/mothers = f Mutter Mütter
-father/fathers = m Vater Väter
-daughter/daughters = f Tochter Töchter
-son/sons = m Sohn Söhne
-aunt/aunts = f Tante Tanten
-uncle/uncles = m Onkel Onkel
-child/children = n Kind Kinder
-woman/women = f Frau Frauen
-man/men = m Mann Männer
-girl/girls = n Mädchen Mädchen
-boy/boys = m Junge Jungen w
-customer/customers = m Kunde Kunden w
-colleague/colleagues = m Kollege Kollegen w
-pupil/pupils = m Schüler Schüler
-engineer/engineers = m Ingenieur Ingenieure
-cook/cooks = m Koch Köche
-baker/bakers = m Bäcker Bäcker
-driver/drivers = m Fahrer Fahrer
-gardener/gardeners = m Gärtner Gärtner
-lawyer/lawyers = m Anwalt Anwälte, m Rechtsanwalt Rechtsanwälte
-judge/judges = m Richter Richter
-singer/singers = m Sänger Sänger
-painter/painters = m Maler Maler
-nurse/nurses = f Krankenschwester Krankenschwestern
-guest/guests = m Gast Gäste
-cousin/cousins = f Cousine Cousinen
+teacher/teachers = m Lehrer Lehrer; doctor/doctors = m Arzt Ärzte; friend/friends = m Freund Freunde
+neighbour/neighbours = m Nachbar Nachbarn w; brother/brothers = m Bruder Brüder
+sister/sisters = f Schwester Schwestern; mother/mothers = f Mutter Mütter; father/fathers = m Vater Väter
+daughter/daughters = f Tochter Töchter; son/sons = m Sohn Söhne; aunt/aunts = f Tante Tanten
+uncle/uncles = m Onkel Onkel; child/children = n Kind Kinder; woman/women = f Frau Frauen; man/men = m Mann Männer
+girl/girls = n Mädchen Mädchen; boy/boys = m Junge Jungen w; customer/customers = m Kunde Kunden w
+colleague/colleagues = m Kollege Kollegen w; pupil/pupils = m Schüler Schüler
+engineer/engineers = m Ingenieur Ingenieure; cook/cooks = m Koch Köche; baker/bakers = m Bäcker Bäcker
+driver/drivers = m Fahrer Fahrer; gardener/gardeners = m Gärtner Gärtner
+lawyer/lawyers = m Anwalt Anwälte, m Rechtsanwalt Rechtsanwälte; judge/judges = m Richter Richter
+singer/singers = m Sänger Sänger; painter/painters = m Maler Maler
+nurse/nurses = f Krankenschwester Krankenschwestern; guest/guests = m Gast Gäste; cousin/cousins = f Cousine Cousinen
 grandmother/grandmothers = f Großmutter Großmütter, f Oma Omas
-grandfather/grandfathers = m Großvater Großväter, m Opa Opas
-tourist/tourists = m Tourist Touristen w
-student/students = m Student Studenten w
-farmer/farmers = m Landwirt Landwirte
-boss/bosses = m Chef Chefs
+grandfather/grandfathers = m Großvater Großväter, m Opa Opas; tourist/tourists = m Tourist Touristen w
+student/students = m Student Studenten w; farmer/farmers = m Landwirt Landwirte; boss/bosses = m Chef Chefs
 """
 
 PLACES = """
-garden/gardens = m Garten Gärten = in
-house/houses = n Haus Häuser = in
-kitchen/kitchens = f Küche Küchen = in
-office/offices = n Büro Büros = in
-school/schools = f Schule Schulen = in
-hotel/hotels = n Hotel Hotels = in
+garden/gardens = m Garten Gärten = in; house/houses = n Haus Häuser = in; kitchen/kitchens = f Küche Küchen = in
+office/offices = n Büro Büros = in; school/schools = f Schule Schulen = in; hotel/hotels = n Hotel Hotels = in
 library/libraries = f Bibliothek Bibliotheken, f Bücherei Büchereien = in
-restaurant/restaurants = n Restaurant Restaurants = in
-museum/museums = n Museum Museen = in
-hospital/hospitals = n Krankenhaus Krankenhäuser = in
-village/villages = n Dorf Dörfer = in
-forest/forests = m Wald Wälder = in
-shop/shops = m Laden Läden, n Geschäft Geschäfte = in
-cellar/cellars = m Keller Keller = in
-station/stations = m Bahnhof Bahnhöfe = an
-market/markets = m Markt Märkte = auf
-bridge/bridges = f Brücke Brücken = auf
-church/churches = f Kirche Kirchen = in
-factory/factories = f Fabrik Fabriken = in
+restaurant/restaurants = n Restaurant Restaurants = in; museum/museums = n Museum Museen = in
+hospital/hospitals = n Krankenhaus Krankenhäuser = in; village/villages = n Dorf Dörfer = in
+forest/forests = m Wald Wälder = in; shop/shops = m Laden Läden, n Geschäft Geschäfte = in
+cellar/cellars = m Keller Keller = in; station/stations = m Bahnhof Bahnhöfe = an
+market/markets = m Markt Märkte = auf; bridge/bridges = f Brücke Brücken = auf
+church/churches = f Kirche Kirchen = in; factory/factories = f Fabrik Fabriken = in
 city/cities = f Stadt Städte = in
 """
 
 FOOD = """
-flour = n Mehl
-butter = f Butter
-sugar = m Zucker
-rice = m Reis
-coffee = m Kaffee
-tea = m Tee
-milk = f Milch
-cheese = m Käse
-bread = n Brot
-meat = n Fleisch
-honey = m Honig
-salt = n Salz
-water = n Wasser
-wine = m Wein
-beer = n Bier
-oil = n Öl
-chocolate = f Schokolade
-fruit = n Obst
-juice = m Saft
-ham = m Schinken
+flour = n Mehl; butter = f Butter; sugar = m Zucker; rice = m Reis; coffee = m Kaffee; tea = m Tee; milk = f Milch
+cheese = m Käse; bread = n Brot; meat = n Fleisch; honey = m Honig; salt = n Salz; water = n Wasser; wine = m Wein
+beer = n Bier; oil = n Öl; chocolate = f Schokolade; fruit = n Obst; juice = m Saft; ham = m Schinken
 """
 
 UNITS = """
-gram/grams = n Gramm Gramm
-kilogram/kilograms = n Kilogramm Kilogramm, n Kilo Kilo
-litre/litres = m Liter Liter
-bottle/bottles = f Flasche Flaschen
-glass/glasses = n Glas Gläser
-cup/cups = f Tasse Tassen
-bag/bags = m Beutel Beutel, f Tüte Tüten
-pack/packs = f Packung Packungen
-box/boxes = f Kiste Kisten
+gram/grams = n Gramm Gramm; kilogram/kilograms = n Kilogramm Kilogramm, n Kilo Kilo; litre/litres = m Liter Liter
+bottle/bottles = f Flasche Flaschen; glass/glasses = n Glas Gläser; cup/cups = f Tasse Tassen
+bag/bags = m Beutel Beutel, f Tüte Tüten; pack/packs = f Packung Packungen; box/boxes = f Kiste Kisten
 """
 
 OF_THINGS = """
-red = rot
-blue = blau
-green = grün
-yellow = gelb
-black = schwarz
-white = weiß
-grey = grau
-brown = braun
-new = neu
-old = alt
-small = klein
-big = groß
-expensive = teuer/teur
-cheap = billig, günstig
-heavy = schwer
-light = leicht
-long = lang
-short = kurz
-beautiful = schön
-ugly = hässlich
-dark = dunkel/dunkl
-bright = hell
-clean = sauber
-dirty = schmutzig
-broken = kaputt, defekt
-empty = leer
-round = rund
-modern = modern
-simple = einfach
-strong = stark
-narrow = schmal
-wide = breit
+red = rot; blue = blau; green = grün; yellow = gelb; black = schwarz; white = weiß; grey = grau; brown = braun
+new = neu; old = alt; small = klein; big = groß; expensive = teuer/teur; cheap = billig, günstig; heavy = schwer
+light = leicht; long = lang; short = kurz; beautiful = schön; ugly = hässlich; dark = dunkel/dunkl; bright = hell
+clean = sauber; dirty = schmutzig; broken = kaputt, defekt; empty = leer; round = rund; modern = modern
+simple = einfach; strong = stark; narrow = schmal; wide = breit
 """
 
 OF_PERSONS = """
-young = jung
-old = alt
-tall = groß
-friendly = freundlich
-tired = müde/müd
-hungry = hungrig
-sick = krank
-rich = reich
-poor = arm
-famous = berühmt
-clever = klug, schlau
-nice = nett
-strict = streng
-lazy = faul
-happy = glücklich, froh
-careful = vorsichtig
-impatient = ungeduldig
-polite = höflich
-brave = mutig, tapfer
+young = jung; old = alt; tall = groß; friendly = freundlich; tired = müde/müd; hungry = hungrig; sick = krank
+rich = reich; poor = arm; famous = berühmt; clever = klug, schlau; nice = nett; strict = streng; lazy = faul
+happy = glücklich, froh; careful = vorsichtig; impatient = ungeduldig; polite = höflich; brave = mutig, tapfer
 quiet = ruhig, still
 """
 
 OF_FOOD = """
-fresh = frisch
-warm = warm
-cold = kalt
-good = gut
-cheap = billig, günstig
-white = weiß
-brown = braun
-sweet = süß
-expensive = teuer/teur
+fresh = frisch; warm = warm; cold = kalt; good = gut; cheap = billig, günstig; white = weiß; brown = braun
+sweet = süß; expensive = teuer/teur
 """
 
 OF_PLACES = """
-old = alt
-new = neu
-small = klein
-big = groß
-beautiful = schön
-famous = berühmt
-quiet = ruhig, still
+old = alt; new = neu; small = klein; big = groß; beautiful = schön; famous = berühmt; quiet = ruhig, still
 modern = modern
 """
 
 COMPARED = """
-more expensive = teurer
-cheaper = billiger, günstiger
-bigger = größer
-smaller = kleiner
-older = älter
-newer = neuer
-heavier = schwerer
-lighter = leichter
-longer = länger
-shorter = kürzer
-more beautiful = schöner
+more expensive = teurer; cheaper = billiger, günstiger; bigger = größer; smaller = kleiner; older = älter
+newer = neuer; heavier = schwerer; lighter = leichter; longer = länger; shorter = kürzer; more beautiful = schöner
 uglier = hässlicher
 """
 
@@ -377,9 +218,19 @@ SEASONS = """
 spring=Frühling summer=Sommer autumn=Herbst winter=Winter
 """
 SPANS = """
-day/days = m Tag Tage
-week/weeks = f Woche Wochen
-month/months = m Monat Monate
-year/years = n Jahr Jahre
+day/days = m Tag Tage; week/weeks = f Woche Wochen; month/months = m Monat Monate; year/years = n Jahr Jahre
 hour/hours = f Stunde Stunden
+"""
+CONJUNCTIONS = """
+because = weil, da; although = obwohl; before = bevor, ehe; after = nachdem; when = wenn; if = wenn, falls
+"""
+EVENTS = """
+meeting = f Besprechung, f Sitzung; concert = n Konzert; wedding = f Hochzeit; exam = f Prüfung; course = m Kurs
+party = f Feier, n Fest; lecture = f Vorlesung; auction = f Versteigerung, f Auktion
+"""
+SAYING = """
+says=sagt knows=weiß believes=glaubt hopes=hofft writes=schreibt hears=hört
+"""
+MONEY = """
+euros=Euro dollars=Dollar francs=Franken pounds=Pfund
 """

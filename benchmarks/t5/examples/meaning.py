@@ -6,6 +6,7 @@ Each is drawn as a meaning, which English says in one way. German often has seve
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
@@ -52,8 +53,8 @@ class Word:
 def words(name: str) -> tuple[Word, ...]:
     """Return a table of the lexicon."""
     found = []
-    for line in getattr(lexicon, name).strip().splitlines():
-        english, german, *more = line.split(" = ")
+    for entry in re.split("\n|; ", getattr(lexicon, name).strip()):
+        english, german, *more = entry.split(" = ")
         found.append(Word(tuple(english.split("/")), tuple(german.split(", ")), *more))
     return tuple(found)
 
@@ -189,11 +190,7 @@ class Draw:
         subject, as_object, person, german = self.of(PRONOUNS)
         forms = german.split()
         return Phrase(
-            subject,
-            person,
-            lambda pick, case: forms[("nom", "acc", "dat").index(case)],
-            as_object,
-            is_pronoun=True,
+            subject, person, lambda pick, case: forms[("nom", "acc", "dat").index(case)], as_object, is_pronoun=True
         )
 
     def thing(self) -> Phrase:

@@ -94,28 +94,11 @@ def question_word(draw: Draw) -> Sentence:
     return sentence(f"{english} {own.english_question()}", lambda pick: f"{german} {own.german_question(pick)}", "?")
 
 
-CONJUNCTIONS = [
-    ("because", ("weil", "da")),
-    ("although", ("obwohl",)),
-    ("before", ("bevor", "ehe")),
-    ("after", ("nachdem",)),
-    ("when", ("wenn",)),
-    ("if", ("wenn", "falls")),
-]
-SAYING = [
-    ("says", "sagt"),
-    ("knows", "weiß"),
-    ("believes", "glaubt"),
-    ("hopes", "hofft"),
-    ("writes", "schreibt"),
-    ("hears", "hört"),
-]
-
-
 def because(draw: Draw) -> Sentence:
     """Two clauses, the second behind a conjunction, or both the other way round."""
     main, other = (replace(clause(draw, simple=True), time_first=False) for _ in range(2))
-    english, options = draw.of(CONJUNCTIONS)
+    conjunction = draw.of(words("CONJUNCTIONS"))
+    english, options = conjunction.forms[0], conjunction.german
     if draw.chance(0.3):
 
         def turned(pick: Pick) -> str:
@@ -135,7 +118,7 @@ def because(draw: Draw) -> Sentence:
 
 def that(draw: Draw) -> Sentence:
     """What somebody says, knows or believes: Anna says that Peter bought a red car."""
-    who, (english, german) = draw.name(), draw.of(SAYING)
+    who, (english, german) = draw.name(), draw.of(names("SAYING"))
     own = replace(clause(draw), time_first=False)
     return sentence(
         f"{who.english} {english} that {own.english()}",
@@ -164,12 +147,9 @@ def who(draw: Draw) -> Sentence:
     return sentence(f"{person.english} who {own.predicate()} {outer.predicate()}", german)
 
 
-MONEY = [("euros", "Euro"), ("dollars", "Dollar"), ("francs", "Franken"), ("pounds", "Pfund")]
-
-
 def price(draw: Draw) -> tuple[str, str]:
     """Draw an amount of money."""
-    unit, einheit = draw.of(MONEY)
+    unit, einheit = draw.of(names("MONEY"))
     kind = draw.rng.random()
     if kind < 0.35:
         number = draw.of((draw.rng.randrange(2, 100), draw.rng.randrange(2, 1000), draw.rng.randrange(1000, 10000)))
@@ -239,14 +219,9 @@ def amount_of_food(draw: Draw) -> tuple[str, Say]:
     return f"{english} {unit.forms[1]} of {what}", said
 
 
+VERBS = {word.forms[0]: word for word in words("WITH_THING")}
 BUYING = [
-    Word(("buy", "buys", "bought", "bought"), ("kaufen kaufst kauft gekauft",)),
-    Word(
-        ("need", "needs", "needed", "needed"),
-        ("brauchen brauchst braucht gebraucht", "benötigen benötigst benötigt benötigt"),
-    ),
-    Word(("order", "orders", "ordered", "ordered"), ("bestellen bestellst bestellt bestellt",)),
-    Word(("sell", "sells", "sold", "sold"), ("verkaufen verkaufst verkauft verkauft",)),
+    *(VERBS[name] for name in ("buy", "need", "order", "sell")),
     Word(
         ("bring along", "brings along", "brought along", "brought along"), ("mit|bringen bringst bringt mitgebracht",)
     ),
@@ -293,21 +268,10 @@ def born(draw: Draw) -> Sentence:
     )
 
 
-EVENTS = [
-    ("meeting", ("f Besprechung", "f Sitzung")),
-    ("concert", ("n Konzert",)),
-    ("wedding", ("f Hochzeit",)),
-    ("exam", ("f Prüfung",)),
-    ("course", ("m Kurs",)),
-    ("party", ("f Feier", "n Fest")),
-    ("lecture", ("f Vorlesung",)),
-    ("auction", ("f Versteigerung", "f Auktion")),
-]
-
-
 def event(draw: Draw) -> Sentence:
     """Something takes place, or begins, on a day with its date, at a time."""
-    name, options = draw.of(EVENTS)
+    what = draw.of(words("EVENTS"))
+    name, options = what.forms[0], what.german
     ordinal_word = draw.chance(0.3)
     number = draw.rng.randrange(2, 13)
     english = f"the {nth(number)} {name}" if ordinal_word else f"the {name}"
@@ -423,7 +387,7 @@ SPOTS = [
 ]
 PUTTING = [
     Word(("put", "puts", "put", "put"), ("legen legst legt gelegt", "stellen stellst stellt gestellt")),
-    Word(("hide", "hides", "hid", "hidden"), ("verstecken versteckst versteckt versteckt",)),
+    VERBS["hide"],
 ]
 
 
