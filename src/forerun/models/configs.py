@@ -11,18 +11,24 @@ Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dt
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from forerun.blocks import STATE_TOKENS, Act, Plain, Rope, Spec
+from forerun.blocks import STATE_TOKENS, Act, Attention, Block, Norm, Plain, Rope, Spec
 from forerun.errors import UnsupportedModel, shown
 
 Raw = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
+
+
+def _by_key(*groups: tuple[T, str]) -> dict[str, T]:
+    """Return values by key. groups: of a value and the keys that have it."""
+    return {key: value for value, keys in groups for key in keys.split()}
 
 
 SHARED_KEYS = _words(
@@ -54,28 +60,23 @@ INERT_KEYS = _words(
 
 CAUSAL = _words("is_causal causal attention.causal")  # keys whose value false changes the function
 # Values that change nothing, by key of config.json or by GGUF key without the architecture.
-NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
-    **dict.fromkeys(CAUSAL | {"is_decoder"}, (True,)),
-    **dict.fromkeys(
-        _words(
-            "num_experts num_local_experts n_routed_experts n_shared_experts num_nextn_predict_layers expert_count "
-            "expert_used_count expert_shared_count leading_dense_block_count nextn_predict_layers pooling_type "
-            "attention.max_alibi_bias attention.clamp_kqv attention.shared_kv_layers attention.temperature_scale "
-            "embedding_length_per_layer_input attn_logit_softcapping final_logit_softcapping "
-            "shared_expert_intermediate_size "
-            "rope.scaling.yarn_log_multiplier"
-        ),
+NEUTRAL: Mapping[str, tuple[float | bool, ...]] = _by_key(
+    ((True,), f"{' '.join(CAUSAL)} is_decoder"),
+    (
         (0,),
+        "num_experts num_local_experts n_routed_experts n_shared_experts num_nextn_predict_layers expert_count "
+        "expert_used_count expert_shared_count leading_dense_block_count nextn_predict_layers pooling_type "
+        "attention.max_alibi_bias attention.clamp_kqv attention.shared_kv_layers attention.temperature_scale "
+        "embedding_length_per_layer_input attn_logit_softcapping final_logit_softcapping "
+        "shared_expert_intermediate_size rope.scaling.yarn_log_multiplier",
     ),
-    **dict.fromkeys(
-        _words(
-            "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb rope_ratio residual_scale "
-            "embedding_scale rope.scaling.attn_factor"
-        ),
+    (
         (1,),
+        "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb rope_ratio residual_scale "
+        "embedding_scale rope.scaling.attn_factor",
     ),
-    **dict.fromkeys(_words("expert_group_count expert_group_used_count expert_weights_scale"), (0, 1)),
-}
+    ((0, 1), "expert_group_count expert_group_used_count expert_weights_scale"),
+)
 # Values that change nothing in rotary positions of a kind that does not have the key.
 NEUTRAL_ROPE: Mapping[str, tuple[float, ...]] = {"factor": (1,), "attention_factor": (1,), "mscale": (1,)}
 
@@ -110,61 +111,27 @@ ACTS: Mapping[str, Act] = {
 MOST_TOKENS = (1 << 31) - 1
 MOST_NAMED = 5  # keys in one refusal
 # The largest size under each key; MOST_TOKENS under any other.
-LARGEST = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "num_hidden_layers": 1 << 10,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 12,
-    "linear_conv_kernel_dim": STATE_TOKENS,
-    **{f"linear_{of}": 1 << 12 for of in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")},
-    "conv_L_cache": STATE_TOKENS,
-    "block_ff_dim": 1 << 20,
-    "block_multiple_of": 1 << 20,
-    "n_embd": 1 << 17,
-    "n_inner": 1 << 20,
-    "n_layer": 1 << 10,
-    "n_head": 1 << 12,
-    "d_model": 1 << 17,
-    "d_kv": 1 << 12,
-    "d_ff": 1 << 20,
-    "num_layers": 1 << 10,
-    "num_decoder_layers": 1 << 10,
-    "num_heads": 1 << 12,
-    **{f"{part}_layers": 1 << 10 for part in ("encoder", "decoder")},
-    **{f"{part}_ffn_dim": 1 << 20 for part in ("encoder", "decoder")},
-    **{f"{part}_attention_heads": 1 << 12 for part in ("encoder", "decoder")},
-}
+LARGEST = _by_key(
+    (1 << 24, "vocab_size"),
+    (1 << 17, "hidden_size n_embd d_model"),
+    (1 << 20, "intermediate_size block_ff_dim block_multiple_of n_inner d_ff encoder_ffn_dim decoder_ffn_dim"),
+    (1 << 10, "num_hidden_layers n_layer num_layers num_decoder_layers encoder_layers decoder_layers"),
+    (1 << 12, "num_attention_heads num_key_value_heads n_head num_heads encoder_attention_heads"),
+    (1 << 12, "decoder_attention_heads linear_num_key_heads linear_num_value_heads"),
+    (1 << 12, "head_dim d_kv linear_key_head_dim linear_value_head_dim"),
+    (STATE_TOKENS, "linear_conv_kernel_dim conv_L_cache"),
+)
 # The least and the largest value of each number.
-RANGES = {
-    "layer_norm_epsilon": (1e-20, 1),
-    "query_pre_attn_scalar": (1e-3, 1e6),
-    "final_logit_softcapping": (1e-3, 1e6),
-    "attn_logit_softcapping": (1e-3, 1e6),
-    "rms_norm_eps": (1e-20, 1),
-    "rope_theta": (1, 1e15),
-    "factor": (1e-3, 1e6),
-    "low_freq_factor": (1e-3, 1e6),
-    "high_freq_factor": (1e-3, 1e6),
-    "attention_factor": (1e-3, 1e3),
-    "beta_fast": (1e-3, 1e6),
-    "beta_slow": (1e-3, 1e6),
-    "mscale": (0, 1e3),
-    "mscale_all_dim": (0, 1e3),
-    "partial_rotary_factor": (0, 1),
-    "norm_epsilon": (1e-20, 1),
-    "layer_norm_eps": (1e-20, 1),
-    "embedding_multiplier": (1e-6, 1e6),
-    "attention_multiplier": (1e-6, 1e6),
-    "residual_multiplier": (1e-6, 1e6),
-    "logits_scaling": (1e-6, 1e6),
-    "llama_4_scaling_beta": (0, 1e3),
-    "norm_eps": (1e-20, 1),
-    "routed_scaling_factor": (1e-6, 1e6),
-    "block_ffn_dim_multiplier": (1e-3, 1e3),
-}
+RANGES: Mapping[str, tuple[float, float]] = _by_key(
+    ((1e-20, 1), "rms_norm_eps norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon"),
+    ((1, 1e15), "rope_theta"),
+    ((1e-3, 1e6), "factor low_freq_factor high_freq_factor beta_fast beta_slow"),
+    ((1e-3, 1e6), "query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping"),
+    ((1e-3, 1e3), "attention_factor block_ffn_dim_multiplier"),
+    ((0, 1e3), "mscale mscale_all_dim llama_4_scaling_beta"),
+    ((0, 1), "partial_rotary_factor"),
+    ((1e-6, 1e6), "embedding_multiplier attention_multiplier residual_multiplier logits_scaling routed_scaling_factor"),
+)
 
 
 class Filled(dict[str, Any]):
@@ -248,6 +215,20 @@ def plain_spec(
     ).spec
 
 
+def spec_of(c: Filled, model_type: str, blocks: Iterable[Block], norm: Norm, **more: Any) -> Spec:
+    """Return the spec of these blocks, whose sizes are under the usual keys; `more` are the fields of one family."""
+    sizes = size(c, "vocab_size"), size(c, "hidden_size"), size(c, "max_position_embeddings")
+    return Spec(model_type, *sizes, tuple(blocks), norm, **{"tied": flag(c, "tie_word_embeddings"), **more})
+
+
+def text_of(raw: Raw, honoured: Collection[str], kind: str, usual: Raw) -> Raw:
+    """Return the `text_part` of a multimodal config.json whose text model must be of this kind."""
+    refuse_unknown(raw, honoured)
+    text = text_part(raw, {"model_type": kind, **usual})
+    require(text["model_type"] == kind, text, "model_type", f"{kind!r} in text_config")
+    return text
+
+
 def text_part(raw: Raw, usual: Raw) -> Raw:
     """Return the part of a multimodal config.json about its text model. usual: values of missing keys.
 
@@ -256,7 +237,7 @@ def text_part(raw: Raw, usual: Raw) -> Raw:
     text = raw.get("text_config")
     require(isinstance(text, Mapping), raw, "text_config", "a mapping")
     said = {k: v for k, v in (text or {}).items() if v is not None or k not in usual}
-    return {**usual, **said, **_set({"tie_word_embeddings": raw.get("tie_word_embeddings")})}
+    return {**usual, **said, **given({"tie_word_embeddings": raw.get("tie_word_embeddings")})}
 
 
 def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
@@ -269,21 +250,26 @@ def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
     sizes = {(a.heads, a.kv_heads, a.head_dim, mlp.size) for b in spec.blocks if (a := b.attention) and (mlp := b.mlp)}
     if len(sizes) != 1 or spec.final_norm is None:
         raise UnsupportedModel(f"a {spec.model_type} checkpoint cannot say blocks of several sizes")
-    [(heads, kv_heads, head_dim, ffn_size)] = sizes
+    first = next(a for b in spec.blocks if b.mlp and (a := b.attention))
+    [(*_, ffn_size)] = sizes
+    return {**sizes_config(spec, architecture, first, intermediate_size=ffn_size), **UNTRAINED}
+
+
+def sizes_config(spec: Spec, architecture: str, a: Attention, eps: str = "rms_norm_eps", **more: int) -> dict[str, Any]:
+    """Return the sizes in config.json. a: what attention is like. eps: the key of the norms'. more: further sizes."""
     return {
         "architectures": [architecture],
         "model_type": spec.model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
-        "intermediate_size": ffn_size,
+        **more,
         "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": spec.final_norm.eps,
+        "num_attention_heads": a.heads,
+        "num_key_value_heads": a.kv_heads,
+        "head_dim": a.head_dim,
+        eps: (spec.final_norm or Norm()).eps,
         "max_position_embeddings": spec.max_positions,
         "tie_word_embeddings": spec.tied,
-        **UNTRAINED,
     }
 
 
@@ -349,16 +335,16 @@ def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | 
     turned_of: the head size, for a family that may rotate a part of it. names: what the family calls the TURNED keys.
     """
     names = names or dict(zip(TURNED, TURNED, strict=True))
-    given = {key: part for key in ("rope_parameters", "rope_scaling") if (part := c.get(key))}
-    for key, part in given.items():
+    ropes = {key: part for key in ("rope_parameters", "rope_scaling") if (part := c.get(key))}
+    for key, part in ropes.items():
         require(isinstance(part, Mapping), c, key, "null or a mapping")
         require(not part.keys() & {*LAYER_KINDS}, c, key, "one mapping for all layers")
     base = {key: c.get(name) for key, name in names.items()}
-    readings = {read_rope({**base, **_set(part)}, c, turned_of) for part in given.values()}
+    readings = {read_rope({**base, **given(part)}, c, turned_of) for part in ropes.values()}
     if len(readings) > 1:
-        said = " and ".join(f"{key}={shown(part)}" for key, part in given.items())
+        said = " and ".join(f"{key}={shown(part)}" for key, part in ropes.items())
         raise UnsupportedModel(f"config.json has {said}, which disagree: keep one")
-    for key, part in given.items():
+    for key, part in ropes.items():
         for own_key, name in names.items():
             agree(c, name, part.get(own_key), f"{own_key} of {key}")
     return readings.pop() if readings else read_rope(base, c, turned_of)
@@ -377,7 +363,7 @@ def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
     require("type" not in old or "rope_type" in old, c, "rope_scaling", "one whose kind is called rope_type")
     ropes = {}
     for kind, name in names.items():
-        part = _set(old if old and kind == LAYER_KINDS[0] else both.get(kind) or {})
+        part = given(old if old and kind == LAYER_KINDS[0] else both.get(kind) or {})
         agree(c, name, part.get("rope_theta"), f"rope_theta of {kind}")
         ropes[kind] = read_rope({"rope_theta": c[name], **part}, c)
     return ropes
@@ -385,7 +371,7 @@ def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
 
 def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
     """Return the rotary positions of `rope`, a part of config.json. c: all of it. turned_of: see `rope_of`."""
-    rope = _set(rope)
+    rope = given(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(rope.get("type", kind) == kind, rope, "type", f"{shown(kind)}, as rope_type is")
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
@@ -461,6 +447,16 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def layer_kinds(c: Filled, usual: list[str], kinds: tuple[str, str]) -> list[str]:
+    """Return the kind of each layer, of two. usual: where `layer_types` does not say; the first kind must be there."""
+    c = c.also(layer_types=usual)
+    found = c["layer_types"]
+    fits = isinstance(found, list) and len(found) == len(usual) and all(kind in kinds for kind in found)
+    require(fits, c, "layer_types", f"a list of {len(usual)} entries out of {list(kinds)}")
+    require(kinds[0] in found, c, "layer_types", f"such that some layer has {kinds[0]}")
+    return list(found)
+
+
 def same_window(raw: Raw, window: int | None) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, equal in all; () where there is none.
 
@@ -527,6 +523,18 @@ def require(ok: bool, raw: Raw, key: str, what: str) -> None:
     raise UnsupportedModel(f"config.json has {key}={value}, which is not supported: it must be {what}")
 
 
+def gelu_only(c: Raw) -> None:
+    """Raise UnsupportedModel for another activation than Gemma's."""
+    for key in ("hidden_activation", "hidden_act"):
+        require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
+
+
+def act_of(c: Raw, key: str, acts: Mapping[str, Act] = ACTS) -> Act:
+    """Return an activation. Raises UnsupportedModel for one of another name."""
+    require(c[key] in list(acts), c, key, f"one of {list(acts)}")
+    return acts[c[key]]
+
+
 def is_silu(act: object) -> bool:
     """Whether an activation is SiLU, by either of its names."""
     return isinstance(act, str) and ACTS.get(act) == "silu"
@@ -544,5 +552,6 @@ def _is_one_of(value: object, values: Collection[object]) -> bool:
     return any(value == other and (value is True) == (other is True) for other in values)
 
 
-def _set(raw: Raw) -> dict[str, Any]:
+def given(raw: Raw) -> dict[str, Any]:
+    """Return the keys that are not null."""
     return {key: value for key, value in raw.items() if value is not None}

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from forerun.errors import BadOption, UnsupportedModel, shown
+from forerun.models.configs import Raw, given
 from forerun.text.small_files import SmallFiles
 from forerun.types import SamplingParams
-
-Raw = Mapping[str, Any]
 
 FILE = "generation_config.json"
 # Keys of the file -> fields of SamplingParams with the same meaning.
@@ -42,21 +41,12 @@ INERT_BEGINNINGS = ("_", "cache_", "output_", "return_")
 KNOWN = frozenset({*SAME, *INERT, "do_sample", "stop_strings", "suppress_tokens", "bad_words_ids"})
 FORCED_START, FORCED_END = "forced_bos_token_id", "forced_eos_token_id"
 # Keys that change what is drawn and have no counterpart here -> the value that changes nothing.
-NEUTRAL = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0,
-    "num_return_sequences": 1,
-    "min_length": 0,
-    "typical_p": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "penalty_alpha": 0,
-    "guidance_scale": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1,
-}
+_ONES = "num_beams num_beam_groups num_return_sequences typical_p guidance_scale encoder_repetition_penalty"
+_ZEROS = (
+    "diversity_penalty min_length epsilon_cutoff eta_cutoff penalty_alpha no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size"
+)
+NEUTRAL = {**dict.fromkeys(_ONES.split(), 1), **dict.fromkeys(_ZEROS.split(), 0)}
 # Lengths that count the prompt, too -> the key that wins where both are set, and the option to give here.
 WITH_PROMPT = {"max_length": ("max_new_tokens", "max_tokens"), "min_length": ("min_new_tokens", "min_tokens")}
 
@@ -79,9 +69,9 @@ def sampling_fields(
     value that is not implemented and would change the output, or has the wrong type or range, makes an UnsupportedModel
     that goes to `refuse`, and the other fields stay; without `refuse` it is raised.
     """
-    raw, name = _set(small.json(FILE)), FILE
+    raw, name = given(small.json(FILE)), FILE
     if not raw:  # then config.json forces tokens, as in transformers
-        raw, name = _set({FORCED_END: config.get(FORCED_END)}), "config.json"
+        raw, name = given({FORCED_END: config.get(FORCED_END)}), "config.json"
     where, fields, forbidden = f"{name} in {small.folder}", dict[str, Any](), frozenset[int]()
     for key, value in raw.items():
         try:
@@ -239,10 +229,6 @@ def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> fr
 def _num_ids(config: Raw) -> int | None:
     size = config.get("vocab_size")
     return size if type(size) is int else None
-
-
-def _set(raw: Raw) -> dict[str, Any]:
-    return {key: value for key, value in raw.items() if value is not None}
 
 
 def _require(ok: bool, key: str, value: Any, where: str, what: str) -> None:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from forerun.blocks import EMBEDDING, FINAL_NORM, HEAD, Spec, weight_shapes
 from forerun.errors import UnsupportedModel
 from forerun.host_tensor import HostTensor
-from forerun.models.source import STACKED, QuantisedSource, Source, Stored
+from forerun.models.source import STACKED, QuantisedSource, Source, Stored, Wrapped
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows
 
 Rows = TypeVar("Rows", HostTensor, QuantisedRows)
@@ -254,26 +253,12 @@ def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
         yield rows
 
 
-class NamedSource:
+class NamedSource(Wrapped):
     """A source that offers its tensors under our names."""
 
     def __init__(self, source: Source, names: Names, spec: Spec) -> None:
-        self.source = source
+        super().__init__(source)
         self._places = places(names, spec, source.tensors)
-
-    @property
-    def folder(self) -> Path:
-        """See `Source.folder`."""
-        return self.source.folder
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `Source.config`."""
-        return self.source.config
-
-    def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`."""
-        self.source.check(with_tokenizer)
 
     @cached_property  # which each weight is looked up in
     def tensors(self) -> Mapping[str, Stored]:
@@ -409,6 +394,17 @@ INNER: Mapping[str, str | Fused] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = Fused(("mlp.gate_proj", "mlp.up_proj"))
+NEOX_NAMES = ("attn_norm", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
+NEOX_INNER: Mapping[str, str | Fused] = {**{name: INNER[name] for name in NEOX_NAMES}, "attn_qkv": Fused(QKV)}
+# Names of the norms where they are also behind both parts of a block.
+NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+EXPERT_GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 # Tensors that stack all experts; source/gguf.py splits them into one for each expert.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -448,11 +444,17 @@ def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
         modules = {start + name: ours for ours, name in outer.items() if ours.startswith("model.")}
         return Names(modules, f"{start}layers.{{}}.", inner)
 
+    return nested_at(at, beside)
+
+
+def nested_at(at: Callable[[str], Names], beside: Collection[str]) -> Names:
+    """Return the names of a text model in a multimodal checkpoint, where `at` returns them behind a beginning."""
+    plain = at("language_model.model.")
     return replace(
-        at("language_model.model."),
-        outer={**at("language_model.model.").outer, "language_model.lm_head": "lm_head"},
+        plain,
+        outer={**plain.outer, "language_model.lm_head": "lm_head"},
         more=(at("model.language_model."),),
-        beside=tuple(f"{start}{part}." for part in beside for start in ("", "model.")),
+        beside=(*plain.beside, *(f"{start}{part}." for part in beside for start in ("", "model."))),
     )
 
 
@@ -500,3 +502,8 @@ ROPE_FREQS = "rope_freqs.weight"  # factors of rotary frequencies: Llama 3's, Ge
 def has_bias(tensors: Collection[str], module: str) -> bool:
     """Whether the first block's module has a bias, by its name in GGUF files."""
     return f"blk.0.{module}.bias" in tensors
+
+
+def biases_of(tensors: Collection[str], **modules: str) -> dict[str, Any]:
+    """Return true for each key of config.json whose module has a bias. modules: by key, their names in GGUF files."""
+    return {key: True for key, module in modules.items() if has_bias(tensors, module)}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from forerun.models.open_file import OpenFile
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.refusals import CONFIG, INDEX, SINGLE, shard_names
 from forerun.models.saving import write_json
-from forerun.models.source import QuantisedSource, Source, Stored
+from forerun.models.source import QuantisedSource, Source, Stored, Wrapped
 from forerun.ops.quantised import QuantisedMatrix
 
 INPUT, NORM = "input", "model.norm"
@@ -68,9 +68,8 @@ def find(opened: OpenedCheckpoint) -> NextTokens | None:
             return None
         decoder = replace(spec, blocks=(block,), tied=False, head=False, encoder=None, positions=None)
         named = cast(Source, NamedSource(cast(Source, of_block), names, decoder))
-        return (
-            NextTokens(decoder, cast(Source, of_block.beside(named))) if _is_whole(named, of_block, decoder) else None
-        )
+        joined = cast(Source, _Joined(named, of_block))
+        return NextTokens(decoder, joined) if _is_whole(named, of_block, decoder) else None
     except (UserError, OSError):
         return None
 
@@ -163,14 +162,15 @@ def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
     return {name: stored.shape for name, stored in there.items() if name != HEAD} == wanted
 
 
-class _Renamed:
+class _Renamed(Wrapped):
     """The tensors of an MTP block under the names that the model's blocks have in the same files.
 
     theirs: these names -> names in the files. outer: our names of the modules around the block -> names in the files.
     """
 
     def __init__(self, source: Source, tensors: Mapping[str, Stored], theirs: dict[str, str], outer: dict[str, str]):
-        self.source, self._tensors, self._theirs, self._outer = source, tensors, theirs, outer
+        super().__init__(source)
+        self._tensors, self._theirs, self._outer = tensors, theirs, outer
 
     @classmethod
     def of(cls, source: Source, spec: Spec, names: Names) -> _Renamed | None:
@@ -196,16 +196,6 @@ class _Renamed:
                 return None  # separate embeddings, a separate head, or a further block
         return cls(source, tensors, theirs, outer) if theirs and f"{INPUT}.weight" in outer else None
 
-    @property
-    def folder(self) -> Path:
-        """See `Source.folder`."""
-        return self.source.folder
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `Source.config`."""
-        return self.source.config
-
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
         """See `Source.tensors`: the block's tensors."""
@@ -224,37 +214,24 @@ class _Renamed:
         """See `QuantisedSource.quantised`."""
         return cast(QuantisedSource, self.source).quantised(self._theirs.get(name) or self._outer[name])
 
-    def beside(self, named: Source) -> _Joined:
-        """Return the tensors of the block and of the modules around it, by our names."""
-        return _Joined(named, self)
 
-
-class _Joined:
+class _Joined(Wrapped):
     """The tensors of a block and of the modules around it, all by our names."""
 
     def __init__(self, named: Source, beside: _Renamed) -> None:
-        self.named, self._beside = named, beside
-
-    @property
-    def folder(self) -> Path:
-        """See `Source.folder`."""
-        return self.named.folder
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `Source.config`."""
-        return self.named.config
+        super().__init__(named)
+        self._beside = beside
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
         """See `Source.tensors`."""
-        return {**self.named.tensors, **self._beside.joining}
+        return {**self.source.tensors, **self._beside.joining}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`."""
-        return (self._beside if name in self._beside.joining else self.named).blocks(name)
+        return (self._beside if name in self._beside.joining else self.source).blocks(name)
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """See `QuantisedSource.quantised`. Raises UnsupportedModel for a matrix that is stored transposed."""
-        holder = self._beside if name in self._beside.joining else self.named
+        holder = self._beside if name in self._beside.joining else self.source
         return cast(QuantisedSource, holder).quantised(name)

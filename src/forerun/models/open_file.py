@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from forerun.errors import UnsupportedModel
 from forerun.host_tensor import Array, empty
 
 
@@ -43,6 +44,13 @@ class OpenFile:
         self.stream.seek(start)
         num_read = self.stream.readinto(numbers)  # type: ignore[attr-defined]
         return numbers[:num_read]
+
+    def read_whole(self, start: int, num_bytes: int) -> Array:
+        """Return as many bytes from `start` on, uint8. Raises UnsupportedModel where the file has become shorter."""
+        numbers = self.read(start, num_bytes)
+        if len(numbers) < num_bytes:
+            raise UnsupportedModel(f"{self} has become shorter while it was read: fetch it again")
+        return numbers
 
     def close(self) -> None:
         """Close the file, if it is open."""

@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from forerun.blocks import Spec, itemsize, weights
 from forerun.config import Quantization
 from forerun.errors import BadOption
 from forerun.host_tensor import HostTensor
-from forerun.models.source import QuantisedSource, Source, Stored
+from forerun.models.source import QuantisedSource, Source, Stored, Wrapped
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 from forerun.ops.quantising import BLOCK_WEIGHTS, is_rounded, quantise, scheme_for, scheme_of
 
@@ -25,26 +24,13 @@ LARGE_WEIGHTS = 1 << 26  # a draft model with so many weights,
 LARGE_BITS = 4.5  # and so many bits per weight, is rounded by default
 
 
-class QuantisingSource:
+class QuantisingSource(Wrapped):
     """A source whose matrices are rounded when they are read. Raises BadOption where that is not possible."""
 
     def __init__(self, source: Source, spec: Spec, quantization: Quantization) -> None:
-        self.source, self.quantization = source, quantization
+        super().__init__(source)
+        self.quantization = quantization
         self.tensors: Mapping[str, Stored] = planned(source.tensors, spec, quantization)
-
-    @property
-    def folder(self) -> Path:
-        """See `Source.folder`."""
-        return self.source.folder
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """See `Source.config`."""
-        return self.source.config
-
-    def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`."""
-        self.source.check(with_tokenizer)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
         """See `Source.blocks`."""

@@ -185,12 +185,7 @@ class Runner:
         return self.finds_best and self._ahead is not None and self._ahead.draws_ahead
 
     def run_ahead(
-        self,
-        runs: Seq[Run],
-        lengths: Seq[int],
-        stops: Seq[Stop] = (),
-        layer_rows: Seq[Any] = (),
-        draws: Seq[Draw] = (),
+        self, runs: Seq[Run], lengths: Seq[int], stops: Seq[Stop] = (), layer_rows: Seq[Any] = (), draws: Seq[Draw] = ()
     ) -> RanAhead:
         """Return the continuation of each run, in one call; only where this `finds_best`.
 

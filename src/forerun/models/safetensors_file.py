@@ -62,9 +62,7 @@ class Entry:
     def _read(self, start: int, num_bytes: int) -> HostTensor:
         if self.dtype not in TYPES:
             raise UnsupportedModel(f"{self.file} has a tensor of type {self.dtype}, which is not read here: convert it")
-        numbers = self.file.read(self.start + start, num_bytes)
-        if len(numbers) < num_bytes:
-            raise UnsupportedModel(f"{self.file} has become shorter while it was read: fetch it again")
+        numbers = self.file.read_whole(self.start + start, num_bytes)
         return HostTensor(numbers.view(HELD_AS[TYPES[self.dtype]]), TYPES[self.dtype])
 
 

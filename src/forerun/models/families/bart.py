@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from forerun.blocks import Act, Attention, Block, Mlp, Norm, Positions, Spec
+from forerun.blocks import Attention, Block, Mlp, Norm, Positions, Spec
 from forerun.models import configs
 from forerun.models.configs import Raw, size
 from forerun.models.naming import Names
@@ -45,13 +45,7 @@ NAMES = names_of_layers(
         "encoder.layernorm_embedding": "encoder.embed_norm",
     }
 )
-ACTS: Mapping[str, Act] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
+ACTS = {name: configs.ACTS[name] for name in ("gelu", "gelu_new", "relu", "silu", "swish")}
 PARTS = ("encoder", "decoder")
 SIZES = {f"{part}_{what}" for part in PARTS for what in ("layers", "ffn_dim", "attention_heads")}
 KEYS = {*SIZES, "model_type", "vocab_size", "d_model", "max_position_embeddings", "activation_function",
@@ -78,7 +72,7 @@ def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapp
         configs.require(raw.get(key, wanted) is wanted, raw, key, str(wanted).lower())
     usual = {"activation_function": "gelu", "tie_word_embeddings": True}
     c = configs.understood(raw, KEYS | INERT, usual, {**AGAIN, **(again or {})})
-    configs.require(c["activation_function"] in list(ACTS), c, "activation_function", f"one of {list(ACTS)}")
+    act = configs.act_of(c, "activation_function", ACTS)
     configs.require(configs.flag(c, "tie_word_embeddings"), c, "tie_word_embeddings", "true")
     hidden, norm = size(c, "d_model"), Norm("layer", EPS, bias=True)
     of_blocks = partial(
@@ -96,7 +90,7 @@ def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapp
     def parts(part: str, **sees: Any) -> tuple[Attention, Mlp]:
         heads = size(c, f"{part}_attention_heads")
         configs.require(hidden % heads == 0, c, f"{part}_attention_heads", f"a divisor of {hidden}")
-        mlp = Mlp(size(c, f"{part}_ffn_dim"), ACTS[c["activation_function"]], gated=False, bias=True)
+        mlp = Mlp(size(c, f"{part}_ffn_dim"), act, gated=False, bias=True)
         return Attention(heads, heads, hidden // heads, qkv_bias=True, o_bias=True, **sees), mlp
 
     attention, mlp = parts("encoder", sees="all")
@@ -131,5 +125,5 @@ def sizes_of(spec: Spec) -> dict[str, Any]:
         mlp, a = side.blocks[-1].mlp or Mlp(1), side.blocks[-1].attention or Attention(1, 1, 1)
         raw[f"{part}_layers"] = side.num_layers // (2 if part == "decoder" else 1)
         raw[f"{part}_ffn_dim"], raw[f"{part}_attention_heads"] = mlp.size, a.heads
-        raw["activation_function"] = next(name for name, act in ACTS.items() if act == mlp.act)
+        raw["activation_function"] = configs.act_name(mlp.act)
     return raw

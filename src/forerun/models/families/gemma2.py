@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
-from forerun.models.naming import INNER, OUTER, SIZES, Gguf, Names, Own
+from forerun.models.naming import INNER, NORMS_BEHIND, OUTER, SIZES, Gguf, Names, Own
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 OWN_KEYS = {"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", *CAPS}
@@ -24,20 +25,21 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
             "hidden_activation": "gelu_pytorch_tanh", CAPS[0]: 50.0, CAPS[1]: 30.0}  # fmt: skip
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Add the scale of scores, which llama.cpp's files leave out: by head size, except in the model of 46 layers."""
+def scale_and_window(deepest: int, own: Own, tensors: Collection[str]) -> dict[str, Any]:
+    """Return the window, and the scale of scores, which llama.cpp's files leave out.
+
+    The scale goes by head size, except in the model of so many layers.
+    """
     of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
-    scalar = of_rows if own.get("block_count") == 46 else own.get("attention.key_length", 256)
+    scalar = of_rows if own.get("block_count") == deepest else own.get("attention.key_length", 256)
     return {"query_pre_attn_scalar": scalar, "sliding_window": own.get("attention.sliding_window")}
 
 
-NORMS = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-         "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
 GGUF = Gguf(
     "gemma2",
     keys={**SIZES, "attn_logit_softcapping": CAPS[0], "final_logit_softcapping": CAPS[1]},
-    more=_more,
-    names=Names(OUTER, "blk.{}.", {**INNER, **NORMS}),
+    more=partial(scale_and_window, 46),
+    names=Names(OUTER, "blk.{}.", {**INNER, **NORMS_BEHIND}),
     stored_offset=1.0,
 )
 
@@ -45,9 +47,8 @@ GGUF = Gguf(
 def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS, AGAIN, nullable=CAPS)
-    for key in ("hidden_activation", "hidden_act"):
-        configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
-    num, hidden, bias = size(c, "num_hidden_layers"), size(c, "hidden_size"), flag(c, "attention_bias")
+    configs.gelu_only(c)
+    num, bias = size(c, "num_hidden_layers"), flag(c, "attention_bias")
     c = c.also(layer_types=[LAYER_KINDS[(i + 1) % 2] for i in range(num)])
     windows = configs.windows(c, num, size(c, "sliding_window")) or (None,) * num
     norm = Norm(eps=number(c, "rms_norm_eps"), offset=1.0)
@@ -65,8 +66,8 @@ def read(raw: Raw) -> Spec:
         Block(norm, replace(attention, window=window), post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm)
         for window in windows
     )
-    return Spec("gemma2", size(c, "vocab_size"), hidden, size(c, "max_position_embeddings"), blocks, norm,
-                math.sqrt(hidden), tied=flag(c, "tie_word_embeddings"), logit_softcap=caps[1])  # fmt: skip
+    scale = math.sqrt(size(c, "hidden_size"))
+    return configs.spec_of(c, "gemma2", blocks, norm, embed_scale=scale, logit_softcap=caps[1])
 
 
 def write(spec: Spec) -> Raw:

@@ -6,26 +6,22 @@ from forerun.blocks import Spec
 from forerun.models import configs
 from forerun.models.configs import Raw
 from forerun.models.families import gemma3_text
-from forerun.models.naming import nested
+from forerun.models.naming import NORMS_BEHIND, nested
 
-NAMES = nested(gemma3_text.NORMS.values(), beside=("vision_tower", "multi_modal_projector"))
+NAMES = nested(NORMS_BEHIND.values(), beside=("vision_tower", "multi_modal_projector"))
 KEYS = {"model_type", "text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
         "image_token_index", "boi_token_id", "eoi_token_id", "image_token_id", "tie_word_embeddings", "torch_dtype",
         "dtype"}  # fmt: skip
 # Keys that published files leave out of text_config.
-USUAL = {"model_type": "gemma3_text", "vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": True}
+USUAL = {"vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": True}
 
 
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
-    configs.refuse_unknown(raw, KEYS)
-    text = configs.text_part(raw, USUAL)
-    configs.require(text["model_type"] == "gemma3_text", text, "model_type", "'gemma3_text' in text_config")
+    text = configs.text_of(raw, KEYS, "gemma3_text", USUAL)
     cap = gemma3_text.CAP  # transformers ignores it here, and computes it in the text model by itself
     configs.require(text.get(cap) is None, text, cap, "null in text_config")
     return gemma3_text.read(text)
 
 
-def write(spec: Spec) -> Raw:
-    """Return the config.json of the text model by itself."""
-    return gemma3_text.write(spec)
+write = gemma3_text.write  # of the text model by itself

@@ -7,14 +7,14 @@ scaled by the square root of their width.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
-from forerun.models.naming import INNER, OUTER, SIZES, Gguf, Names, Own
+from forerun.models.families import gemma2
+from forerun.models.naming import SIZES
 
 CAP, SCORE_CAP = "final_logit_softcapping", "attn_logit_softcapping"
 THETAS = dict(zip(LAYER_KINDS, ("rope_theta", "rope_local_base_freq"), strict=True))
@@ -25,32 +25,21 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "head_dim":
             "rope_theta": 1e6, "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Add the scale of scores, which llama.cpp's files leave out: by head size, except in the model of 62 layers."""
-    of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
-    scalar = of_rows if own.get("block_count") == 62 else own.get("attention.key_length", 256)
-    return {"query_pre_attn_scalar": scalar, "sliding_window": own.get("attention.sliding_window")}
-
-
-NORMS = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-         "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
-GGUF = Gguf(
-    "gemma3",
+GGUF = replace(
+    gemma2.GGUF,
+    architecture="gemma3",
     keys={**SIZES, "rope.freq_base_swa": "rope_local_base_freq"},
-    more=_more,
-    names=Names(OUTER, "blk.{}.", {**INNER, **NORMS}),
-    stored_offset=1.0,
+    more=partial(gemma2.scale_and_window, 62),
 )
 
 
 def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS)
-    for key in ("hidden_activation", "hidden_act"):
-        configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
+    configs.gelu_only(c)
     configs.require(c.get("partial_rotary_factor", 1) == 1, c, "partial_rotary_factor", "1")
     configs.require(SCORE_CAP not in c, c, SCORE_CAP, "null, because transformers caps no scores here")
-    num, pattern, hidden = size(c, "num_hidden_layers"), size(c, "sliding_window_pattern"), size(c, "hidden_size")
+    num, pattern = size(c, "num_hidden_layers"), size(c, "sliding_window_pattern")
     kinds = c.get("layer_types") or [LAYER_KINDS[(i + 1) % pattern > 0] for i in range(num)]
     windows = configs.windows({"layer_types": kinds}, num, size(c, "sliding_window")) or (None,) * num
     ropes = configs.ropes_by_kind(c, THETAS)
@@ -66,9 +55,8 @@ def read(raw: Raw) -> Spec:
     both = [replace(attention, window=w, rope=ropes[LAYER_KINDS[w is not None]]) for w in windows]
     mlp = Mlp(size(c, "intermediate_size"), "gelu_tanh")
     blocks = tuple(Block(norm, a, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm) for a in both)
-    return Spec("gemma3_text", size(c, "vocab_size"), hidden, size(c, "max_position_embeddings"), blocks, norm,
-                math.sqrt(hidden), tied=flag(c, "tie_word_embeddings"),
-                logit_softcap=number(c, CAP) if CAP in c else None)  # fmt: skip
+    scale, cap = math.sqrt(size(c, "hidden_size")), number(c, CAP) if CAP in c else None
+    return configs.spec_of(c, "gemma3_text", blocks, norm, embed_scale=scale, logit_softcap=cap)
 
 
 def write(spec: Spec) -> Raw:

@@ -17,7 +17,7 @@ from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Rop
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Filled, Raw, flag, number, size
-from forerun.models.naming import EXPERTS, INNER, OUTER, ROPE_FREQS, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, INNER, OUTER, ROPE_FREQS, SIZES, Fused, Gguf, Names, Own
 
 FULL, LOCAL = LAYER_KINDS
 NEVER = 1e29  # a larger factor of rotary frequencies means that the pair is not rotated
@@ -39,12 +39,11 @@ INPUTS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_
 BESIDE = (f"{NORMS[1]}_1", f"{NORMS[0]}_2", f"{NORMS[1]}_2")
 SAME = {name for how in INNER.values() if isinstance(name := how, str)} | {*NORMS, *INPUTS, *BESIDE}
 OUTER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
-PARTS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 BARE: Mapping[str, str | Fused] = {
     "layer_scalar": "layer_scalar",
     "router.scale": "mlp.router_norm",
     "router.per_expert_scale": "mlp.expert_scale",
-    "experts.gate_up_proj.{}": Fused(PARTS),
+    "experts.gate_up_proj.{}": Fused(EXPERT_GATE_UP),
     "experts.down_proj.{}": "mlp.experts.{}.down_proj",
 }
 
@@ -149,7 +148,7 @@ GGUF = Gguf(
             **INNER, **EXPERTS, "post_attention_norm": "post_attention_layernorm", "ffn_norm": NORMS[0],
             "post_ffw_norm": NORMS[1], "post_ffw_norm_1": BESIDE[0], "pre_ffw_norm_2": BESIDE[1],
             "post_ffw_norm_2": BESIDE[2], "inp_gate": INPUTS[0], "proj": INPUTS[1], "post_norm": INPUTS[2],
-            "layer_output_scale": "layer_scalar", "ffn_gate_up_exps.{}": Fused(PARTS),
+            "layer_output_scale": "layer_scalar", "ffn_gate_up_exps.{}": Fused(EXPERT_GATE_UP),
             "ffn_gate_inp.scale": "mlp.router_norm", "ffn_down_exps.scale": "mlp.expert_scale",
         },
         bare=frozenset({"ffn_gate_inp.scale", "ffn_down_exps.scale"}),
@@ -160,8 +159,7 @@ GGUF = Gguf(
 def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, (SHARED_KEYS - {*configs.TURNED}) | OWN_KEYS, DEFAULTS)
-    for key in ("hidden_activation", "hidden_act"):
-        configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
+    configs.gelu_only(c)
     seen = c.get("use_bidirectional_attention")
     configs.require(seen in (None, "vision"), c, "use_bidirectional_attention", "null, or 'vision', of images alone")
     num, hidden, bias = size(c, "num_hidden_layers"), size(c, "hidden_size"), flag(c, "attention_bias")
@@ -199,9 +197,8 @@ def read(raw: Raw) -> Spec:
         mlp = Mlp(size(c, "intermediate_size") * wide, "gelu_tanh")
         block = Block(norm, attention, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm, out_scale=True)
         blocks.append(_with_experts(replace(block, per_layer_input=own_input), c, norm, hidden))
-    return Spec("gemma4_text", size(c, "vocab_size"), hidden, size(c, "max_position_embeddings"), tuple(blocks), norm,
-                math.sqrt(hidden), tied=flag(c, "tie_word_embeddings"),
-                logit_softcap=number(c, CAP) if CAP in c else None)  # fmt: skip
+    scale, cap = math.sqrt(hidden), number(c, CAP) if CAP in c else None
+    return configs.spec_of(c, "gemma4_text", blocks, norm, embed_scale=scale, logit_softcap=cap)
 
 
 def _layer_input(raw: Raw, c: Raw, norm: Norm) -> LayerInput | None:

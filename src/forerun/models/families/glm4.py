@@ -12,9 +12,8 @@ from typing import Any
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import SHARED_KEYS, Raw, flag, full_attention_only, number, size
-from forerun.models.naming import INNER, OUTER, Fused, Gguf, Names, Own, has_bias
+from forerun.models.naming import GATE_UP, INNER, NORMS_BEHIND, OUTER, Gguf, Names, Own, has_bias
 
-GATE_UP = Fused(("mlp.gate_proj", "mlp.up_proj"))
 NAMES = Names(
     {},
     "model.layers.{}.",
@@ -31,12 +30,10 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     return {"attention_bias": has_bias(tensors, "attn_q")}
 
 
-NORMS = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-         "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
 GGUF = Gguf(
     "glm4",
     more=_more,
-    names=Names(OUTER, "blk.{}.", {**INNER, **NORMS, "ffn_up": GATE_UP}),
+    names=Names(OUTER, "blk.{}.", {**INNER, **NORMS_BEHIND, "ffn_up": GATE_UP}),
     turned_part="partial_rotary_factor",
 )
 DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 2,
@@ -53,9 +50,7 @@ def read(raw: Raw) -> Spec:
     attention = Attention(heads, kv_heads, head_dim, rope=rope, qkv_bias=flag(c, "attention_bias"))
     norm, mlp = Norm(eps=number(c, "rms_norm_eps")), Mlp(size(c, "intermediate_size"))
     block = Block(norm, attention, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm)
-    blocks = (block,) * size(c, "num_hidden_layers")
-    hidden, positions = size(c, "hidden_size"), size(c, "max_position_embeddings")
-    return Spec("glm4", size(c, "vocab_size"), hidden, positions, blocks, norm, tied=flag(c, "tie_word_embeddings"))
+    return configs.spec_of(c, "glm4", (block,) * size(c, "num_hidden_layers"), norm)
 
 
 def write(spec: Spec) -> Raw:

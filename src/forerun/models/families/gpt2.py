@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Positions, Spec
 from forerun.models import configs
-from forerun.models.configs import ACTS, UNTRAINED, Raw, number, size
-from forerun.models.naming import OUTER, Fused, Gguf, Names
+from forerun.models.configs import UNTRAINED, Raw, number, size
+from forerun.models.naming import NEOX_INNER, OUTER, QKV, Fused, Gguf, Names
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 NAMES = Names(
     {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm", "lm_head": "lm_head"},
     "h.{}.",
@@ -34,18 +33,7 @@ GGUF = Gguf(
         "feed_forward_length": "n_inner",
         "attention.layer_norm_epsilon": "layer_norm_epsilon",
     },
-    names=Names(
-        {**OUTER, "position_embd": "model.embed_positions"},
-        "blk.{}.",
-        {
-            "attn_norm": "input_layernorm",
-            "attn_qkv": Fused(QKV),
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
-    ),
+    names=Names({**OUTER, "position_embd": "model.embed_positions"}, "blk.{}.", NEOX_INNER),
 )
 SIZES = {"vocab_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "layer_norm_epsilon"}
 KEYS = {*SIZES, "model_type", "activation_function", "tie_word_embeddings", "scale_attn_weights",
@@ -61,10 +49,10 @@ def read(raw: Raw) -> Spec:
     c = configs.understood(raw, KEYS | INERT, USUAL)
     hidden, heads, num = size(c, "n_embd"), size(c, "n_head"), size(c, "n_layer")
     configs.require(hidden % heads == 0, c, "n_head", f"a divisor of {hidden}")
-    configs.require(c["activation_function"] in list(ACTS), c, "activation_function", f"one of {list(ACTS)}")
+    act = configs.act_of(c, "activation_function")
     norm = Norm("layer", number(c, "layer_norm_epsilon"), bias=True)
     attention = Attention(heads, heads, hidden // heads, qkv_bias=True, o_bias=True)
-    mlp = Mlp(size({"n_inner": 4 * hidden, **c}, "n_inner"), ACTS[c["activation_function"]], gated=False, bias=True)
+    mlp = Mlp(size({"n_inner": 4 * hidden, **c}, "n_inner"), act, gated=False, bias=True)
     scales: list[float | None] = [None if configs.flag(c, "scale_attn_weights") else 1.0] * num
     if configs.flag(c, "scale_attn_by_inverse_layer_idx"):
         scales = [(scale or (hidden // heads) ** -0.5) / (i + 1) for i, scale in enumerate(scales)]

@@ -10,10 +10,9 @@ from typing import Any
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Rope, Spec
 from forerun.models import configs
-from forerun.models.configs import ACTS, UNTRAINED, Filled, Raw, flag, number, size
-from forerun.models.naming import OUTER, Fused, Gguf, Names, Own, has_bias
+from forerun.models.configs import UNTRAINED, Filled, Raw, flag, number, size
+from forerun.models.naming import NEOX_INNER, OUTER, QKV, Fused, Gguf, Names, Own, has_bias
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 NAMES = Names(
     {"embed_in": "model.embed_tokens", "final_layer_norm": "model.norm", "lm_head": "lm_head", "embed_out": "lm_head"},
     "layers.{}.",
@@ -48,18 +47,7 @@ GGUF = Gguf(
         "rope.freq_base": "rotary_emb_base",
     },
     more=_more,
-    names=Names(
-        OUTER,
-        "blk.{}.",
-        {
-            "attn_norm": "input_layernorm",
-            "attn_qkv": Fused(QKV),
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
-    ),
+    names=Names(OUTER, "blk.{}.", NEOX_INNER),
     turned_part="rotary_pct",
 )
 KEYS = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -75,17 +63,15 @@ NAMED_HERE = dict(zip(configs.TURNED, ("rotary_emb_base", "rotary_pct"), strict=
 def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
     c = configs.understood(raw, KEYS | INERT, DEFAULTS)
-    configs.require(c["hidden_act"] in list(ACTS), c, "hidden_act", f"one of {list(ACTS)}")
+    act = configs.act_of(c, "hidden_act")
     heads, kv_heads, head_dim = configs.head_sizes(c)
     configs.require(heads * head_dim == size(c, "hidden_size"), c, "head_dim", "hidden_size / num_attention_heads")
-    bias, hidden = flag(c, "attention_bias"), size(c, "hidden_size")
+    bias = flag(c, "attention_bias")
     attention = Attention(heads, kv_heads, head_dim, rope=_rope(c, head_dim), qkv_bias=bias, o_bias=bias)
-    mlp = Mlp(size(c, "intermediate_size"), ACTS[c["hidden_act"]], gated=False, bias=True)
+    mlp = Mlp(size(c, "intermediate_size"), act, gated=False, bias=True)
     norm = Norm("layer", number(c, "layer_norm_eps"), bias=True)
     block = Block(norm, attention, pre_mlp=norm, mlp=mlp, parallel=flag(c, "use_parallel_residual"))
-    blocks, positions = (block,) * size(c, "num_hidden_layers"), size(c, "max_position_embeddings")
-    tied = flag(c, "tie_word_embeddings")
-    return Spec("gpt_neox", size(c, "vocab_size"), hidden, positions, blocks, norm, tied=tied)
+    return configs.spec_of(c, "gpt_neox", (block,) * size(c, "num_hidden_layers"), norm)
 
 
 def _rope(c: Filled, head_dim: int) -> Rope:

@@ -15,7 +15,7 @@ from forerun.blocks import Block, Experts, Mlp, Plain, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, Filled, Raw, flag, plain_config, plain_spec, size
 from forerun.models.families.qwen3_moe import numbers_of, without_experts
-from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Names, Own
 
 NUM, PER_TOKEN, LIMIT, ALPHA = "num_local_experts", "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"
 OWN_KEYS = {NUM, PER_TOKEN, LIMIT, ALPHA, "sliding_window", "attention_bias", "initial_context_length",
@@ -28,14 +28,13 @@ DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim":
             "tie_word_embeddings": False}  # fmt: skip
 NORM = "post_attention_layernorm"
 BOUND, GAIN = 7.0, 1.702  # what `clamped_silu` computes
-PARTS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 BARE: dict[str, str | Fused] = {
     "self_attn.sinks": "self_attn.sinks",
-    "mlp.experts.gate_up_proj.{}": Fused(PARTS, transposed=True, in_turn=True),
-    "mlp.experts.gate_up_proj_bias.{}": Fused(PARTS, in_turn=True),
+    "mlp.experts.gate_up_proj.{}": Fused(EXPERT_GATE_UP, transposed=True, in_turn=True),
+    "mlp.experts.gate_up_proj_bias.{}": Fused(EXPERT_GATE_UP, in_turn=True),
     "mlp.experts.down_proj.{}": Fused(("mlp.experts.{}.down_proj",), transposed=True),
     "mlp.experts.down_proj_bias.{}": "mlp.experts.{}.down_proj",
-    "mlp.experts.gate_up_proj_blocks.{}": Fused(PARTS, in_turn=True),  # MXFP4, stored as outputs x inputs
+    "mlp.experts.gate_up_proj_blocks.{}": Fused(EXPERT_GATE_UP, in_turn=True),  # MXFP4, stored as outputs x inputs
     "mlp.experts.down_proj_blocks.{}": "mlp.experts.{}.down_proj",
 }
 NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=frozenset(BARE))

@@ -9,14 +9,13 @@ from typing import Any
 from forerun.blocks import Block, Spec
 from forerun.models import configs
 from forerun.models.configs import Filled, Raw, flag, full_attention_only, number, plain_spec
-from forerun.models.naming import SIZES, Gguf, Own, has_bias
+from forerun.models.naming import SIZES, Gguf, Own, biases_of
 
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    biases = {"attention_bias": has_bias(tensors, "attn_q"), "mlp_bias": has_bias(tensors, "ffn_gate")}
-    return {key: True for key, value in biases.items() if value}
+    return biases_of(tensors, attention_bias="attn_q", mlp_bias="ffn_gate")
 
 
 GGUF = Gguf(

@@ -7,14 +7,13 @@ The norm behind the last layer is called `embedding_norm`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
-from forerun.blocks import Attention, Block, Mlp, Norm, Recurrence, Rope, Spec
+from forerun.blocks import Attention, Block, Mlp, Norm, Recurrence, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LARGEST, SHARED_KEYS, Filled, Raw, flag, number, size
-from forerun.models.families.qwen3_5_text import heads_of_layers
+from forerun.models.families.qwen3_5_text import heads_of_layers, layers_of_two_kinds
 from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names, Own
 
 FULL, CONV = "full_attention", "conv"
@@ -72,10 +71,7 @@ def conv_keys(kind: str, own: Own, tensors: Collection[str]) -> dict[str, Any]:
     if type(num) is not int or not 0 < num <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
     kinds = [CONV if f"blk.{i}.shortconv.conv.weight" in tensors else FULL for i in range(num)]
-    return {
-        "layer_types": kinds,
-        "num_key_value_heads": heads_of_layers(kind, own, [kind == FULL for kind in kinds]),
-    }
+    return {"layer_types": kinds, "num_key_value_heads": heads_of_layers(kind, own, [kind == FULL for kind in kinds])}
 
 
 GGUF = Gguf(
@@ -125,13 +121,9 @@ def layer_kinds(c: Filled) -> list[str]:
     fits = isinstance(numbers, list) and all(type(i) is int and 0 <= i < num for i in numbers)
     configs.require(fits, c, NUMBERS, f"a list of layers below {num}")
     usual = [FULL if i in numbers else CONV for i in range(num)]
-    c = c.also(layer_types=usual)
-    kinds = c["layer_types"]
-    fits = isinstance(kinds, list) and len(kinds) == num and all(kind in (FULL, CONV) for kind in kinds)
-    configs.require(fits, c, "layer_types", f"a list of {num} entries out of {[FULL, CONV]}")
-    configs.require(FULL in kinds, c, "layer_types", f"such that some layer has {FULL}")
+    kinds = configs.layer_kinds(c, usual, (FULL, CONV))
     configs.require(NUMBERS not in c.said or kinds == usual, c, "layer_types", f"as {NUMBERS} says, or without that")
-    return list(kinds)
+    return kinds
 
 
 def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
@@ -141,25 +133,9 @@ def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
     norm, per_head = Norm(eps=eps), Norm(eps=eps, span="head")
     attention = Attention(*heads, rope=rope, q_norm=per_head, k_norm=per_head)
     recurrence = Recurrence("short_conv", size(c, LENGTH, least=2), biases=flag(c, BIAS))
-    blocks = [
-        replace(
-            fed(i),
-            pre_attention=norm,
-            attention=attention if kind == FULL else None,
-            recurrence=recurrence if kind == CONV else None,
-            pre_mlp=norm,
-        )
-        for i, kind in enumerate(layer_kinds(c))
-    ]
-    return Spec(
-        model_type,
-        size(c, "vocab_size"),
-        size(c, "hidden_size"),
-        size(c, "max_position_embeddings"),
-        tuple(blocks),
-        norm,
-        tied=flag(c, "tie_embedding" if "tie_embedding" in c else "tie_word_embeddings"),
-    )
+    tied = flag(c, "tie_embedding" if "tie_embedding" in c else "tie_word_embeddings")
+    blocks = layers_of_two_kinds(layer_kinds(c), norm, attention, recurrence, fed)
+    return configs.spec_of(c, model_type, blocks, norm, tied=tied)
 
 
 def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
@@ -167,23 +143,12 @@ def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = Recurrence("short_conv", 3)
     r = next((block.recurrence for block in spec.blocks if block.recurrence is not None), usual)
-    rope = a.rope or Rope()
     return {
-        "architectures": [architecture],
-        "model_type": spec.model_type,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.kv_heads,
-        "head_dim": a.head_dim,
-        "norm_eps": (spec.final_norm or Norm()).eps,
-        "max_position_embeddings": spec.max_positions,
-        "tie_word_embeddings": spec.tied,
+        **configs.sizes_config(spec, architecture, a, "norm_eps"),
         "layer_types": [CONV if block.recurrence is not None else FULL for block in spec.blocks],
         LENGTH: r.conv,
         BIAS: r.biases,
-        **configs.rope_config(rope),
+        **configs.rope_config(a.rope),
         **configs.UNTRAINED,
         **configs.UNPADDED,
     }

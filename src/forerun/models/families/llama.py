@@ -7,15 +7,15 @@ from typing import Any
 
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, flag, full_attention_only, plain_config, plain_spec
-from forerun.models.naming import Gguf, Own, has_bias
+from forerun.models.naming import Gguf, Own, biases_of
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """Add biases and the window. Files of Mistral have the same architecture; a sliding window marks them."""
     window = own.get("attention.sliding_window")
     kind = {"model_type": "mistral", "sliding_window": window} if window else {}
-    biases = {"attention_bias": has_bias(tensors, "attn_q"), "mlp_bias": has_bias(tensors, "ffn_gate")}
-    return {**kind, **{key: True for key, value in biases.items() if value}, "hidden_act": "silu"}
+    biases = biases_of(tensors, attention_bias="attn_q", mlp_bias="ffn_gate")
+    return {**kind, **biases, "hidden_act": "silu"}
 
 
 GGUF = Gguf("llama", more=_more, turned=True)

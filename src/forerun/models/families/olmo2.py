@@ -9,13 +9,13 @@ from typing import Any
 from forerun.blocks import Block, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import Raw, flag, full_attention_only, plain_spec
-from forerun.models.naming import INNER, OUTER, Gguf, Names, Own, has_bias
+from forerun.models.naming import INNER, OUTER, Gguf, Names, Own, biases_of
 
 NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    return {"attention_bias": True} if has_bias(tensors, "attn_q") else {}
+    return biases_of(tensors, attention_bias="attn_q")
 
 
 GGUF = Gguf("olmo2", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS}))

@@ -12,16 +12,14 @@ from forerun.blocks import Plain, Spec
 from forerun.errors import shown
 from forerun.models import configs
 from forerun.models.configs import Raw, plain_config, plain_spec, size
-from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names
+from forerun.models.naming import GATE_UP, INNER, OUTER, QKV, SIZES, Fused, Gguf, Names
 
-QKV = Fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-GATE_UP = Fused(("mlp.gate_proj", "mlp.up_proj"))
-NAMES = Names({}, "model.layers.{}.", {"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP})
+NAMES = Names({}, "model.layers.{}.", {"self_attn.qkv_proj": Fused(QKV), "mlp.gate_up_proj": GATE_UP})
 GGUF = Gguf(
     "phi3",
     keys={**SIZES, "rope.scaling.original_context_length": "original_max_position_embeddings"},
     more=lambda own, tensors: {"sliding_window": own.get("attention.sliding_window") or None},
-    names=Names(OUTER, "blk.{}.", {**INNER, "attn_qkv": QKV, "ffn_up": GATE_UP}),
+    names=Names(OUTER, "blk.{}.", {**INNER, "attn_qkv": Fused(QKV), "ffn_up": GATE_UP}),
     turned_part="partial_rotary_factor",
 )
 CODE = "modeling_phi3.Phi3ForCausalLM"  # the class in published checkpoints is the same as in transformers

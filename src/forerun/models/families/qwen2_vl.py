@@ -46,9 +46,7 @@ def _read(text: Raw) -> Spec:
     return replace(qwen2.read(text), model_type="qwen2")
 
 
-def write(spec: Spec) -> Raw:
-    """Return the config.json of the text model by itself."""
-    return qwen2.write(spec)
+write = qwen2.write  # of the text model by itself
 
 
 def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Spec]) -> Spec:

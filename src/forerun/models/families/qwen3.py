@@ -8,11 +8,11 @@ from typing import Any
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, flag, plain_config, plain_spec, require
 from forerun.models.families.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
-from forerun.models.naming import Gguf, Own, has_bias
+from forerun.models.naming import Gguf, Own, biases_of
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    return {**window_of(own), **({"attention_bias": True} if has_bias(tensors, "attn_q") else {})}
+    return {**window_of(own), **biases_of(tensors, attention_bias="attn_q")}
 
 
 GGUF = Gguf("qwen3", more=_more)

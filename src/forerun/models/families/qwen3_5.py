@@ -8,8 +8,9 @@ from forerun.blocks import Spec
 from forerun.models import configs
 from forerun.models.configs import Raw
 from forerun.models.families import qwen3_5_text
+from forerun.models.naming import nested_at
 
-NAMES = qwen3_5_text.nested_names()
+NAMES = nested_at(qwen3_5_text.names_at, ("visual",))
 TOKENS = {f"{token}_token_id" for token in ("image", "video", "vision_start", "vision_end")}
 KEYS = {"model_type", "text_config", "vision_config", "tie_word_embeddings", "torch_dtype", "dtype",
         "language_model_only", *TOKENS}  # fmt: skip
@@ -22,13 +23,9 @@ def read(raw: Raw) -> Spec:
 
 def read_text(raw: Raw, model_type: str, read: Callable[[Raw], Spec]) -> Spec:
     """Return the spec of the text model in a checkpoint with vision. model_type, read: of its family."""
-    configs.refuse_unknown(raw, KEYS)
     is_tied = configs.flag(raw, "tie_word_embeddings")  # transformers takes a missing key as false
-    text = configs.text_part({**raw, "tie_word_embeddings": is_tied}, {"model_type": model_type})
-    configs.require(text["model_type"] == model_type, text, "model_type", f"{model_type!r} in text_config")
+    text = configs.text_of({**raw, "tie_word_embeddings": is_tied}, KEYS, model_type, {})
     return read(text)
 
 
-def write(spec: Spec) -> Raw:
-    """Return the config.json of the text model by itself."""
-    return qwen3_5_text.write(spec)
+write = qwen3_5_text.write  # of the text model by itself

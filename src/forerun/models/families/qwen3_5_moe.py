@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from forerun.blocks import Spec
 from forerun.models.configs import Raw
-from forerun.models.families import qwen3_5_moe_text, qwen3_5_text
+from forerun.models.families import qwen3_5_moe_text
 from forerun.models.families.qwen3_5 import KEYS as KEYS, read_text
+from forerun.models.naming import nested_at
 
-NAMES = qwen3_5_text.nested_names(qwen3_5_moe_text.MORE, qwen3_5_moe_text.STACKED)
+NAMES = nested_at(qwen3_5_moe_text.names_at, ("visual",))
 
 
 def read(raw: Raw) -> Spec:
@@ -15,6 +16,4 @@ def read(raw: Raw) -> Spec:
     return read_text(raw, "qwen3_5_moe_text", qwen3_5_moe_text.read)
 
 
-def write(spec: Spec) -> Raw:
-    """Return the config.json of the text model by itself."""
-    return qwen3_5_moe_text.write(spec)
+write = qwen3_5_moe_text.write  # of the text model by itself

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from forerun.blocks import Block, Experts, Mlp, Spec
 from forerun.models import configs
 from forerun.models.configs import Filled, Raw, size
+from forerun.models.families import qwen3_5_text
 from forerun.models.families.qwen2_moe import SHARED
 from forerun.models.families.qwen3_5_text import (
-    BY_MORE,
     GGUF_BARE,
     GGUF_INNER,
     GGUF_KEYS,
@@ -24,23 +25,23 @@ from forerun.models.families.qwen3_5_text import (
     hybrid,
     hybrid_config,
     linear_keys,
-    names_at,
     understood,
 )
 from forerun.models.families.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
-from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
+from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, OUTER, SHARED_EXPERT, Fused, Names, Own
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | {SHARED, "decoder_sparse_step"}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
             "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
             SHARED: 512, "norm_topk_prob": True}  # fmt: skip
-GATE_UP = Fused(("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"))
+GATE_UP = Fused(EXPERT_GATE_UP)
 STACKED: Mapping[str, str | Fused] = {
     "mlp.experts.gate_up_proj.{}": GATE_UP,
     "mlp.experts.down_proj.{}": "mlp.experts.{}.down_proj",
 }
 MORE = {**STACKED, **{name: name for name in (*EXPERTS.values(), *SHARED_EXPERT.values())}}
-NAMES = replace(names_at("model.", MORE, STACKED), more=(names_at("model.language_model.", MORE, STACKED),))
+names_at = partial(qwen3_5_text.names_at, more=MORE, bare=STACKED)
+NAMES = replace(names_at("model."), more=(names_at("model.language_model."),))
 GGUF_MORE: Mapping[str, str | Fused] = {**EXPERTS, **SHARED_EXPERT, "ffn_gate_up_exps.{}": GATE_UP}
 GGUF_SIZES = {name: key for name, key in {**GGUF_KEYS, **EXPERT_SIZES}.items() if key != "num_key_value_heads"}
 
@@ -49,16 +50,12 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     return linear_keys("qwen35moe", own, tensors, "tiled")
 
 
-GGUF = Gguf(
-    "qwen35moe",
+GGUF = replace(
+    qwen3_5_text.GGUF,
+    architecture="qwen35moe",
     keys={**GGUF_SIZES, "expert_shared_feed_forward_length": SHARED},
     more=_more,
-    by_more=BY_MORE,
     names=Names(OUTER, "blk.{}.", {**GGUF_INNER, **GGUF_MORE}, bare=GGUF_BARE),
-    stored_offset=1.0,
-    as_stored=("ssm_norm",),
-    turned_part="partial_rotary_factor",
-    next_blocks="nextn_predict_layers",
 )
 
 

@@ -62,17 +62,6 @@ def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Co
     return Names(outer, f"{start}layers.{{}}.", inner, beside=NEXT, bare=frozenset({*BARE, *bare}))
 
 
-def nested_names(more: Mapping[str, str | Fused] | None = None, bare: Collection[str] = ()) -> Names:
-    """Return the names of the text model's tensors in a checkpoint with vision."""
-    plain = names_at("language_model.model.", more, bare)
-    return replace(
-        plain,
-        outer={**plain.outer, "language_model.lm_head": "lm_head"},
-        more=(names_at("model.language_model.", more, bare),),
-        beside=(*NEXT, "visual.", "model.visual."),
-    )
-
-
 # A text model by itself may keep its names from a checkpoint with vision.
 NAMES = replace(names_at("model."), more=(names_at("model.language_model."),))
 
@@ -201,14 +190,10 @@ def layer_kinds(c: Filled) -> list[str]:
     num = size(c, "num_hidden_layers")
     every = size({INTERVAL: c.get(INTERVAL, 4)}, INTERVAL)
     usual = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num)]
-    c = c.also(layer_types=usual)
-    kinds = c["layer_types"]
-    fits = isinstance(kinds, list) and len(kinds) == num and all(kind in (FULL, LINEAR) for kind in kinds)
-    configs.require(fits, c, "layer_types", f"a list of {num} entries out of {[FULL, LINEAR]}")
-    configs.require(FULL in kinds, c, "layer_types", f"such that some layer has {FULL}")
+    kinds = configs.layer_kinds(c, usual, (FULL, LINEAR))
     if c.said.get(INTERVAL) is not None:
         configs.require(kinds == usual, c, "layer_types", f"as {INTERVAL}={every} says, or without that")
-    return list(kinds)
+    return kinds
 
 
 def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
@@ -222,25 +207,18 @@ def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
     )
     kinds = layer_kinds(c)
     recurrence = recurrence_of(c) if LINEAR in kinds else None
-    blocks = [
-        replace(
-            fed(i),
-            pre_attention=norm,
-            attention=attention if kind == FULL else None,
-            recurrence=recurrence if kind == LINEAR else None,
-            pre_mlp=norm,
-        )
-        for i, kind in enumerate(kinds)
+    blocks = layers_of_two_kinds(kinds, norm, attention, recurrence, fed)
+    return configs.spec_of(c, model_type, blocks, norm)
+
+
+def layers_of_two_kinds(
+    kinds: list[str], norm: Norm, attention: Attention, recurrence: Recurrence | None, fed: Callable[[int], Block]
+) -> list[Block]:
+    """Return blocks with attention or a recurrence. fed: a layer's feed-forward part or experts, as a block."""
+    parts: list[dict[str, Any]] = [
+        {"attention": attention} if kind == FULL else {"recurrence": recurrence} for kind in kinds
     ]
-    return Spec(
-        model_type,
-        size(c, "vocab_size"),
-        size(c, "hidden_size"),
-        size(c, "max_position_embeddings"),
-        tuple(blocks),
-        norm,
-        tied=flag(c, "tie_word_embeddings"),
-    )
+    return [replace(fed(i), pre_attention=norm, pre_mlp=norm, **part) for i, part in enumerate(parts)]
 
 
 def recurrence_of(c: Filled) -> Recurrence:
@@ -277,17 +255,7 @@ def hybrid_config(spec: Spec, architecture: str) -> dict[str, Any]:
     rope = a.rope or Rope()
     sizes = (r.conv, r.key_heads, r.value_heads, r.key_dim, r.value_dim)
     return {
-        "architectures": [architecture],
-        "model_type": spec.model_type,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.kv_heads,
-        "head_dim": a.head_dim,
-        "rms_norm_eps": (spec.final_norm or Norm()).eps,
-        "max_position_embeddings": spec.max_positions,
-        "tie_word_embeddings": spec.tied,
+        **configs.sizes_config(spec, architecture, a),
         "hidden_act": "silu",
         "attention_bias": a.o_bias,
         "layer_types": [LINEAR if block.recurrence is not None else FULL for block in spec.blocks],

@@ -6,15 +6,16 @@ Files join q, k, v and z of a recurrent layer, and its b and a, key head by key 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from forerun.blocks import Block, Mlp, Spec
 from forerun.models.configs import Raw, size
+from forerun.models.families import qwen3_5_text
 from forerun.models.families.qwen2_moe import SHARED
-from forerun.models.families.qwen3_5_moe_text import GATE_UP, GGUF_SIZES, MORE, STACKED, experts_of
+from forerun.models.families.qwen3_5_moe_text import GGUF_MORE, GGUF_SIZES, MORE, STACKED, experts_of
 from forerun.models.families.qwen3_5_text import (
     AT,
-    BY_MORE,
     GGUF_BARE,
     GGUF_INNER,
     LINEAR_DEFAULTS,
@@ -26,7 +27,7 @@ from forerun.models.families.qwen3_5_text import (
     understood,
 )
 from forerun.models.families.qwen3_moe import EXPERT_KEYS, LAYER_KEYS, expert_keys, mixed, without_experts
-from forerun.models.naming import EXPERTS, OUTER, SHARED_EXPERT, Fused, Gguf, Names, Own
+from forerun.models.naming import OUTER, Fused, Names, Own
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | LAYER_KEYS | {SHARED}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
@@ -36,24 +37,19 @@ QKVZ = Fused((f"{AT}in_proj_qkv", f"{AT}in_proj_z"), by_key_head=True)
 BA = Fused((f"{AT}in_proj_b", f"{AT}in_proj_a"), by_key_head=True)
 JOINED: Mapping[str, str | Fused] = {f"{AT}in_proj_qkvz": QKVZ, f"{AT}in_proj_ba": BA}
 NAMES = names_at("model.", {**JOINED, **MORE}, STACKED)
-GGUF_MORE: Mapping[str, str | Fused] = {**EXPERTS, **SHARED_EXPERT, "ffn_gate_up_exps.{}": GATE_UP}
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     return {"norm_topk_prob": True, **linear_keys("qwen3next", own, tensors, "grouped")}
 
 
-GGUF = Gguf(
-    "qwen3next",
+GGUF = replace(
+    qwen3_5_text.GGUF,
+    architecture="qwen3next",
     keys={**GGUF_SIZES, "expert_shared_feed_forward_length": SHARED},
     more=_more,
-    by_more=BY_MORE,
     # The first files joined q, k, v and z as published checkpoints do (ssm_in).
     names=Names(OUTER, "blk.{}.", {**GGUF_INNER, **GGUF_MORE, "ssm_in": QKVZ, "ssm_ba": BA}, bare=GGUF_BARE),
-    stored_offset=1.0,
-    as_stored=("ssm_norm",),
-    turned_part="partial_rotary_factor",
-    next_blocks="nextn_predict_layers",
 )
 
 

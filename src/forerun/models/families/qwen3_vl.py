@@ -16,9 +16,7 @@ USUAL = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 
 THETA = 5e5
 IMAGES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})  # the latter matter to images alone
 GGUF = Gguf(
-    "qwen3vl",
-    more=lambda own, tensors: {**qwen3.GGUF.more(own, tensors), **sections_of(own, tensors)},
-    by_more=IMAGES,
+    "qwen3vl", more=lambda own, tensors: {**qwen3.GGUF.more(own, tensors), **sections_of(own, tensors)}, by_more=IMAGES
 )
 
 
@@ -38,6 +36,4 @@ def refuse_windows(text: Raw) -> None:
     configs.require(not flag(text, "use_sliding_window"), text, "use_sliding_window", "false")
 
 
-def write(spec: Spec) -> Raw:
-    """Return the config.json of the text model by itself."""
-    return qwen3.write(spec)
+write = qwen3.write  # of the text model by itself

@@ -56,6 +56,4 @@ def _read(text: Raw) -> Spec:
     return replace(qwen3_moe.read(text), model_type="qwen3_moe")
 
 
-def write(spec: Spec) -> Raw:
-    """Return the config.json of the text model by itself."""
-    return qwen3_moe.write(spec)
+write = qwen3_moe.write  # of the text model by itself

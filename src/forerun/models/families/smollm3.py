@@ -9,13 +9,13 @@ from typing import Any
 from forerun.blocks import Block, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_spec, size
-from forerun.models.naming import Gguf, Own, has_bias
+from forerun.models.naming import Gguf, Own, biases_of
 
 INTERVAL = 4  # one of so many layers has no rotary positions
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    return {"attention_bias": True} if has_bias(tensors, "attn_q") else {}
+    return biases_of(tensors, attention_bias="attn_q")
 
 
 GGUF = Gguf("smollm3", more=_more, turned=True)

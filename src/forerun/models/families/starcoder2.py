@@ -7,7 +7,7 @@ from typing import Any
 
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
-from forerun.models.configs import ACTS, SHARED_KEYS, Raw, flag, number, size
+from forerun.models.configs import SHARED_KEYS, Raw, flag, number, size
 from forerun.models.naming import SIZES, Gguf, Names, Own, has_bias
 
 NAMES = Names({}, "model.layers.{}.", {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
@@ -35,17 +35,14 @@ def read(raw: Raw) -> Spec:
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS | INERT | FIXED.keys(), {**DEFAULTS, **FIXED}, AGAIN)
     for key, value in FIXED.items():
         configs.require(c[key] == value and type(c[key]) is type(value), c, key, repr(value))
-    configs.require(c["hidden_act"] in list(ACTS), c, "hidden_act", f"one of {list(ACTS)}")
+    act = configs.act_of(c, "hidden_act")
     num, bias = size(c, "num_hidden_layers"), flag(c, "use_bias")
     window = size(c, "sliding_window") if "sliding_window" in c else None
     configs.same_window(c, window)
     norm = Norm("layer", number(c, "norm_epsilon"), bias=True)
     attention = Attention(*configs.head_sizes(c), window=window, rope=configs.rope_of(c), qkv_bias=bias, o_bias=bias)
-    mlp = Mlp(size(c, "intermediate_size"), ACTS[c["hidden_act"]], gated=False, bias=bias)
-    blocks = (Block(norm, attention, pre_mlp=norm, mlp=mlp),) * num
-    hidden, positions = size(c, "hidden_size"), size(c, "max_position_embeddings")
-    tied = flag(c, "tie_word_embeddings")
-    return Spec("starcoder2", size(c, "vocab_size"), hidden, positions, blocks, norm, tied=tied)
+    mlp = Mlp(size(c, "intermediate_size"), act, gated=False, bias=bias)
+    return configs.spec_of(c, "starcoder2", (Block(norm, attention, pre_mlp=norm, mlp=mlp),) * num, norm)
 
 
 def write(spec: Spec) -> Raw:

@@ -83,8 +83,7 @@ def _part(raw: Raw, vocab: int) -> Filled:
     """Return the config of the encoder or the decoder, with usual values."""
     usual = {**DEFAULTS, "vocab_size": vocab}
     c = configs.understood(raw, SHARED_KEYS | PART_KEYS | INERT, usual, AGAIN, nullable=CAPS)
-    for key in ("hidden_activation", "hidden_act"):
-        configs.require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
+    configs.gelu_only(c)
     configs.require(size(c, "vocab_size") == vocab, c, "vocab_size", f"{vocab}, as that of the whole")
     num = size(c, "num_hidden_layers")
     return c.also(layer_types=[LAYER_KINDS[(i + 1) % 2] for i in range(num)])
@@ -112,9 +111,9 @@ def _encoder(c: Filled) -> Spec:
     return replace(_spec(c, layers), head=False, own_embedding=True)
 
 
-def _spec(c: Raw, layers: Seq[Block]) -> Spec:
-    hidden, positions = size(c, "hidden_size"), size(c, "max_position_embeddings")
-    return Spec("t5gemma", size(c, "vocab_size"), hidden, positions, tuple(layers), _norm(c), math.sqrt(hidden))
+def _spec(c: Filled, layers: Seq[Block]) -> Spec:
+    scale = math.sqrt(size(c, "hidden_size"))
+    return configs.spec_of(c, "t5gemma", layers, _norm(c), embed_scale=scale, tied=False)
 
 
 def _norm(c: Raw) -> Norm:

@@ -16,16 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from forerun.errors import UnsupportedModel
 from forerun.models.gguf.config import text
@@ -53,11 +44,7 @@ NO_END_BESIDE = {
     "<|end|>": ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"}),
     "</s>": ({"<|tool_response>"},),
 }
-MODELS = {
-    "gpt2": "byte-level BPE",
-    "llama": "SentencePiece BPE",
-    "gemma4": "BPE of words with SentencePiece's spaces",
-}
+MODELS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE", "gemma4": "BPE of words with SentencePiece's spaces"}
 NO_CUTTING = (
     "%s has no tokenizer.ggml.pre, which says how texts are cut, so they are cut as by 'default', and most models were "
     "trained with other ids than that gives: fetch a newer file, or name the way with gguf-new-metadata "

@@ -70,6 +70,27 @@ class Source(Protocol):
         """Close the files once the weights are in memory; a later read opens them again."""
 
 
+class Wrapped:
+    """The part of a source that is another source's: all but its tensors."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    @property
+    def folder(self) -> Path:
+        """See `Source.folder`."""
+        return self.source.folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """See `Source.config`."""
+        return self.source.config
+
+    def check(self, with_tokenizer: bool) -> None:
+        """See `Source.check`."""
+        self.source.check(with_tokenizer)
+
+
 class QuantisedSource(Source, Protocol):
     """A format with quantised tensors, which have a scheme."""
 

@@ -164,9 +164,7 @@ class GgufFile:
             yield _turned_back(rows, turned) if turned > 1 else rows
 
     def _read(self, entry: Entry, start: int, num_bytes: int) -> Array:
-        numbers = entry.file.read(entry.start + start, num_bytes)
-        if len(numbers) < num_bytes:
-            raise UnsupportedModel(f"{entry.file} has become shorter while it was read: fetch it again")
+        numbers = entry.file.read_whole(entry.start + start, num_bytes)
         if entry.type.unpack is None:
             return numbers.view(HELD_AS[entry.type.dtype]).reshape(-1, *entry.shape[1:])
         return numbers.reshape(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)

@@ -219,9 +219,7 @@ class SafetensorsFolder:
             assert matrix.scheme is not None
             scheme, spans = matrix.scheme, matrix.spans
             return QuantisedMatrix(
-                scheme,
-                matrix.shape,
-                lambda: (floats(*rows, spans, scheme) for rows in self._float_rows(name)),
+                scheme, matrix.shape, lambda: (floats(*rows, spans, scheme) for rows in self._float_rows(name))
             )
         parts = self.matrices[name]
         return QuantisedMatrix(parts.scheme, parts.shape, partial(self._quantised_rows, name))
