@@ -24,7 +24,7 @@ from forerun.config import AUTO
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.shared.chain import Chain, Row, next_of
 from forerun.drafters.shared.head_matrices import beside_of
-from forerun.drafters.shared.model_files import AS_TARGET, rounded, short_vocabulary, spread
+from forerun.drafters.shared.model_files import AS_TARGET, head_of, rounded, short_vocabulary, spread, stored_for
 from forerun.drafters.shared.model_options import VOCAB, head_rows, rounding
 from forerun.drafters.shared.searching import SEARCH, SearchingDrafter
 from forerun.drafters.shared.short_vocab import ShortVocabulary
@@ -34,14 +34,12 @@ from forerun.kv import KVCache
 from forerun.kv.cache import BlockCache
 from forerun.kv.lent import LentCache
 from forerun.models.families import gemma4_assistant, run_by
-from forerun.models.loading import check_shapes, packed_schemes, stored_shapes
+from forerun.models.loading import check_shapes, stored_shapes
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.runner import NO_NUMBERS, float_type
 from forerun.models.source import Source
-from forerun.models.weights import StoredWeights
-from forerun.ops import load_model
-from forerun.ops.model import FindsBest, Model
-from forerun.ops.passes import Lent
+from forerun.ops.model import FindsBest
+from forerun.registry import option
 from forerun.sampling import takes_the_best
 from forerun.sampling.largest import Ids
 from forerun.types import Budget, Coins, Draft, Sequence
@@ -53,7 +51,7 @@ CENTROIDS, ORDERING = (gemma4_assistant.HEADS + name for name in ("centroids.wei
 class Options:
     """Where the assistant lies, how it is kept in memory, and which ids it drafts."""
 
-    path: str | None = field(default=None, metadata={"help": "folder, GGUF file, name or hub id of the assistant"})
+    path: str | None = option(None, "folder, GGUF file, name or hub id of the assistant")
     quantization: str = field(default=AUTO, metadata=AS_TARGET)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)
     search: str = field(default="suffix", metadata=SEARCH)
@@ -214,9 +212,7 @@ def build(options: Options, target: Target) -> Drafter:
     ordered = _ordered_head(opened, target.num_ids) if options.draft_vocab == AUTO else None
     spec = replace(spec, head=ordered is None)
     source = rounded(opened.weights, spec, options.quantization, target.opened)
-    stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
-    lent = Lent(model, list(range(spec.vocab_size)))
-    assistant: Model = load_model(spec, stored, model.ops, device=model.device, lent=lent)
+    assistant = head_of(stored_for(source, model), spec, model)
     drafter = AssistantDrafter(assistant, target, layers, ordered)
     drafter.width = min(drafter.width, head_rows("assistant", options.draft_vocab) or drafter.width)
     if options.draft_vocab == AUTO and ordered is None:

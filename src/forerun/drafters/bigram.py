@@ -6,11 +6,12 @@ frequencies of tokens. Point masses do not back off: behind a token that was nev
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.drafters import Drafter, Target
 from forerun.drafters.shared import tables
 from forerun.drafters.shared.tables import TableOptions, needs as needs
+from forerun.registry import option
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,7 @@ class Options(TableOptions):
     """Where the counts are from, and how they are used."""
 
     method = "bigram"
-    k: float = field(
-        default=1.0,
-        metadata={"help": "weight of the back-off to single tokens, in occurrences of the last token", "min": 0.0},
-    )
+    k: float = option(1.0, "weight of the back-off to single tokens, in occurrences of the last token", min=0.0)
 
 
 def build(options: Options, target: Target) -> Drafter:

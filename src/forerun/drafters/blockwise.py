@@ -10,7 +10,7 @@ and the base model is trained with it; here it is a draft for an unchanged targe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from forerun.drafters.shared.head_matrices import Weight, dense_of
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
 from forerun.ops.model import Model
+from forerun.registry import option
 from forerun.sampling.largest import Ids
 
 
@@ -28,7 +29,7 @@ from forerun.sampling.largest import Ids
 class Options:
     """Which layer."""
 
-    path: str | None = field(default=None, metadata={"help": head_files.path_help("blockwise")})
+    path: str | None = option(None, head_files.path_help("blockwise"))
 
 
 class FeedForward:

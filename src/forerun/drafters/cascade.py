@@ -11,7 +11,7 @@ sequential passes of the draft model, and is as good as the draft model's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from forerun.drafters.shared.compound import Compound, made, of_model
 from forerun.drafters.shared.feeding import Feeds
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.errors import BadOption, shown
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution of it, and the row behind that
@@ -32,9 +33,9 @@ Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution of i
 class Options:
     """Which model, and what drafts for it."""
 
-    of: str = field(default="model", metadata={"help": "spec of the draft model, as in (model:path=FOLDER)"})
-    inner: str = field(default="lookup", metadata={"help": "spec of the drafter that drafts for it"})
-    inner_length: int = field(default=8, metadata={"help": "most tokens of an inner guess", "min": 1, "max": 64})
+    of: str = option("model", "spec of the draft model, as in (model:path=FOLDER)")
+    inner: str = option("lookup", "spec of the drafter that drafts for it")
+    inner_length: int = option(8, "most tokens of an inner guess", min=1, max=64)
 
     def __post_init__(self) -> None:
         of_model("cascade", self.of)

@@ -12,13 +12,14 @@ Here every node is a point mass, and the rule that judges it is exact.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.shared import artifacts, stores
 from forerun.drafters.shared.continuations import SHAPE_HELP, SHAPES, Guess, check_shape, grow
 from forerun.drafters.shared.stores import Datastore
 from forerun.errors import BadOption
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
 
@@ -26,13 +27,11 @@ from forerun.types import Budget, Coins, Draft, Sequence
 class Options:
     """Which file, and how guesses are made from it."""
 
-    path: str | None = field(default=None, metadata={"help": "file that `forerun train datastore` made"})
-    max_match: int = field(default=16, metadata={"help": "longest suffix looked for, in tokens", "min": 1, "max": 255})
-    min_match: int = field(default=1, metadata={"help": "shortest suffix looked for, in tokens", "min": 1, "max": 255})
-    shape: str = field(default="path", metadata={"help": SHAPE_HELP})
-    num_continuations: int = field(
-        default=64, metadata={"help": "occurrences of the suffix that are looked at", "min": 1, "max": 5000}
-    )
+    path: str | None = option(None, "file that `forerun train datastore` made")
+    max_match: int = option(16, "longest suffix looked for, in tokens", min=1, max=255)
+    min_match: int = option(1, "shortest suffix looked for, in tokens", min=1, max=255)
+    shape: str = option("path", SHAPE_HELP)
+    num_continuations: int = option(64, "occurrences of the suffix that are looked at", min=1, max=5000)
 
     def __post_init__(self) -> None:
         check_shape("datastore", self.shape)

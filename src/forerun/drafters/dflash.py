@@ -40,6 +40,7 @@ from forerun.drafters.shared.siblings import children_of, distribution, kind_of,
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv.cache import BlockCache
 from forerun.models.runner import Run, Runner, float_type, pack
+from forerun.registry import option
 from forerun.sampling import History, only_filters, takes_the_best
 from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.largest import Ids, Rows, best
@@ -53,15 +54,12 @@ MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them
 class Options:
     """Which layers, how they are kept in memory, and what is drafted."""
 
-    path: str | None = field(default=None, metadata={"help": head_files.path_help("dflash")})
-    quantization: str = field(
-        default="auto",
-        metadata={"help": "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"},
+    path: str | None = option(None, head_files.path_help("dflash"))
+    quantization: str = option(
+        "auto", "int8 or int4[:group=N], none, or auto: int8 beside a target of 4 or 8 bits, else none"
     )
-    shape: str = field(
-        default="path", metadata={"help": "path = a token of each row, tree = the likeliest paths through the rows"}
-    )
-    draws: str = field(default="distinct", metadata={"help": "of a tree's siblings: distinct or point"})
+    shape: str = option("path", "path = a token of each row, tree = the likeliest paths through the rows")
+    draws: str = option("distinct", "of a tree's siblings: distinct or point")
 
     def __post_init__(self) -> None:
         if self.quantization not in ("auto", "none"):

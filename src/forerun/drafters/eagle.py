@@ -32,6 +32,7 @@ from forerun.drafters.shared.searching import SEARCH, SearchingDrafter
 from forerun.errors import BadOption, InternalError, shown
 from forerun.kv import KVCache
 from forerun.models.runner import Run, Runner, Scores, float_type
+from forerun.registry import option
 from forerun.sampling import takes_the_best
 from forerun.sampling.arithmetic import Row as Logits
 from forerun.sampling.largest import Ids
@@ -44,13 +45,11 @@ ROUND_ROWS = 32  # waiting rows that a round may run; more than that is catching
 class Options:
     """Which head, and how it is kept in memory."""
 
-    path: str | None = field(default=None, metadata={"help": head_files.path_help("eagle")})
-    quantization: str = field(
-        default="auto",
-        metadata={
-            "help": "int8 or int4[:group=N], none, or auto: int8 for a head of `forerun train head`, and beside "
-            "a target of 4 or 8 bits; else none"
-        },
+    path: str | None = option(None, head_files.path_help("eagle"))
+    quantization: str = option(
+        "auto",
+        "int8 or int4[:group=N], none, or auto: int8 for a head of `forerun train head`, and beside "
+        "a target of 4 or 8 bits; else none",
     )
 
     search: str = field(default="suffix", metadata=SEARCH)

@@ -19,7 +19,7 @@ from forerun.drafters.shared import artifacts
 from forerun.drafters.shared.draft_models import over
 from forerun.drafters.shared.model_options import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows
 from forerun.errors import BadOption, shown
-from forerun.registry import parse_list
+from forerun.registry import option, parse_list
 
 KIND = "skip"  # kind of the file of `forerun train skip`
 
@@ -28,16 +28,9 @@ KIND = "skip"  # kind of the file of `forerun train skip`
 class Options:
     """Which layers draft, and how they draw."""
 
-    layers: int | None = field(
-        default=None, metadata={"help": "number of first layers that draft; none = a third", "min": 1}
-    )
-    path: str | None = field(
-        default=None,
-        metadata={"help": "file of `forerun train skip` with the layers that draft; none = the first ones"},
-    )
-    skip: str | None = field(
-        default=None, metadata={"help": "layers that do not draft, counted from 0, with + between, as in 3+7+11"}
-    )
+    layers: int | None = option(None, "number of first layers that draft; none = a third", min=1)
+    path: str | None = option(None, "file of `forerun train skip` with the layers that draft; none = the first ones")
+    skip: str | None = option(None, "layers that do not draft, counted from 0, with + between, as in 3+7+11")
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)

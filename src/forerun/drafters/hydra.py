@@ -10,7 +10,7 @@ often. Published heads bring LM heads along. The prefix layer of Hydra++ is refu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from forerun.blocks import HEAD, Features
@@ -22,6 +22,7 @@ from forerun.errors import UnsupportedModel, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
 from forerun.ops.model import Model
+from forerun.registry import option
 from forerun.sampling.largest import Ids
 
 FIRST = ("linear", "res_connection")  # layers of the first block, whose input is wider than its output
@@ -31,10 +32,8 @@ FIRST = ("linear", "res_connection")  # layers of the first block, whose input i
 class Options:
     """Which heads, and the shape of the draft."""
 
-    path: str | None = field(default=None, metadata={"help": head_files.path_help("hydra")})
-    shape: str = field(
-        default="3x2x1x1", metadata={"help": "children of a node by depth, as in 3x2x1; 1x1x1 = a chain"}
-    )
+    path: str | None = option(None, head_files.path_help("hydra"))
+    shape: str = option("3x2x1x1", "children of a node by depth, as in 3x2x1; 1x1x1 = a chain")
 
     def __post_init__(self) -> None:
         widths(self.shape, "hydra")

@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from forerun.drafters import Drafter, Seen, Target
 from forerun.drafters.recycle import Matrix
 from forerun.drafters.shared.chains import TextDrafter, Tokens
 from forerun.drafters.shared.continuations import Guess, Level, grow, levels
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
 # Of a search in the text: the defaults of suffix decoding.
@@ -38,25 +39,10 @@ MAX_ROWS = 16384  # tokens whose likeliest followers are kept; the longest unsee
 class Options:
     """Which candidates there are, and how far each is followed."""
 
-    top: int = field(
-        default=16,
-        metadata={"help": "candidates from the logits behind the token before the last", "min": 1, "max": 64},
-    )
-    recycled: int = field(
-        default=8,
-        metadata={
-            "help": "candidates before these, by an earlier row of the last token; 0 = none",
-            "min": 0,
-            "max": 64,
-        },
-    )
-    num_behind: int = field(
-        default=3,
-        metadata={"help": "tokens drafted behind a candidate that the text went on with", "min": 0, "max": 64},
-    )
-    unseen: bool = field(
-        default=True, metadata={"help": "draft candidates, too, that the text never went on with, each alone"}
-    )
+    top: int = option(16, "candidates from the logits behind the token before the last", min=1, max=64)
+    recycled: int = option(8, "candidates before these, by an earlier row of the last token; 0 = none", min=0, max=64)
+    num_behind: int = option(3, "tokens drafted behind a candidate that the text went on with", min=0, max=64)
+    unseen: bool = option(True, "draft candidates, too, that the text never went on with, each alone")
 
 
 class Likely:

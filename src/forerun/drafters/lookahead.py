@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from forerun.drafters import Drafter, Seen, Target
 from forerun.drafters.shared.chains import READ_TOKENS
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 
 
@@ -24,12 +25,10 @@ from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 class Options:
     """The sizes of the window and of the pool."""
 
-    window: int = field(default=2, metadata={"help": "columns of the window (W)", "min": 1, "max": 32})
-    ngram: int = field(default=4, metadata={"help": "tokens of an n-gram (N)", "min": 2, "max": 16})
-    guesses: int = field(
-        default=2, metadata={"help": "continuations kept and verified of one token (G)", "min": 1, "max": 32}
-    )
-    from_text: bool = field(default=True, metadata={"help": "the pool takes the n-grams of prompt and output, too"})
+    window: int = option(2, "columns of the window (W)", min=1, max=32)
+    ngram: int = option(4, "tokens of an n-gram (N)", min=2, max=16)
+    guesses: int = option(2, "continuations kept and verified of one token (G)", min=1, max=32)
+    from_text: bool = option(True, "the pool takes the n-grams of prompt and output, too")
 
 
 class Pool:

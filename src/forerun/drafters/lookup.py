@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from forerun.drafters import Drafter, Target
 from forerun.drafters.shared.chains import TextDrafter, Tokens
 from forerun.drafters.shared.continuations import END_OF_TEXT
 from forerun.errors import BadOption
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 
@@ -27,10 +28,8 @@ from forerun.types import Budget, Coins, Draft, Probs, Sequence
 class Options:
     """How long a match must be."""
 
-    max_n: int = field(default=3, metadata={"help": "longest n-gram that is looked up, in tokens", "min": 1, "max": 64})
-    min_n: int = field(
-        default=1, metadata={"help": "shortest n-gram that is looked up, in tokens", "min": 1, "max": 64}
-    )
+    max_n: int = option(3, "longest n-gram that is looked up, in tokens", min=1, max=64)
+    min_n: int = option(1, "shortest n-gram that is looked up, in tokens", min=1, max=64)
 
     def __post_init__(self) -> None:
         if self.min_n > self.max_n:

@@ -22,6 +22,7 @@ from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.models.configs import size
 from forerun.ops.model import Model, RowsOf
+from forerun.registry import option
 from forerun.sampling.largest import Ids
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
@@ -34,10 +35,8 @@ SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)
 class Options:
     """Which heads, and the shape of the draft."""
 
-    path: str | None = field(default=None, metadata={"help": head_files.path_help("medusa")})
-    shape: str = field(
-        default="3x2x1x1", metadata={"help": "children of a node by depth, as in 3x2x1; 1x1x1 = a chain"}
-    )
+    path: str | None = option(None, head_files.path_help("medusa"))
+    shape: str = option("3x2x1x1", "children of a node by depth, as in 3x2x1; 1x1x1 = a chain")
 
     def __post_init__(self) -> None:
         widths(self.shape)

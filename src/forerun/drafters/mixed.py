@@ -8,10 +8,11 @@ any of its tokens is drawn, so the choice is admissible (docs/exactness.md).
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.shared.compound import Compound, made, specs
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
 
@@ -19,9 +20,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 class Options:
     """Which drafters, in order."""
 
-    of: str = field(
-        default="lookup+model", metadata={"help": "specs of drafters with + between, as in (lookup:max_n=8)+model"}
-    )
+    of: str = option("lookup+model", "specs of drafters with + between, as in (lookup:max_n=8)+model")
 
     def __post_init__(self) -> None:
         specs("mixed", self.of)

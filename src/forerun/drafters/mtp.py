@@ -22,19 +22,17 @@ from forerun.drafters.eagle import EagleDrafter, cache_of
 from forerun.drafters.shared import head_files
 from forerun.drafters.shared.eagle_model import EagleConfig, HeadModel
 from forerun.drafters.shared.head_matrices import beside_of
-from forerun.drafters.shared.model_files import AS_TARGET, rounded, short_vocabulary, spread
+from forerun.drafters.shared.model_files import AS_TARGET, head_of, rounded, short_vocabulary, spread, stored_for
 from forerun.drafters.shared.model_options import VOCAB, head_rows, rounding
 from forerun.drafters.shared.searching import SEARCH
 from forerun.drafters.shared.short_vocab import ShortVocabulary
 from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.models import next_tokens
-from forerun.models.loading import packed_schemes
 from forerun.models.next_tokens import NextTokens
 from forerun.models.weights import StoredWeights
-from forerun.ops import load_model
-from forerun.ops.passes import Lent
 from forerun.ops.quantised import QuantisedMatrix
+from forerun.registry import option
 from forerun.sampling.arithmetic import Row as Logits
 from forerun.types import Budget, Coins, Draft, Sequence
 
@@ -43,12 +41,10 @@ from forerun.types import Budget, Coins, Draft, Sequence
 class Options:
     """Where the block lies, how it is kept in memory, and which ids it drafts."""
 
-    path: str | None = field(
-        default=None,
-        metadata={
-            "help": "folder or GGUF file that holds the block, such as what `forerun train head --method mtp` made, "
-            "where the target's own do not; none = they do"
-        },
+    path: str | None = option(
+        None,
+        "folder or GGUF file that holds the block, such as what `forerun train head --method mtp` made, "
+        "where the target's own do not; none = they do",
     )
     quantization: str = field(default=AUTO, metadata=AS_TARGET)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)
@@ -97,11 +93,7 @@ def build(options: Options, target: Target) -> Drafter:
     if options.path is not None:
         head_files.check_target(options.path, model, target.num_ids)
     source = rounded(block.source, spec, options.quantization, target.opened)
-    stored = StoredWeights(source, model.weight_dtype, packed_schemes(model.ops, model.weight_dtype))
-    ids = list(range(spec.vocab_size))
-    loaded = load_model(
-        spec, _Weights(stored, block.side_offset), model.ops, device=model.device, lent=Lent(model, ids)
-    )
+    loaded = head_of(_Weights(stored_for(source, model), block.side_offset), spec, model)
     head, config = cast(HeadModel, loaded), EagleConfig(block.decoder, (), norm_output=True)
     drafter = MtpDrafter(head, config, np.arange(spec.vocab_size), cache_of(head, target), target.num_ids)
     drafter.runner.narrow(min(target.num_ids, head_rows("mtp", options.draft_vocab) or target.num_ids))

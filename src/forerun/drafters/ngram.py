@@ -12,12 +12,13 @@ changes to it at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from forerun.drafters import Drafter, Seen, Target
 from forerun.drafters.shared.chains import READ_TOKENS, TextDrafter
 from forerun.errors import BadOption
+from forerun.registry import option
 from forerun.types import Probs, Sequence
 
 Gram = tuple[int, ...]
@@ -28,22 +29,12 @@ V = TypeVar("V")
 class Options:
     """Which n-grams are counted, and how many are kept."""
 
-    max_n: int = field(
-        default=4, metadata={"help": "longest n-gram, in tokens: the context and the token", "min": 2, "max": 16}
+    max_n: int = option(4, "longest n-gram, in tokens: the context and the token", min=2, max=16)
+    min_n: int = option(2, "shortest n-gram, in tokens", min=2, max=16)
+    filler_top_k: int = option(
+        0, "likeliest tokens of the target at each place that become known, 0 = none", min=0, max=16
     )
-    min_n: int = field(default=2, metadata={"help": "shortest n-gram, in tokens", "min": 2, "max": 16})
-    filler_top_k: int = field(
-        default=0,
-        metadata={
-            "help": "likeliest tokens of the target at each place that become known, 0 = none",
-            "min": 0,
-            "max": 16,
-        },
-    )
-    max_ngrams: int = field(
-        default=100_000,
-        metadata={"help": "n-grams of one request that are kept, about 200 bytes each", "min": 16, "max": 10**8},
-    )
+    max_ngrams: int = option(100_000, "n-grams of one request that are kept, about 200 bytes each", min=16, max=10**8)
 
     def __post_init__(self) -> None:
         if self.min_n > self.max_n:

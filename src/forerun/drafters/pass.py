@@ -24,6 +24,7 @@ from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.shared import artifacts, head_files
 from forerun.drafters.shared.chain import Chain, Row, next_of
 from forerun.models.configs import size
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Extra, Rows, Sequence
 
 # P(a guess is accepted), given that the guesses before it were; later guesses have the last value. Held-out agreement
@@ -35,7 +36,7 @@ RATES = (0.27, 0.15, 0.15)
 class Options:
     """Which vectors."""
 
-    path: str | None = field(default=None, metadata={"help": head_files.path_help("pass")})
+    path: str | None = option(None, head_files.path_help("pass"))
 
 
 @cache

@@ -12,12 +12,13 @@ The guesses are point masses and cost nothing. A prediction never changes the ou
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from forerun.drafters import Drafter, Target
 from forerun.drafters.shared.chains import TextDrafter
+from forerun.registry import option
 from forerun.types import Probs, Sequence
 
 
@@ -25,14 +26,7 @@ from forerun.types import Probs, Sequence
 class Options:
     """How the copy finds its place again."""
 
-    resync_n: int = field(
-        default=2,
-        metadata={
-            "help": "last tokens that must occur in the prediction, once the output left it",
-            "min": 1,
-            "max": 64,
-        },
-    )
+    resync_n: int = option(2, "last tokens that must occur in the prediction, once the output left it", min=1, max=64)
 
 
 class Copy:

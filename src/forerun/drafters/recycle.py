@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from forerun.drafters import Drafter, Seen, Target
 from forerun.drafters.shared.by_salt import BySalt
 from forerun.drafters.shared.chains import READ_TOKENS
 from forerun.drafters.shared.continuations import check_shape
+from forerun.registry import option
 from forerun.theory.trees import best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
@@ -30,17 +31,11 @@ MAX_NODES = 128  # nodes of the fixed order: more than of a draft, because token
 class Options:
     """What the matrix holds and which drafts are made from it."""
 
-    shape: str = field(default="tree", metadata={"help": "tree, or path: the likeliest token behind each, one by one"})
-    top: int = field(
-        default=8, metadata={"help": "tokens kept behind each token, best first", "min": 1, "max": len(RANK_RATES)}
-    )
-    shared: bool = field(
-        default=False, metadata={"help": "one matrix for all requests of a cache_salt; false = one per request"}
-    )
-    from_prompt: bool = field(default=True, metadata={"help": "begin with the pairs of tokens of the prompt"})
-    max_rows: int = field(
-        default=16384, metadata={"help": "tokens that a matrix has a row for; the longest unseen go first", "min": 1}
-    )
+    shape: str = option("tree", "tree, or path: the likeliest token behind each, one by one")
+    top: int = option(8, "tokens kept behind each token, best first", min=1, max=len(RANK_RATES))
+    shared: bool = option(False, "one matrix for all requests of a cache_salt; false = one per request")
+    from_prompt: bool = option(True, "begin with the pairs of tokens of the prompt")
+    max_rows: int = option(16384, "tokens that a matrix has a row for; the longest unseen go first", min=1)
 
     def __post_init__(self) -> None:
         check_shape("recycle", self.shape)

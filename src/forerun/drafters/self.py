@@ -14,15 +14,14 @@ from forerun.config import AUTO, Quantization
 from forerun.drafters import Drafter, Known, Needs, OwnModel, Target
 from forerun.drafters.shared.draft_models import over
 from forerun.drafters.shared.model_options import TEMPERATURE, TOP_K, VOCAB, check_temperature, head_rows
+from forerun.registry import option
 
 
 @dataclass(frozen=True)
 class Options:
     """How the weights are rounded, and how their model draws."""
 
-    quantization: str = field(
-        default="int4", metadata={"help": "int8 or int4[:group=N]: what the target's weights are rounded to"}
-    )
+    quantization: str = option("int4", "int8 or int4[:group=N]: what the target's weights are rounded to")
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
     draft_top_k: int | None = field(default=None, metadata=TOP_K)
     draft_vocab: str = field(default=AUTO, metadata=VOCAB)

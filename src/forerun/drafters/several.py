@@ -9,11 +9,12 @@ both.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.drafters import Drafter, Known, Needs, Target
 from forerun.drafters.shared.compound import Compound, made, specs
 from forerun.errors import BadOption, shown
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
 
@@ -21,9 +22,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 class Options:
     """Which drafters, in order."""
 
-    of: str = field(
-        default="lookup+model", metadata={"help": "specs of drafters with + between, as in model+(model:path=FOLDER)"}
-    )
+    of: str = option("lookup+model", "specs of drafters with + between, as in model+(model:path=FOLDER)")
 
     def __post_init__(self) -> None:
         specs("several", self.of, least=2)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from forerun.drafters.shared.continuations import check_shape
 from forerun.drafters.shared.siblings import children_of, kind_of
 from forerun.errors import BadOption
 from forerun.models.runner import float_type
+from forerun.registry import option
 from forerun.sampling import History, only_filters, probs
 from forerun.sampling.largest import Ids, Rows
 from forerun.theory.trees import best_first
@@ -56,20 +57,13 @@ Gram = tuple[int, ...]
 class Options:
     """What a table holds, and which drafts are drawn from it."""
 
-    shape: str = field(default="tree", metadata={"help": "tree, or path: one token behind another"})
-    max_context: int = field(default=4, metadata={"help": "longest context, in tokens", "min": 1, "max": 8})
-    top: int = field(default=8, metadata={"help": "logits kept behind a context, the largest", "min": 1, "max": 64})
-    shared: bool = field(
-        default=False, metadata={"help": "one table for all requests of a cache_salt; false = one per request"}
-    )
-    from_prompt: bool = field(default=True, metadata={"help": "begin with what followed the contexts of the prompt"})
-    max_contexts: int = field(
-        default=32768,
-        metadata={
-            "help": "contexts of a table, about 250 bytes each with top=8; the longest unseen go first",
-            "min": PART,
-            "max": 10**7,
-        },
+    shape: str = option("tree", "tree, or path: one token behind another")
+    max_context: int = option(4, "longest context, in tokens", min=1, max=8)
+    top: int = option(8, "logits kept behind a context, the largest", min=1, max=64)
+    shared: bool = option(False, "one table for all requests of a cache_salt; false = one per request")
+    from_prompt: bool = option(True, "begin with what followed the contexts of the prompt")
+    max_contexts: int = option(
+        32768, "contexts of a table, about 250 bytes each with top=8; the longest unseen go first", min=PART, max=10**7
     )
 
     def __post_init__(self) -> None:

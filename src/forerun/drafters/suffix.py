@@ -17,13 +17,14 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Collection, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from forerun.drafters import Drafter, Target
 from forerun.drafters.shared.chains import TextDrafter, Tokens
 from forerun.drafters.shared.continuations import END_OF_TEXT, SHAPE_HELP, SHAPES, Guess, check_shape, grow, levels
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
 NUM_OCCURRENCES = 64  # counted occurrences of a suffix: more would change drafts little, and cost time
@@ -33,23 +34,13 @@ NUM_OCCURRENCES = 64  # counted occurrences of a suffix: more would change draft
 class Options:
     """How much is drafted, and what is remembered."""
 
-    max_match: int = field(default=64, metadata={"help": "longest suffix looked for, in tokens", "min": 1, "max": 255})
-    max_spec_factor: float = field(
-        default=4.0, metadata={"help": "drafted tokens for each token of the match", "min": 0.0, "max": 1000.0}
-    )
-    max_spec_offset: float = field(
-        default=0.0, metadata={"help": "drafted tokens beside those of max_spec_factor", "min": 0.0, "max": 1000.0}
-    )
-    min_token_prob: float = field(
-        default=0.1, metadata={"help": "least probability of a node by the counts, 0 to 1", "min": 0.0, "max": 1.0}
-    )
-    shape: str = field(default="path", metadata={"help": SHAPE_HELP})
-    max_cached_requests: int = field(
-        default=10_000, metadata={"help": "finished requests remembered, 0 = none; the oldest go first", "min": 0}
-    )
-    max_cached_tokens: int = field(
-        default=100_000, metadata={"help": "their tokens remembered, 0 = none", "min": 0, "max": 10**8}
-    )
+    max_match: int = option(64, "longest suffix looked for, in tokens", min=1, max=255)
+    max_spec_factor: float = option(4.0, "drafted tokens for each token of the match", min=0.0, max=1000.0)
+    max_spec_offset: float = option(0.0, "drafted tokens beside those of max_spec_factor", min=0.0, max=1000.0)
+    min_token_prob: float = option(0.1, "least probability of a node by the counts, 0 to 1", min=0.0, max=1.0)
+    shape: str = option("path", SHAPE_HELP)
+    max_cached_requests: int = option(10_000, "finished requests remembered, 0 = none; the oldest go first", min=0)
+    max_cached_tokens: int = option(100_000, "their tokens remembered, 0 = none", min=0, max=10**8)
 
     def __post_init__(self) -> None:
         check_shape("suffix", self.shape)

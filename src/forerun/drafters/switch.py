@@ -15,10 +15,11 @@ measured seconds, so it may differ from run to run; the texts of greedy and of `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.drafters import Drafter, Known, Needs, Seen, Target
 from forerun.drafters.shared.compound import Compound, made, specs
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
 MOST_NODES = 16  # of a guess that is scored
@@ -33,12 +34,9 @@ FIRST_SLOPE = 0.05  # growth of the target's pass per row, in passes of one row,
 class Options:
     """Which drafters, and when to change."""
 
-    of: str = field(
-        default="lookup+model", metadata={"help": "specs of drafters with + between, as in (lookup:max_n=8)+model"}
-    )
-    hysteresis: float = field(
-        default=0.02,
-        metadata={"help": "by which share another member must promise more than the present one", "min": 0, "max": 1},
+    of: str = option("lookup+model", "specs of drafters with + between, as in (lookup:max_n=8)+model")
+    hysteresis: float = option(
+        0.02, "by which share another member must promise more than the present one", min=0, max=1
     )
 
     def __post_init__(self) -> None:

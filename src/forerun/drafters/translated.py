@@ -26,6 +26,7 @@ from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.drafters.shared.model_options import PATH, QUANTIZATION, TEMPERATURE, TOP_K, check_temperature, rounding
 from forerun.errors import BadOption, shown
 from forerun.models.runner import Runner
+from forerun.registry import option
 from forerun.sampling import History, probs
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
@@ -40,9 +41,8 @@ class Options:
     """Which model, how its drafts are translated, and how it draws."""
 
     path: str | None = field(default=None, metadata=PATH)
-    how: str = field(
-        default="tokens",
-        metadata={"help": "tokens: draws among the tokens of both vocabularies; text: a greedy text, encoded again"},
+    how: str = option(
+        "tokens", "tokens: draws among the tokens of both vocabularies; text: a greedy text, encoded again"
     )
     quantization: str = field(default=AUTO, metadata=QUANTIZATION)
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)

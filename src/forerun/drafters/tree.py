@@ -28,6 +28,7 @@ from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.drafters.shared.siblings import children_of, distribution, kind_of
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import Run
+from forerun.registry import option
 from forerun.sampling import History
 from forerun.sampling.arithmetic import Row
 from forerun.theory.trees import Node, best_first
@@ -42,15 +43,13 @@ KIND = "tree"  # of the file of shares
 class Options:
     """Which model, what shape, and how siblings are drawn."""
 
-    of: str = field(default="model", metadata={"help": "spec of the draft model, as in (model:path=FOLDER)"})
-    shape: str = field(
-        default="3x2x1x1", metadata={"help": "children of a node by depth, as in 4x2x1; or best_first; or sequoia"}
-    )
-    draws: str = field(default="distinct", metadata={"help": "of siblings: distinct, independent or point"})
-    file: str | None = field(default=None, metadata={"help": "shares that forerun train tree measured, for sequoia"})
-    top_k: int = field(default=4, metadata={"help": "best_first: children of a node", "min": 1, "max": 64})
-    width: int = field(default=4, metadata={"help": "best_first: nodes of a level that get children", "min": 1})
-    depth: int = field(default=6, metadata={"help": "best_first: levels", "min": 1, "max": 64})
+    of: str = option("model", "spec of the draft model, as in (model:path=FOLDER)")
+    shape: str = option("3x2x1x1", "children of a node by depth, as in 4x2x1; or best_first; or sequoia")
+    draws: str = option("distinct", "of siblings: distinct, independent or point")
+    file: str | None = option(None, "shares that forerun train tree measured, for sequoia")
+    top_k: int = option(4, "best_first: children of a node", min=1, max=64)
+    width: int = option(4, "best_first: nodes of a level that get children", min=1)
+    depth: int = option(6, "best_first: levels", min=1, max=64)
 
     def __post_init__(self) -> None:
         of_model("tree", self.of)

@@ -256,13 +256,7 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in safetensors_file.read_header(OpenFile(file)).items()}
 
 
-def own_weights(
-    path: str,
-    target: Known,
-    rounded: Quantization | None = None,
-    *,
-    all_rows: bool,
-) -> Beside:
+def own_weights(path: str, target: Known, rounded: Quantization | None = None, *, all_rows: bool) -> Beside:
     """Return what a head in a folder keeps in memory beside its target, by the headers of its files.
 
     rounded: what its matrices are rounded to; its LM head gets no fewer bits than a model's. A head without an LM head

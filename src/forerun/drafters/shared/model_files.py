@@ -5,6 +5,7 @@ They are rounded like the target, and draft the first ids of a large vocabulary,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -14,9 +15,15 @@ from forerun.blocks import Spec
 from forerun.config import AUTO, Quantization
 from forerun.drafters import Known
 from forerun.drafters.shared.short_vocab import LARGE, ShortVocabulary
+from forerun.host_tensor import HostTensor
+from forerun.models.loading import packed_schemes
 from forerun.models.quantising import QuantisingSource
 from forerun.models.source import Source
-from forerun.ops.model import Model
+from forerun.models.weights import StoredWeights
+from forerun.ops import load_model
+from forerun.ops.model import LoadedModel, Model
+from forerun.ops.passes import Lent
+from forerun.ops.quantised import QuantisedMatrix
 from forerun.sampling.arithmetic import Row
 
 AS_TARGET = {"help": "int8 or int4[:group=N], none, or auto: as the target's weights"}
@@ -28,6 +35,17 @@ def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
     if said in (None, "none", AUTO):
         return source
     return cast(Source, QuantisingSource(source, spec, Quantization.parse(str(said))))
+
+
+def head_of(weights: Mapping[str, HostTensor | QuantisedMatrix], spec: Spec, target: Model) -> LoadedModel:
+    """Load a head beside its target, from which it borrows what the spec does not have."""
+    lent = Lent(target, list(range(spec.vocab_size)))
+    return load_model(spec, weights, target.ops, device=target.device, lent=lent)
+
+
+def stored_for(source: Source, target: Model) -> StoredWeights:
+    """Return the weights of a source in the target's type, as its operators take them."""
+    return StoredWeights(source, target.weight_dtype, packed_schemes(target.ops, target.weight_dtype))
 
 
 def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from forerun.drafters.shared import artifacts
 from forerun.drafters.shared.chains import READ_TOKENS, TextDrafter, draw_chains
 from forerun.errors import BadOption, UnsupportedModel, shown
 from forerun.models.runner import float_type
+from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 KIND = "ngram"  # of a fitted file: `forerun train ngram`
@@ -48,15 +49,9 @@ class TableOptions:
     """Where the counts are from, and how they are used."""
 
     method: ClassVar[str]
-    path: str | None = field(
-        default=None, metadata={"help": "file of `forerun train ngram`; none = count the request's own text"}
-    )
-    draws: str = field(
-        default="point",
-        metadata={
-            "help": "point (the most frequent token) or sampled (a draw from the counts; point where a request is "
-            "greedy)"
-        },
+    path: str | None = option(None, "file of `forerun train ngram`; none = count the request's own text")
+    draws: str = option(
+        "point", "point (the most frequent token) or sampled (a draw from the counts; point where a request is greedy)"
     )
 
     def __post_init__(self) -> None:
