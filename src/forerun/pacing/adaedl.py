@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import entropy_nats
+from forerun.registry import option
 from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence, StepReport
 
@@ -30,11 +31,9 @@ STEP, KEEP = 0.01, 0.9  # of the threshold
 class Options:
     """The bound, and where its threshold begins."""
 
-    entropy_factor: float = field(default=0.2, metadata={"help": "k_e of the bound, 1 / nats", "min": 0.0})
-    threshold: float = field(default=0.4, metadata={"help": "first threshold (lambda)", "min": 0.0, "max": 1.0})
-    goal: float = field(
-        default=0.9, metadata={"help": "share of drafted tokens to be accepted", "min": 0.0, "max": 1.0}
-    )
+    entropy_factor: float = option(0.2, "k_e of the bound, 1 / nats", min=0.0)
+    threshold: float = option(0.4, "first threshold (lambda)", min=0.0, max=1.0)
+    goal: float = option(0.9, "share of drafted tokens to be accepted", min=0.0, max=1.0)
 
 
 @dataclass

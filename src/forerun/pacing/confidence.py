@@ -6,12 +6,13 @@ alone, which leaves the output's distribution as it is; to drop the unlikely tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.config import DEFAULT_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import confidence
+from forerun.registry import option
 from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence
 
@@ -20,9 +21,7 @@ from forerun.types import Probs, Sequence
 class Options:
     """How likely a token must be for another one to follow."""
 
-    threshold: float = field(
-        default=0.4, metadata={"help": "probability of the last drafted token, by the drafter", "min": 0.0, "max": 1.0}
-    )
+    threshold: float = option(0.4, "probability of the last drafted token, by the drafter", min=0.0, max=1.0)
 
 
 class ConfidencePacing(Pacing):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from forerun.errors import BadOption
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import normalized_entropy
+from forerun.registry import option
 from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence
 
@@ -37,22 +38,11 @@ PERCENTILE = 90.0
 class Options:
     """Bounds of the length, and how entropy moves it between them."""
 
-    gamma_min: int = field(
-        default=1, metadata={"help": "tokens drafted where the drafter is unsure", "min": 1, "max": 64}
-    )
-    gamma_max: int | None = field(
-        default=None, metadata={"help": "tokens drafted where it is sure; none = spec_length", "min": 1, "max": 64}
-    )
-    ema_beta: float = field(
-        default=0.0, metadata={"help": "weight of the past in the smoothed entropy, below 1", "min": 0.0, "max": 0.999}
-    )
-    h_ref: float | None = field(
-        default=None,
-        metadata={
-            "help": "normalised entropy that counts as unsure; none = the 90th percentile",
-            "min": 1e-6,
-            "max": 1.0,
-        },
+    gamma_min: int = option(1, "tokens drafted where the drafter is unsure", min=1, max=64)
+    gamma_max: int | None = option(None, "tokens drafted where it is sure; none = spec_length", min=1, max=64)
+    ema_beta: float = option(0.0, "weight of the past in the smoothed entropy, below 1", min=0.0, max=0.999)
+    h_ref: float | None = option(
+        None, "normalised entropy that counts as unsure; none = the 90th percentile", min=1e-6, max=1.0
     )
 
     def __post_init__(self) -> None:

@@ -7,12 +7,13 @@ part of that divergence: its own entropy, which is read before the token is draw
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.uncertainty import entropy_nats
+from forerun.registry import option
 from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence
 
@@ -21,9 +22,7 @@ from forerun.types import Probs, Sequence
 class Options:
     """How unsure the drafter may be."""
 
-    threshold: float = field(
-        default=1.0, metadata={"help": "square root of the entropy in nats, at and above which it stops", "min": 0.0}
-    )
+    threshold: float = option(1.0, "square root of the entropy in nats, at and above which it stops", min=0.0)
 
 
 class SvipPacing(Pacing):

@@ -29,6 +29,7 @@ from forerun.config import AUTO_SPEC_LENGTH
 from forerun.pacing import Pacing
 from forerun.pacing.cost import Costs
 from forerun.pacing.measuring import NOW, Pause
+from forerun.registry import option
 from forerun.types import Sequence, SequenceStep, StepReport
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # neighbours differ by enough that a few rounds may tell which is better
@@ -41,8 +42,8 @@ MOST_DOUBLINGS = 5  # of a set phase without drafts
 class Options:
     """How long the phases are."""
 
-    test_rounds: int = field(default=4, metadata={"help": "rounds for which each length is tested", "min": 1})
-    set_rounds: int = field(default=16, metadata={"help": "rounds for which the best length is kept", "min": 1})
+    test_rounds: int = option(4, "rounds for which each length is tested", min=1)
+    set_rounds: int = option(16, "rounds for which the best length is kept", min=1)
 
 
 @dataclass
