@@ -19,11 +19,12 @@ shows the opposite.) Among ties at l = 1 only the lowest id is kept, so that l =
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from forerun.errors import BadOption, shown
+from forerun.registry import option
 from forerun.sampling.arithmetic import mass
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
 from forerun.verify import Ruling
@@ -40,14 +41,10 @@ READS_SOFT_ROWS = True
 class Options:
     """How lenient the rule is."""
 
-    l: float = field(  # noqa: E741 - the paper's letter
-        default=0.8, metadata={"help": "share of q, above 0, that p must reach; 1 = exact", "min": 0.0, "max": 1.0}
+    l: float = option(  # noqa: E741 - the paper's letter
+        0.8, "share of q, above 0, that p must reach; 1 = exact", min=0.0, max=1.0
     )
-
-    correction: str = field(
-        default="residual",
-        metadata={"help": "what a correction is drawn from: residual, or target (biased also at l=1)"},
-    )
+    correction: str = option("residual", "what a correction is drawn from: residual, or target (biased also at l=1)")
 
     def __post_init__(self) -> None:
         if self.correction not in ("residual", "target"):

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from forerun.registry import option
 from forerun.sampling.arithmetic import entropy
 from forerun.types import AcceptanceTest, Coins, Draft, Probs
 from forerun.verify import Ruling, children_of
@@ -31,12 +32,8 @@ NEEDS_ALL_ROWS = True
 class Options:
     """How likely a token has to be."""
 
-    epsilon: float = field(
-        default=0.09, metadata={"help": "probability above which a token is always kept", "min": 0.0, "max": 1.0}
-    )
-    delta: float = field(
-        default=0.3, metadata={"help": "share of exp(-entropy) above which it is kept, too", "min": 0.0, "max": 1.0}
-    )
+    epsilon: float = option(0.09, "probability above which a token is always kept", min=0.0, max=1.0)
+    delta: float = option(0.3, "share of exp(-entropy) above which it is kept, too", min=0.0, max=1.0)
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options) -> Ruling:
