@@ -36,7 +36,7 @@ REQUIRED: Any = dataclasses.MISSING  # in the place of a default: the option mus
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """Return a field of a dataclass of options: its default, what it is, and its range, which is checked by `checked`.
+    """Return a field of a dataclass of options or results: its default, what it is, and its range, see `checked`.
 
     about: its range (`check_range`), of each entry where there are several; unit, of numbers; and how a command has it,
     where that does not follow from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the

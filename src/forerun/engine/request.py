@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun import verify
 from forerun.errors import ForerunError
-from forerun.registry import with_fields
+from forerun.registry import REQUIRED, option, with_fields
 from forerun.sampling import logprobs_of, only_filters, takes_the_best
 from forerun.text.answer_form import AnswerForm
 from forerun.text.detokenizer import Detokenizer
@@ -153,35 +153,27 @@ class RequestReport:
 class RequestOutput:
     """What the user gets for one prompt."""
 
-    prompt_ids: list[int] = field(metadata={"help": "ids of the prompt"})
-    text: str = field(
-        metadata={"help": "what was written, without a stop text; empty where the model has no tokenizer"}
+    prompt_ids: list[int] = option(REQUIRED, "ids of the prompt")
+    text: str = option(REQUIRED, "what was written, without a stop text; empty where the model has no tokenizer")
+    token_ids: list[int] = option(REQUIRED, "ids of the output, with the one that ended it")
+    finish_reason: FinishReason | None = option(REQUIRED, "stop, length or abort; None while it goes on")
+    logprobs: list[TokenLogprob] | None = option(
+        REQUIRED, "of each output token, where SamplingParams.logprobs asked for them"
     )
-    token_ids: list[int] = field(metadata={"help": "ids of the output, with the one that ended it"})
-    finish_reason: FinishReason | None = field(metadata={"help": "stop, length or abort; None while it goes on"})
-    logprobs: list[TokenLogprob] | None = field(
-        metadata={"help": "of each output token, where SamplingParams.logprobs asked for them"}
+    seed: int = option(REQUIRED, "the one that was given, else drawn: with it the same text comes again")
+    report: RequestReport = option(REQUIRED, "what speculation did: passes, drafted and accepted tokens, times")
+    index: int = option(0, "among the outputs of one prompt, where SamplingParams.n asked for several")
+    stop_text: str | None = option(None, "of SamplingParams.stop, the one that ended it")
+    score: float | None = option(
+        None, "of a beam search: cumulative_logprob / length^length_penalty; outputs are in its order"
     )
-    seed: int = field(metadata={"help": "the one that was given, else drawn: with it the same text comes again"})
-    report: RequestReport = field(metadata={"help": "what speculation did: passes, drafted and accepted tokens, times"})
-    index: int = field(
-        default=0, metadata={"help": "among the outputs of one prompt, where SamplingParams.n asked for several"}
-    )
-    stop_text: str | None = field(default=None, metadata={"help": "of SamplingParams.stop, the one that ended it"})
-    score: float | None = field(
-        default=None,
-        metadata={"help": "of a beam search: cumulative_logprob / length^length_penalty; outputs are in its order"},
-    )
-    cumulative_logprob: float | None = field(
-        default=None, metadata={"help": "of a beam search: the sum of the log-probabilities of token_ids"}
-    )
-    answer_parts: AnswerParts | None = field(
-        default=None, metadata={"help": "of a chat: the same in its parts, where the model has marks for them"}
+    cumulative_logprob: float | None = option(None, "of a beam search: the sum of the log-probabilities of token_ids")
+    answer_parts: AnswerParts | None = option(
+        None, "of a chat: the same in its parts, where the model has marks for them"
     )
 
-    prompt_logprobs: list[TokenLogprob | None] | None = field(
-        default=None,
-        metadata={"help": "of the prompt's tokens, where SamplingParams.prompt_logprobs asked for them; first None"},
+    prompt_logprobs: list[TokenLogprob | None] | None = option(
+        None, "of the prompt's tokens, where SamplingParams.prompt_logprobs asked for them; first None"
     )
 
     @property
@@ -215,24 +207,17 @@ class RequestOutput:
 class Chunk:
     """A piece of a streamed output."""
 
-    text: str = field(metadata={"help": "text that can no longer change, behind that of the last piece"})
-    token_ids: list[int] = field(metadata={"help": "ids that were committed since the last piece"})
-    finish_reason: FinishReason | None = field(
-        default=None, metadata={"help": "why the output ended; None before its last piece"}
+    text: str = option(REQUIRED, "text that can no longer change, behind that of the last piece")
+    token_ids: list[int] = option(REQUIRED, "ids that were committed since the last piece")
+    finish_reason: FinishReason | None = option(None, "why the output ended; None before its last piece")
+    output: RequestOutput | None = option(None, "the whole output, with the last piece")
+    index: int = option(0, "of the output, where SamplingParams.n asked for several")
+    logprobs: list[TokenLogprob] | None = option(None, "of these tokens, where SamplingParams.logprobs asked for them")
+    parts: list[Part] | None = option(
+        None, "what these tokens add to text, reasoning and calls, where they are told apart"
     )
-    output: RequestOutput | None = field(default=None, metadata={"help": "the whole output, with the last piece"})
-    index: int = field(default=0, metadata={"help": "of the output, where SamplingParams.n asked for several"})
-    logprobs: list[TokenLogprob] | None = field(
-        default=None, metadata={"help": "of these tokens, where SamplingParams.logprobs asked for them"}
-    )
-    parts: list[Part] | None = field(
-        default=None, metadata={"help": "what these tokens add to text, reasoning and calls, where they are told apart"}
-    )
-    said: Seq[int] = field(
-        default=(),
-        metadata={
-            "help": "places in the output of the tokens that make the text of these parts, where logprobs are asked for"
-        },
+    said: Seq[int] = option(
+        (), "places in the output of the tokens that make the text of these parts, where logprobs are asked for"
     )
 
 

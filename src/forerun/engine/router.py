@@ -221,12 +221,7 @@ class Router(Drafter):
         return draft
 
     def _joined(
-        self,
-        seqs: Seq[Sequence],
-        budget: Budget,
-        coins: Seq[Coins],
-        groups: Mapping[str, Seq[int]],
-        clock: float,
+        self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], groups: Mapping[str, Seq[int]], clock: float
     ) -> Draft:
         """Join the drafts of several drafters, or of one that does not serve all. clock: when this began."""
         step = DraftStep()
