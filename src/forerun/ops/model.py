@@ -96,12 +96,7 @@ class Model(Protocol):
         """
 
     def forward(
-        self,
-        batch: RaggedBatch,
-        cache: Any,
-        layers: Seq[int] | None = None,
-        hidden: Any = None,
-        taps: Seq[int] = (),
+        self, batch: RaggedBatch, cache: Any, layers: Seq[int] | None = None, hidden: Any = None, taps: Seq[int] = ()
     ) -> Passed:
         """Run every new token through these layers (None = all) and write their keys, values and states into the cache.
 

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.blocks import CacheShape, inputs_of
-from forerun.kv.pool import (
-    LayerPools,
-    MakePools,
-    StatePool,
-    StateRoom,
-    no_room_for_pools,
-    pool_sizes,
-    state_sizes,
-)
+from forerun.kv.pool import LayerPools, MakePools, StatePool, StateRoom, no_room_for_pools, pool_sizes, state_sizes
 from forerun.ops.torch_tensors import torch_dtype
 
 Rows = Tensor | slice

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.ops.cuda.operators import ROWS, CodeTiles, CudaOps, Parts, Tiles, _power, _precision
-from forerun.ops.cuda.packed import OF_GROUPS, TILE, Packed
+from forerun.ops.cuda.packed import TILE, Packed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp
 from forerun.ops.torch_parts import normed
@@ -85,10 +85,7 @@ class _Matrices:
 
 def _tensors(part: Any) -> list[Tensor]:
     """Return the tensors of a matrix, in the order in which kernels take the addresses."""
-    if isinstance(part, Tensor):
-        return [part]
-    tensors = [part.codes, *(getattr(part, name) for name in OF_GROUPS)]
-    return [part.codes if tensor is None else tensor for tensor in tensors]
+    return part.for_kernels if isinstance(part, Packed) else [part]
 
 
 def _alike(parts: Seq[Any]) -> list[Any]:

@@ -36,16 +36,7 @@ from forerun.ops.cuda.rows import (
     rows_of_themselves,
 )
 from forerun.ops.cuda.sampling import Cuts, Drawn, Sampler, Settings
-from forerun.ops.passes import (
-    Lent,
-    Passed,
-    RanAhead,
-    check_layers,
-    check_pass,
-    check_sources,
-    end_of,
-    kinds_in_words,
-)
+from forerun.ops.passes import Lent, Passed, RanAhead, check_layers, check_pass, check_sources, end_of, kinds_in_words
 from forerun.ops.quantising import RoundedWeights
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import Step, TorchBlock, TorchModel, Turn, _write

@@ -212,12 +212,7 @@ class CudaOps(ReferenceOps):
         step_bytes = STEP * TILE * weight.bits // 8
         self.kernels.product_of_codes[(-(-num // rows), -(-num_out // TILE), tiles.splits)](
             x,
-            weight.codes,
-            weight.scales,
-            weight.scales if weight.zeros is None else weight.zeros,
-            weight.scales if weight.minimums is None else weight.minimums,
-            weight.scales if weight.supers is None else weight.supers,
-            weight.scales if weight.super_minimums is None else weight.super_minimums,
+            *weight.for_kernels,
             bias if adds_bias else weight.scales,
             sums,
             num,

@@ -91,6 +91,12 @@ class Packed:
         tensors = {name: getattr(self, name) for name in ("codes", *OF_GROUPS)}
         return {name: part for name, part in tensors.items() if part is not None}
 
+    @property
+    def for_kernels(self) -> list[Tensor]:
+        """The codes and the tensors of OF_GROUPS, in the order in which kernels take them; codes for a missing one."""
+        tensors = self._tensors()
+        return [tensors.get(name, self.codes) for name in ("codes", *OF_GROUPS)]
+
     def __len__(self) -> int:
         return self.num_out
 
