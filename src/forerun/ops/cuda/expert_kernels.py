@@ -18,31 +18,11 @@ LEAST = tl.constexpr(-3.0e38)  # stands in for a score that is NaN or below all 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def routed(
-    parts,
-    bias,
-    expert_scales,
-    live,
-    ids,
-    shares,
-    order,
-    tiles,
-    counts,
-    num_rows,
-    num_experts,
-    score_scale,
-    scale,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCORE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr,
-    LIVE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    CHOICES: tl.constexpr,
-    ALONE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parts, bias, expert_scales, live, ids, shares, order, tiles, counts, num_rows, num_experts, score_scale, scale,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, SCORE: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr,
+    LIVE: tl.constexpr, CHOSEN: tl.constexpr, CHOICES: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Choose the experts of one row by the router's parts [SPLITS, num_rows, num_experts], the lowest id on ties.
 
     ids, shares [num_rows, CHOSEN]; ids are -1 where live is 0. counts [2] becomes 0. ALONE: there is one row, and
@@ -147,28 +127,10 @@ def _first_bias(biases, expert, outs, num_out, split):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def product_of_experts(
-    x,
-    matrices,
-    biases,
-    order,
-    tiles,
-    counts,
-    out,
-    num_pairs,
-    num_out,
-    num_in,
-    x_stride,
-    weight_stride,
-    EACH: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    INS: tl.constexpr,
-    PART: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x, matrices, biases, order, tiles, counts, out, num_pairs, num_out, num_in, x_stride, weight_stride,
+    EACH: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PART: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Multiply pairs by the matrix [O, I] of their expert -> out [splits, num_pairs, O], as `product` does rows.
 
     x [num_pairs / EACH, I]. matrices: by expert, the address of a matrix of the type of x, a multiple of 16 bytes.
@@ -199,40 +161,12 @@ def product_of_experts(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_out", "num_in", "steps", "part"])
 def product_of_experts_codes(
-    x,
-    addresses,
-    codes,
-    scales,
-    zeros,
-    minimums,
-    supers,
-    super_minimums,
-    biases,
-    order,
-    tiles,
-    counts,
-    out,
-    num_pairs,
-    num_out,
-    num_in,
-    steps,
-    part,
-    x_stride,
-    EACH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUPER: tl.constexpr,
-    ZERO: tl.constexpr,
-    ZEROS: tl.constexpr,
-    MINIMUMS: tl.constexpr,
-    SUPER_MINIMUMS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x, addresses, codes, scales, zeros, minimums, supers, super_minimums, biases, order, tiles, counts, out, num_pairs,
+    num_out, num_in, steps, part, x_stride,
+    EACH: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr,
+    ZERO: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, SUPER_MINIMUMS: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Multiply pairs by the packed matrix of their expert -> out [splits, num_pairs, O], as `product_of_codes` rows.
 
     addresses [experts, 6]: of codes, scales, zeros, minimums, supers and super_minimums. The arguments of these names
@@ -253,31 +187,11 @@ def product_of_experts_codes(
     first = split * part
     words = _of_expert(own, 0, codes) + (tile.to(tl.int64) * steps + first) * num_words
     acc = _codes_multiplied(
-        x + (pairs // EACH).to(tl.int64) * x_stride,
-        is_pair,
-        words,
-        _of_expert(own, 1, scales),
-        _of_expert(own, 2, zeros),
-        _of_expert(own, 3, minimums),
-        _of_expert(own, 4, supers),
-        _of_expert(own, 5, super_minimums),
-        tile,
-        first,
-        tl.minimum(first + part, steps),
-        steps,
-        num_in,
-        ROWS,
-        KIND,
-        GROUP,
-        SUPER,
-        ZERO,
-        ZEROS,
-        MINIMUMS,
-        SUPER_MINIMUMS,
-        EVEN,
-        PRECISION,
-        STAGES,
-    )
+        x + (pairs // EACH).to(tl.int64) * x_stride, is_pair, words, _of_expert(own, 1, scales),
+        _of_expert(own, 2, zeros), _of_expert(own, 3, minimums), _of_expert(own, 4, supers),
+        _of_expert(own, 5, super_minimums), tile, first, tl.minimum(first + part, steps), steps, num_in, ROWS, KIND,
+        GROUP, SUPER, ZERO, ZEROS, MINIMUMS, SUPER_MINIMUMS, EVEN, PRECISION, STAGES,
+    )  # fmt: skip
     outs = tile * TILE + tl.arange(0, TILE)
     is_out = outs < num_out
     if BIAS:
@@ -288,23 +202,10 @@ def product_of_experts_codes(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def experts_added(
-    parts,
-    ids,
-    shares,
-    shared,
-    shared_bias,
-    gates,
-    out,
-    num_rows,
-    width,
-    SPLITS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHARED_BIAS: tl.constexpr,
-    GATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    parts, ids, shares, shared, shared_bias, gates, out, num_rows, width,
+    SPLITS: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, SHARED_BIAS: tl.constexpr, GATES: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Add the results of a row's experts, in the order of its choice, and of the expert that all rows share.
 
     parts [SPLITS, num_rows * CHOSEN, width], shared [SHARED, num_rows, width], 0 = none -> out [num_rows, width].

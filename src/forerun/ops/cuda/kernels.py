@@ -69,18 +69,9 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _multiplied(
-    xs,
-    ws,
-    acc,
-    is_row,
-    is_out,
-    first,
-    num_in,
-    INS: tl.constexpr,
-    PART: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    xs, ws, acc, is_row, is_out, first, num_in,
+    INS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add the product of PART inputs, from `first` on, to acc. xs [ROWS, INS], ws [INS, OUTS]: where the first lie."""
     for start in range(0, PART, INS):
         if EVEN:
@@ -96,27 +87,11 @@ def _multiplied(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def product(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    num_out,
-    num_in,
-    x_stride,
-    weight_stride,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    INS: tl.constexpr,
-    PART: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    LINES: tl.constexpr,
-    LINE: tl.constexpr,
+    x, weight, bias, out, num_rows, num_out, num_in, x_stride, weight_stride,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O], each part the sum over PART inputs.
 
     ROWS: 16, 32 or 64 rows of a tile, which give a row the same bits (docs/development/gpu.md). EVEN: parts of PART
@@ -322,31 +297,11 @@ def _asked(lines, COUNT: tl.constexpr):
 
 @triton.jit
 def _codes_multiplied(
-    rows,
-    is_row,
-    words,
-    scales,
-    zeros,
-    minimums,
-    supers,
-    super_minimums,
-    tile,
-    first,
-    last,
-    steps,
-    num_in,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUPER: tl.constexpr,
-    ZERO: tl.constexpr,
-    ZEROS: tl.constexpr,
-    MINIMUMS: tl.constexpr,
-    SUPER_MINIMUMS: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    rows, is_row, words, scales, zeros, minimums, supers, super_minimums, tile, first, last, steps, num_in,
+    ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, ZERO: tl.constexpr,
+    ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, SUPER_MINIMUMS: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Multiply rows [ROWS], pointers to their first inputs, by steps first to last of a tile -> [TILE, ROWS].
 
     words: where the codes of the first step lie. See product_of_codes for the other arguments.
@@ -430,36 +385,12 @@ def _codes_multiplied(
 
 @triton.jit(do_not_specialize=["num_rows", "num_out", "num_in", "steps", "part"])
 def product_of_codes(
-    x,
-    codes,
-    scales,
-    zeros,
-    minimums,
-    supers,
-    super_minimums,
-    bias,
-    out,
-    num_rows,
-    num_out,
-    num_in,
-    steps,
-    part,
+    x, codes, scales, zeros, minimums, supers, super_minimums, bias, out, num_rows, num_out, num_in, steps, part,
     x_stride,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    SUPER: tl.constexpr,
-    ZERO: tl.constexpr,
-    ZEROS: tl.constexpr,
-    MINIMUMS: tl.constexpr,
-    SUPER_MINIMUMS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    LINES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    ROWS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SUPER: tl.constexpr, ZERO: tl.constexpr,
+    ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, SUPER_MINIMUMS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Multiply x [num_rows, I], bfloat16, by a packed matrix (packed.Packed) -> out [splits, num_rows, O].
 
     steps: of CODES_STEP inputs, in all. part: steps of one program; parts are the third axis of the grid. GROUP, SUPER:
@@ -484,31 +415,9 @@ def product_of_codes(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     acc = _codes_multiplied(
-        x + rows * x_stride,
-        is_row,
-        words,
-        scales,
-        zeros,
-        minimums,
-        supers,
-        super_minimums,
-        tile,
-        first,
-        last,
-        steps,
-        num_in,
-        ROWS,
-        KIND,
-        GROUP,
-        SUPER,
-        ZERO,
-        ZEROS,
-        MINIMUMS,
-        SUPER_MINIMUMS,
-        EVEN,
-        PRECISION,
-        STAGES,
-    )
+        x + rows * x_stride, is_row, words, scales, zeros, minimums, supers, super_minimums, tile, first, last, steps,
+        num_in, ROWS, KIND, GROUP, SUPER, ZERO, ZEROS, MINIMUMS, SUPER_MINIMUMS, EVEN, PRECISION, STAGES,
+    )  # fmt: skip
     outs = tile * TILE + tl.arange(0, TILE)
     is_out = outs < num_out
     if BIAS:
@@ -527,16 +436,9 @@ def _summed(parts, at, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def summed(
-    parts,
-    bias,
-    out,
-    num_rows,
-    num_out,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    parts, bias, out, num_rows, num_out,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Add parts [SPLITS, num_rows, O] and a bias [O] -> out [num_rows, O]."""
     _begun(EARLY)
     row = tl.program_id(0)
@@ -550,18 +452,10 @@ def summed(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def activated(
-    parts,
-    bias,
-    out,
-    num_rows,
-    size,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    ACT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parts, bias, out, num_rows, size,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Add parts [SPLITS, num_rows, O] and a bias; act(gate) * up of [gate | up], or act(up) -> [num_rows, size]."""
     _begun(EARLY)
     row = tl.program_id(0)
@@ -603,35 +497,12 @@ def _normed(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def added(
-    x,
-    parts,
-    parts_bias,
-    post_weight,
-    post_bias,
-    pre_weight,
-    pre_bias,
-    sums,
-    out,
-    num_rows,
-    width,
-    scale,
-    post_eps,
-    post_offset,
-    pre_eps,
-    pre_offset,
-    SPLITS: tl.constexpr,
-    PARTS_BIAS: tl.constexpr,
-    POST: tl.constexpr,
-    POST_WEIGHT: tl.constexpr,
-    POST_BIAS: tl.constexpr,
-    AT_SUM: tl.constexpr,
-    PRE: tl.constexpr,
-    PRE_WEIGHT: tl.constexpr,
-    PRE_BIAS: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    x, parts, parts_bias, post_weight, post_bias, pre_weight, pre_bias, sums, out, num_rows, width, scale, post_eps,
+    post_offset, pre_eps, pre_offset,
+    SPLITS: tl.constexpr, PARTS_BIAS: tl.constexpr, POST: tl.constexpr, POST_WEIGHT: tl.constexpr,
+    POST_BIAS: tl.constexpr, AT_SUM: tl.constexpr, PRE: tl.constexpr, PRE_WEIGHT: tl.constexpr, PRE_BIAS: tl.constexpr,
+    HAS_SUMS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Add a branch to rows x [num_rows, width] and norm the sums for the next product.
 
     parts [SPLITS, num_rows, width]: of the branch; 0 splits = no branch. POST: the norm of the branch, or of the sum
@@ -666,33 +537,12 @@ def added(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def heads_of(
-    parts,
-    bias,
-    q_norm,
-    k_norm,
-    table,
-    positions,
-    writes,
-    queries,
-    keys,
-    values,
-    num_rows,
-    q_eps,
-    q_offset,
-    k_eps,
+    parts, bias, q_norm, k_norm, table, positions, writes, queries, keys, values, num_rows, q_eps, q_offset, k_eps,
     k_offset,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TURNED: tl.constexpr,
-    ADJACENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, ADJACENT: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Make queries, keys and values of parts [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]: bias, norm, rotation.
 
     Queries go to [num_rows, HEADS, DIM], keys and values to rows `writes` of the pools; -1 = nowhere. table
@@ -799,44 +649,12 @@ def _seen(lengths, places, row, window, WINDOW: tl.constexpr, SEES_ALL: tl.const
 
 @triton.jit
 def attended(
-    queries,
-    keys,
-    values,
-    lengths,
-    seen,
-    runs,
-    tails,
-    tables,
-    places,
-    biases,
-    sinks,
-    parts,
-    stats,
-    out,
-    tails_stride,
-    tables_stride,
-    block_tokens,
-    window,
-    reach,
-    scale,
-    softcap,
-    num_splits,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SEES_ALL: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    queries, keys, values, lengths, seen, runs, tails, tables, places, biases, sinks, parts, stats, out, tails_stride,
+    tables_stride, block_tokens, window, reach, scale, softcap, num_splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Attend with the query heads of one row and one head of keys to one part of the row's keys.
 
     A row sees `lengths` keys. Key i lies where the block table of its run says for i below `seen`, else in row
@@ -911,23 +729,10 @@ def attended(
 
 @triton.jit
 def parts_joined(
-    parts,
-    stats,
-    sinks,
-    lengths,
-    places,
-    out,
-    window,
-    num_splits,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SEES_ALL: tl.constexpr,
-    SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    parts, stats, sinks, lengths, places, out, window, num_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, SPLIT_KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    SEES_ALL: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Join the parts of `attended` in the order of their keys -> out [T, HEADS, DIM]."""
     _begun(EARLY)
     row = tl.program_id(0)
@@ -959,22 +764,10 @@ def parts_joined(
 
 @triton.jit
 def advanced(
-    found,
-    fed,
-    step,
-    ids,
-    positions,
-    writes,
-    lengths,
-    seen,
-    runs,
-    limits,
-    tables,
-    tables_stride,
-    block_tokens,
+    found, fed, step, ids, positions, writes, lengths, seen, runs, limits, tables, tables_stride, block_tokens,
     num_rows,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Feed the ids `found` to the next pass of a run ahead: one program for each row.
 
     fed [steps, num_rows]: all ids so far, in order; -1 = logits were no numbers. step [num_rows]: the number of passes

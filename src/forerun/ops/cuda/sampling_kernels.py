@@ -116,23 +116,9 @@ def _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PAR
 
 @triton.jit(do_not_specialize=["step"])
 def searched(
-    logits,
-    values,
-    settings,
-    cuts,
-    sums,
-    states,
-    goals,
-    width,
-    num_rows,
-    num_parts,
-    tick_bits,
-    step,
-    BY_MASS: tl.constexpr,
-    HAS_CUT: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    logits, values, settings, cuts, sums, states, goals, width, num_rows, num_parts, tick_bits, step,
+    BY_MASS: tl.constexpr, HAS_CUT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Fix one nibble of the least key at which a row's sum over the keys up to it reaches the goal.
 
     The sum is of ticks (BY_MASS) or counts ids. sums int64 [NIBBLES, R, parts, 16]: the sum over ids whose keys begin
@@ -257,21 +243,9 @@ def goal_of_number(settings, goals, num_rows):
 
 @triton.jit
 def weighed(
-    logits,
-    values,
-    settings,
-    cuts,
-    counts,
-    probs,
-    sums,
-    width,
-    num_rows,
-    num_parts,
-    tick_bits,
-    HAS_CUT: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    logits, values, settings, cuts, counts, probs, sums, width, num_rows, num_parts, tick_bits,
+    HAS_CUT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Write weights e^x of the ids that filters leave, 0 for others: probs [R, V]; sums int64 [R, parts, 2].
 
     sums: the ticks and the number of the ids left. counts: what `counted` wrote for these cuts.
@@ -319,20 +293,9 @@ def _place_bits(settings, num, row, num_rows, tick_bits, width):
 
 @triton.jit
 def drawn_in_parts(
-    settings,
-    depths,
-    probs,
-    sums,
-    times,
-    ids,
-    masses,
-    width,
-    num_rows,
-    num_parts,
-    tick_bits,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    settings, depths, probs, sums, times, ids, masses, width, num_rows, num_parts, tick_bits,
+    PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Divide weights by their mass, and run each part's race: times float64 [R, parts] and ids of the winners.
 
     masses int64 [R, parts]: the ticks of each part, for rows that are drawn by the cumulative sum.
@@ -370,25 +333,10 @@ def drawn_in_parts(
 
 @triton.jit
 def drawn(
-    settings,
-    depths,
-    probs,
-    sums,
-    times,
-    ids,
-    masses,
-    values,
-    largest_ids,
-    found,
-    best,
-    chances,
-    width,
-    num_rows,
-    num_parts,
-    tick_bits,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    settings, depths, probs, sums, times, ids, masses, values, largest_ids, found, best, chances, width, num_rows,
+    num_parts, tick_bits,
+    PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """Write the id that each row draws and its likeliest id, int32 [R], -1 where logits are no numbers; chances [R].
 
     chances: the probability of the drawn id.
