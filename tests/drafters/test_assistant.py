@@ -351,7 +351,7 @@ def test_a_short_vocabulary(folders: dict[str, Path], monkeypatch: pytest.Monkey
     for vocab, width in (("auto", None), ("64", 64)):
         draft = f"assistant:path={folders['whole']},draft_vocab={vocab},search=none"
         with LLM(str(folders["target"]), draft=draft, pacing="fixed", max_seq_len=128) as llm:
-            seen, drafter = drafts_of(llm), llm.engine.drafter.first
+            seen, drafter = drafts_of(llm, AssistantDrafter), llm.engine.drafter.first
             llm.generate([[5, 60, 3, 20] * 20], params)
             assert isinstance(drafter, AssistantDrafter)
             assert any(draft for _, draft in seen)
