@@ -52,6 +52,8 @@ def test_every_variable_that_is_named_is_known(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setenv(name, "1")
     for name, value in {"FORERUN_CONFIG": str(config), **SERVICE_LINKS}.items():
         monkeypatch.setenv(name, value)
+    assert EngineConfig.from_sources({}).spec_length == 1, "a variable goes before the file"
+    monkeypatch.delenv("FORERUN_SPEC_LENGTH")
     assert EngineConfig.from_sources({}).spec_length == 3
     monkeypatch.setenv("FORERUN_PORT", "8000")
     with pytest.raises(BadOption, match="there is no FORERUN_PORT"):
