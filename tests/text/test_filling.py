@@ -23,5 +23,5 @@ def test_the_texts_stand_between_the_marks(form: tuple[str, ...], tmp_path: Path
 
 
 def test_a_model_without_marks(tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="so suffix is not possible"):
+    with pytest.raises(BadOption, match="leave out what stands behind it"):
         filling_ids(tokenizer_of(tmp_path, ["<fim_prefix>"]), "a", "b")
