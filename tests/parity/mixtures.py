@@ -42,6 +42,7 @@ FIRST_ID = 1_000_000_000  # of an engine's sequences, so that no id of a token i
 Needs = Mapping[str, Mapping[str, Any]]
 LENGTHS = (None, 1, 3, 8, 16)  # of a request; None = as the policy paces
 HEAD_TOKENS = 160  # that some prompts of an engine begin with: two blocks, and a part of a third
+STEPS_BETWEEN_PREEMPTIONS = 25
 
 
 # ---------------------------------------------------------------------------------------------------------- one engine
@@ -371,6 +372,8 @@ def _serve(
             for request, asked, at in zip(requests, wanted, added_at, strict=False):
                 if asked.abort_after is not None and step - at == asked.abort_after:
                     engine.abort(request)
+            if place.cache_tokens is not None and step % STEPS_BETWEEN_PREEMPTIONS == 0:
+                preempt_last(engine)
             for cache in caches_of(engine).values():
                 cache.check_integrity()
             if len(requests) == len(wanted) and all(r.seq.finish_reason is not None for r in requests):
@@ -401,6 +404,12 @@ def _serve(
 def method_of(draft: str) -> str:
     """The drafter's method, without its options."""
     return draft.partition(":")[0]
+
+
+def preempt_last(engine: Engine) -> None:
+    """Take the blocks of the last request in rank, as a full cache does: how often one is full, times decide, too."""
+    if len(engine.scheduler.running) > 1:
+        engine.scheduler.give_way()
 
 
 # --------------------------------------------------------------------------------------------------------------- leaks
@@ -504,7 +513,7 @@ def lose_nothing(num_requests: int, seed: int, policy: str = "auto", num_rests: 
     """
     rng, engine = random.Random(seed), small_engine(policy)
     mix, blocks, resident = Mix(rng, 24), list[int](), list[int]()
-    num_aborted = 0
+    num_aborted, steps = 0, itertools.count()
     heads = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
     with unspared():
         for _ in range(num_rests):
@@ -521,6 +530,8 @@ def lose_nothing(num_requests: int, seed: int, policy: str = "auto", num_rests: 
                         engine.abort(request)
                         num_aborted += 1
                     assert request.error is None, request.error
+                if next(steps) % STEPS_BETWEEN_PREEMPTIONS == 0:
+                    preempt_last(engine)
                 alive = [(r, n and n - 1) for r, n in alive if r.seq.finish_reason is None]
             found = leaks(engine)
             assert not found, "\n".join(found)
