@@ -141,13 +141,23 @@ def test_texts_that_are_used_up_are_refused(folder: Path, tmp_path: Path) -> Non
         write(writer_of(folder, ["one line"], ops="reference"), tmp_path / "samples", 10**6)
 
 
+def test_a_file_goes_on_with_passages_of_other_texts(
+    writer: Writer, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the default ones become others when a package is installed between two pieces of a long run."""
+    kept = whole.read_bytes()
+    file = SampleWriter(whole, {**writer.options(), "texts": "others"})
+    file.close()
+    assert "goes on with passages of these" in caplog.text
+    assert whole.read_bytes() == kept
+    assert file.num_samples == len(read_samples(whole).samples)
+
+
 def test_other_options_and_broken_files_are_refused(writer: Writer, whole: Path, tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="was begun with seed='0'"):
         SampleWriter(whole, {**writer.options(), "seed": 1})
     with pytest.raises(BadOption, match="weights"):
         SampleWriter(whole, {**writer.options(), "weights": "another target's"})
-    with pytest.raises(BadOption, match="change when packages are installed"):
-        SampleWriter(whole, {**writer.options(), "texts": "others"})
     with pytest.raises(NotFound, match="train sample"):
         read_samples(tmp_path / "none")
     path, data = tmp_path / "broken", whole.read_bytes()

@@ -3,13 +3,15 @@
 The file begins with a line that names the format and a line of JSON: which tokenizer and weights wrote it, with which
 options. Records follow, each with a checksum. A process that is killed leaves at most a last record that is cut short,
 which is dropped when the file is opened to go on. Records are in the order of their numbers, and each depends on its
-number and the options alone, so a file that was interrupted ends as one that was not, byte by byte.
+number and the options alone, so a file that was interrupted ends as one that was not, byte by byte. Only the texts that
+passages are cut from may be others when it goes on.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import struct
 import zlib
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
 from forerun.text.files import unreadable
 
+LOG = logging.getLogger(__name__)
 MAGIC = b"forerun samples 1\n"
 HEAD = struct.Struct("<IBBHHI")  # number, kind, temperature * 100, ids given, where the answer begins, ids
 KINDS = ("chat", "task", "text")
@@ -61,10 +64,10 @@ class Sample:
 class SampleWriter:
     """Appends samples to a file, whose options it checks where the file is there already.
 
-    options: all that samples depend on; a file that was begun with others is refused. num_tokens: ids so far.
-    next_number: behind the last sample; duplicates that were left out at the end are made once more. Raises BadOption
-    for a file of other options, or one that another process writes to, and UnsupportedModel for one that is no such
-    file or is broken inside.
+    options: all that samples depend on; a file that was begun with others is refused, except for its texts.
+    num_tokens: ids so far. next_number: behind the last sample; duplicates that were left out at the end are made once
+    more. Raises BadOption for a file of other options, or one that another process writes to, and UnsupportedModel for
+    one that is no such file or is broken inside.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -128,10 +131,9 @@ class SampleWriter:
                 if had.get(name) == wanted.get(name):
                     continue
                 if name == "texts":
-                    raise BadOption(
-                        f"{shown(str(self.path))} was begun with passages of other texts (the default ones change when "
-                        "packages are installed): name the same with --text to go on, or another file"
-                    )
+                    LOG.warning("%s was begun with passages of other texts (the default ones change when packages are "
+                                "installed); it goes on with passages of these", shown(str(self.path)))  # fmt: skip
+                    continue
                 raise BadOption(
                     f"{shown(str(self.path))} was begun with {name}={shown(str(had.get(name)))}, and this is "
                     f"{shown(str(wanted.get(name)))}: take the same options and model to go on, or another file"
