@@ -16,33 +16,14 @@ from forerun.cli.help import App
 from forerun.cli.signatures import STANDARD_OUTPUT, Fields, Given, writable
 from forerun.registry import parse_specs
 
+# Benchmarks of developers, which are no longer commands.
+MOVED = (
+    *("attacks", "bits", "gaps", "newcomers", "grammars", "kernels", "kv_disk", "peers", "peers_t5", "quality"),
+    *("random_file", "replicas", "schemas", "hostile", "serving", "throughput", "tools"),
+)
 app = App(
     "Measure this machine and model; each benchmark prints what it does, a table, and how to read it.",
-    moved={
-        **{
-            name: name
-            for name in (
-                "attacks",
-                "bits",
-                "gaps",
-                "newcomers",
-                "grammars",
-                "kernels",
-                "kv_disk",
-                "peers",
-                "peers_t5",
-                "quality",
-                "random_file",
-                "replicas",
-                "schemas",
-                "hostile",
-                "serving",
-                "throughput",
-                "tools",
-            )
-        },
-        "tune": "tune_grid",
-    },
+    moved={name: name for name in MOVED} | {"tune": "tune_grid"},
 )
 JSON_HELP = "file for all that was measured, one line of JSON; - = standard output"
 Size = Annotated[int | None, typer.Option(help="elements; overrides the preset's", show_default=False)]
@@ -88,10 +69,7 @@ def methods(
     config = flags.engine_config(engine)
     from forerun.bench import methods as bench
 
-    for name, repeated in (("temperatures", dict.fromkeys), ("pacings", parse_specs), ("acceptances", parse_specs)):
-        if name in plan:
-            plan[name] = tuple(repeated(plan[name]))
-    keep(bench.run(config, MethodsPlan(**plan)), json_file)
+    keep(bench.run(config, MethodsPlan(**_once_each(plan))), json_file)
 
 
 @app.command()
@@ -105,10 +83,13 @@ def suite(
     config = flags.engine_config(engine)
     from forerun.bench import suite as bench
 
-    for field, repeated in (("temperatures", dict.fromkeys), ("pacings", parse_specs), ("acceptances", parse_specs)):
-        if field in plan:
-            plan[field] = tuple(repeated(plan[field]))
-    keep(bench.run(config, SuitePlan(**plan), name), json_file)
+    keep(bench.run(config, SuitePlan(**_once_each(plan)), name), json_file)
+
+
+def _once_each(plan: Given) -> Given:
+    """Return a plan whose temperatures, policies and rules are there once."""
+    reading: dict[str, Any] = {"temperatures": dict.fromkeys, "pacings": parse_specs, "acceptances": parse_specs}
+    return plan | {name: tuple(read(plan[name])) for name, read in reading.items() if name in plan}
 
 
 @app.command()

@@ -60,15 +60,8 @@ LEFT_OUT = "the answer has a call of a tool that is not whole, which was left ou
 FORGOTTEN = "nothing was answered, so this message is forgotten"
 LEAVING = frozenset(("exit", "quit", "bye", "q", ":q"))  # what people type to leave
 HOW_TO_LEAVE = "to leave, type /exit or Ctrl-D; {0} is sent to the model if you type it again"
-SETTABLE = (
-    *sorted(DRAWING),
-    "max_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "draft",
-)
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+SETTABLE = (*sorted(DRAWING), "max_tokens", *PENALTIES, "seed", "draft")
 
 
 @dataclass

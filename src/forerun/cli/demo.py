@@ -31,6 +31,7 @@ from forerun.errors import NotFound, UserError
 from forerun.models.hub import locate
 from forerun.models.hub_errors import is_unreachable
 from forerun.models.named import find, named_models, there
+from forerun.text.detokenizer import num_common
 from forerun.text.terminal import has_colour, make_console
 from forerun.types import SamplingParams
 
@@ -247,8 +248,7 @@ def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, l
     mode = f"{rule}; {model.precision} on {model.device}; {model.ops.build}"
     if plain.token_ids == fast.token_ids:
         return f"identical: yes, all {len(plain.token_ids)} tokens ({mode})"
-    pairs = zip(plain.token_ids, fast.token_ids, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain.token_ids), len(fast.token_ids)))
+    at = num_common(plain.token_ids, fast.token_ids)
     near_tie = "not certified here as a near tie, which is what `make parity` does"
     why = "ratio draws other coins" if not params.greedy and params.acceptance == "ratio" else near_tie
     return (

@@ -56,15 +56,8 @@ Verbose = Annotated[
     bool,
     typer.Option("--verbose", help="more numbers behind each output: alpha-hat and others", rich_help_panel="Output"),
 ]
-MODEL = (
-    "device",
-    "dtype",
-    "quantization",
-    "ops",
-    "kv_cache_backend",
-    "kv_cache_dtype",
-    "config",
-)  # of most commands that measure
+# Of most commands that measure.
+MODEL = ("device", "dtype", "quantization", "ops", "kv_cache_backend", "kv_cache_dtype", "config")
 
 _APART: dict[str, Any] = {"use_speculative_decoding": UseSpeculativeDecoding, "config": ConfigFile}
 

@@ -11,10 +11,5 @@ def folded(text: str, width: int, first: str = "", rest: str = "") -> str:
     first, rest: the beginnings of the first line and of the others.
     """
     return textwrap.fill(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

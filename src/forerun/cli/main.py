@@ -66,19 +66,8 @@ PAIR_HELP = (
     "of the folder that FORERUN_PAIR names, else of the hub; or of those that --target and --draft name"
 )
 REPORT_FIELDS = (
-    "acceptance",
-    "is_lossless",
-    "tv_price",
-    "num_steps",
-    "num_drafted",
-    "num_tested",
-    "num_accepted",
-    "num_emitted",
-    "acceptance_rate",
-    "mean_accepted_length",
-    "alpha_hat",
-    "acceptance_per_position",
-    "origins",
+    *("acceptance", "is_lossless", "tv_price", "num_steps", "num_drafted", "num_tested", "num_accepted", "num_emitted"),
+    *("acceptance_rate", "mean_accepted_length", "alpha_hat", "acceptance_per_position", "origins"),
 )
 
 Encoded = tuple[str | list[int], SamplingParams]  # what LLM.generate takes: a prompt and its parameters
@@ -346,16 +335,8 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
 
 
 CHAT_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "acceptance",
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("seed", "stop", "acceptance"),
 )
 
 
@@ -366,8 +347,7 @@ def chat(
     target: flags.TargetArgument = None,
     system: Annotated[str | None, typer.Option(help="the system message, first in the conversation")] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(help="tokens of an answer at most [default: no limit]", rich_help_panel="Sampling"),
+        int | None, typer.Option(help="tokens of an answer at most [default: no limit]", rich_help_panel="Sampling")
     ] = None,
     stop_loops: Annotated[bool, typer.Option(help="end an answer that repeats itself over and over")] = True,
     tools: Annotated[
@@ -410,8 +390,7 @@ def chat(
 @app.command()
 def demo(
     engine: Annotated[
-        Given,
-        flags.engine("target", "ignore_config_keys", "draft", "spec_length", "device", "dtype", "quantization"),
+        Given, flags.engine("target", "ignore_config_keys", "draft", "spec_length", "device", "dtype", "quantization")
     ],
     prompt: Annotated[
         str | None, typer.Argument(help="a text to answer or continue in place of ours", show_default=False)
@@ -470,17 +449,8 @@ def pacings(name: MethodName = None) -> None:
     list_methods("forerun.pacing", "pacing policy", name, how)
 
 
-app.command()(batch)
-app.command()(prefill)
-app.command()(serve)
-app.command()(lab)
-app.command()(tune)
-app.command()(plan)
-app.command()(doctor)
-app.command()(quantize)
-app.command()(convert_head)
-app.command()(theory)
-app.command()(certify)
+for _command in (batch, prefill, serve, lab, tune, plan, doctor, quantize, convert_head, theory, certify):
+    app.command()(_command)
 
 
 # --------------------------------------------------------------------------------------------------------------- main

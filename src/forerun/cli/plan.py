@@ -37,16 +37,8 @@ SHAPE_HELP = f"as if widened to it: {SHAPE_NAMES} [default: none]"
 MEMORY_HELP = "what there is, as 16GB, 16GiB or 8e9 [default: what this machine has free]"
 
 ENGINE = (
-    "target",
-    "ignore_config_keys",
-    "draft",
-    "extra_drafts",
-    "spec_length",
-    "max_batch_size",
-    "max_seq_len",
-    "kv_cache_tokens",
-    "prefill_chunk_tokens",
-    "draft_catchup_tokens",
+    *("target", "ignore_config_keys", "draft", "extra_drafts", "spec_length", "max_batch_size", "max_seq_len"),
+    *("kv_cache_tokens", "prefill_chunk_tokens", "draft_catchup_tokens"),
 )
 
 
