@@ -617,10 +617,7 @@ FINAL_NORM, HEAD = "model.norm.weight", "lm_head.weight"
 BEFORE_BLOCKS = ("fc", "input", "embedding_norm", "hidden_norm")  # prefixes of a head's weights before its first block
 SIDES = ("embedding_norm", "hidden_norm")  # a head's norms of its token's embedding, and of features
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every block, side by side
-LAYER_PRODUCTS = (
-    "model.layer_embedding",
-    "model.layer_inputs",
-)  # that embedding, and the projection beside it
+LAYER_PRODUCTS = ("model.layer_embedding", "model.layer_inputs")  # that embedding, and the projection beside it
 SCORES = (".router", ".shared_gate")  # products that decide about experts: in float32, for a choice has no middle
 MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's errors go into every token
 

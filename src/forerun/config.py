@@ -166,9 +166,7 @@ class EngineConfig:
         choices=("auto", *stated("forerun.ops", "NAME").values()),
     )
     kv_cache_backend: str = option(
-        "paged",
-        "paged (blocks of 16 tokens) or contiguous (one block per sequence)",
-        choices=("paged", "contiguous"),
+        "paged", "paged (blocks of 16 tokens) or contiguous (one block per sequence)", choices=("paged", "contiguous")
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -217,10 +215,7 @@ class EngineConfig:
         unit="ms",
     )
     max_num_batched_tokens: int = option(
-        1024,
-        "rows of one target pass at most: sequences that decode, prompt tokens and drafts",
-        min=1,
-        unit="rows",
+        1024, "rows of one target pass at most: sequences that decode, prompt tokens and drafts", min=1, unit="rows"
     )
     draft_catchup_tokens: int = option(
         512,

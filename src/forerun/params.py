@@ -303,10 +303,7 @@ class SamplingParams:
     )
     json_object: bool = option(False, "the output must be a JSON object", kind=FLAG, panel="Structured output")
     regex: str | None = option(
-        None,
-        "regular expression that the whole output must match",
-        kind=UTF8,
-        panel="Structured output",
+        None, "regular expression that the whole output must match", kind=UTF8, panel="Structured output"
     )
     choice: str | Sequence[str] = option(
         (),

@@ -99,11 +99,7 @@ class StateTables:
     """
 
     def __init__(
-        self,
-        block_tokens: int,
-        num_states: int,
-        num_rows: int,
-        copy: Callable[[list[int], list[int]], None],
+        self, block_tokens: int, num_states: int, num_rows: int, copy: Callable[[list[int], list[int]], None]
     ) -> None:
         self.block_tokens, self.num_states, self.num_rows = block_tokens, num_states, num_rows
         self.keeper: Keeper | None = None

@@ -267,12 +267,7 @@ class _Needs:
         activations = [
             part for backend in self.backends for part in self.sizes[backend].activations(self._of(backend, passes))
         ]
-        running = [
-            *self._weights(loaded, self.beside),
-            *pools,
-            *activations,
-            *self._probabilities(),
-        ]
+        running = [*self._weights(loaded, self.beside), *pools, *activations, *self._probabilities()]
         return (*running, *self._loading(loaded, running))
 
     def later(self) -> tuple[MemoryPart, ...]:

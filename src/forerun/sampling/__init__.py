@@ -19,16 +19,7 @@ if TYPE_CHECKING:
         takes_the_best as takes_the_best,
     )
 
-_NAMES = {
-    "Filters",
-    "History",
-    "filters_of",
-    "likeliest",
-    "logprobs_of",
-    "only_filters",
-    "probs",
-    "takes_the_best",
-}
+_NAMES = {"Filters", "History", "filters_of", "likeliest", "logprobs_of", "only_filters", "probs", "takes_the_best"}
 
 
 def __getattr__(name: str) -> Any:
