@@ -1,7 +1,5 @@
 """The real command line, in this process and in one of its own, in a folder of tiny checkpoints."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

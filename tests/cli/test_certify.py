@@ -1,7 +1,5 @@
 """`forerun certify` as a command: its table, its file, its exit codes, its errors at the door."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`forerun chat`: in a terminal (a real one, with keys), and through pipes."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Control characters of models, prompts and files: exact in a pipe, and never raw in a terminal, header or error."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

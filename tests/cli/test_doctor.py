@@ -1,7 +1,5 @@
 """`forerun doctor`: on this machine, with and without the extension, and what it advises where."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """What a newcomer types by mistake, or from habit, is answered with what to type."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

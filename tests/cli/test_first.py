@@ -1,7 +1,5 @@
 """The first model, SmolLM2, as a newcomer meets it. Without its file these tests are left out; `make test` says so."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

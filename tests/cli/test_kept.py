@@ -1,7 +1,5 @@
 """`forerun prefill` and `forerun cache`: what one command read, the next finds; it is told of, and removed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """An option of vLLM, SGLang, llama.cpp, transformers or OpenVINO GenAI is answered with ours, in one sentence."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

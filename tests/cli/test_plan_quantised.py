@@ -1,7 +1,5 @@
 """`forerun plan` counts quantised weights as they are packed: of a file, of a folder, or rounded at load."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What is said of a model's weights: the bits of a mixed file, and what they have become under float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

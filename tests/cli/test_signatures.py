@@ -1,7 +1,5 @@
 """A field of a dataclass is an option of each command that names the dataclass: its flag, its range, its default."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`forerun theory` as a command."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.theory import formulas

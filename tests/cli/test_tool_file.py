@@ -1,7 +1,5 @@
 """Functions of a file as tools, and a chat that calls them."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`forerun train lm` and `head` have the flags that they had when each was written twice, with the same defaults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What commands say while they wait: on a terminal a line that goes, in a pipe lines."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

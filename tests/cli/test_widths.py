@@ -1,7 +1,5 @@
 """What commands print in terminals of 60, 80 and 160 columns: as wide as there is room, broken at spaces alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two Ray nodes on this machine, as processes of their own, and what runs on them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

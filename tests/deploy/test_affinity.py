@@ -1,7 +1,5 @@
 """Which replica a request goes to, and the metrics of several: without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`forerun batch --ray` on two nodes: kills under load, the same answers as in one process, nothing lost or doubled."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """deploy/: what the manifests start is what the code has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """forerun.deploy.ray on two nodes: the same answers, beginnings that stay together, kills, scaling, draining."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections import Counter

@@ -1,7 +1,5 @@
 """Mixed requests for one engine, and the same requests alone, whose outputs must be equal."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Helpers of the tests of the memory plan: shapes, a largest pass, and the operators of this machine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path

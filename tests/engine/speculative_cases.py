@@ -1,7 +1,5 @@
 """What speculation with a pair of models must do, for the shipped pair and for the same at true shapes."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which requests are admitted, wait, or are preempted, in caches that are just too small for them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

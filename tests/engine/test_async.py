@@ -1,7 +1,5 @@
 """Asynchronous streams and threads over one LLM: one batch, nothing lost, nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import gc

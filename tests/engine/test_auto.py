@@ -1,7 +1,5 @@
 """What `auto` stands for: the shipped draft model, what a named model states, or what needs nothing."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

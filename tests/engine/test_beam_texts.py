@@ -1,7 +1,5 @@
 """Beam searches of the shipped pair, by an LLM and by its server's engine: texts, drafts, stop texts, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence as Seq
 from typing import Any

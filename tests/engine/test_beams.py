@@ -1,7 +1,5 @@
 """Beam search with and without drafts against target-only beam search, written here a second time on tables."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence as Seq

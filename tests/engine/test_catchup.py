@@ -1,7 +1,5 @@
 """Catching up in small parts: how many tokens a step allows, and which requests get them."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.load import DRAFT, MODEL, alone, engine_with, heard, run, runner_with

@@ -1,7 +1,5 @@
 """An LLM that is closed, and what help() says of the public dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

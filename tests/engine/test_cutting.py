@@ -1,7 +1,5 @@
 """Drafts are kept free of ids that only a chat template writes, in the one place that all drafts pass."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refusals echo what was given in one short line, however large it is."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

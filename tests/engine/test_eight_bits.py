@@ -1,7 +1,5 @@
 """Engines with a KV cache in 8 bits: speculation, shared beginnings, forks and disks give plain decoding's texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder-decoders in the engine: sources of different lengths in one batch, with drafts, preemption and aborts."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

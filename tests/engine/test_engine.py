@@ -1,7 +1,5 @@
 """Requests in a continuous batch: admission, chunks, stop conditions, reports, aborts, and errors at the door."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

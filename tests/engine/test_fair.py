@@ -1,7 +1,5 @@
 """While requests decode, a prompt is read in pieces that stretch a step no more than was asked; texts stay the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any

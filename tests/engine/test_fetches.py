@@ -1,7 +1,5 @@
 """Rows on their way from disk hold blocks of too small a cache: who has no room gives way, and nobody is ended."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -3,8 +3,6 @@
 Its greedy text is that of generate() of transformers, whichever drafter it has.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping, Sequence as Seq
 

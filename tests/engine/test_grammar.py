@@ -1,7 +1,5 @@
 """Requests with grammars in the engine: texts are plain decoding's, valid, and end where they must."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Models with recurrent layers in the engine: what they say is plain decoding's, whatever shares their states."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

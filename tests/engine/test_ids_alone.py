@@ -1,7 +1,5 @@
 """A model without a tokenizer: ids go in and come out, and who asks for a text is told so before weights are read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

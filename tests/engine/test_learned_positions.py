@@ -1,7 +1,5 @@
 """A model with few learned positions: passes are tried, drafted and rounded within them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """LLM on the shipped pair: texts in, texts out, streams beside each other, stop strings inside rounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import threading

@@ -1,7 +1,5 @@
 """Lossy rules through the engine: the rows that they read, what the report says, and that others are unchanged."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine.load import MODEL, run, runner_with

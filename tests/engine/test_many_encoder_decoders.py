@@ -1,7 +1,5 @@
 """Encoder-decoders by the hundred: texts and beams of transformers, bits that no neighbour and no preemption moves."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

@@ -1,7 +1,5 @@
 """The memory plan of an engine with several draft models: what each takes, and the refusal that names them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory plan counts the weights of trained heads, from the headers of their files, as they are in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial

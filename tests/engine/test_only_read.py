@@ -1,7 +1,5 @@
 """max_tokens=0: a prompt is read and scored, nothing is generated, and it may fill the context."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun import LLM, BadOption, SamplingParams

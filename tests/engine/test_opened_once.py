@@ -1,7 +1,5 @@
 """Each file of a target and of its draft model is opened once, and what it says is looked up once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

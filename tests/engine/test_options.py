@@ -1,7 +1,5 @@
 """The doors of the Python interface: signatures, types, a readable repr, and keywords in the wrong place."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import typing

@@ -1,7 +1,5 @@
 """Several drafts of one sequence share the rows of equal prefixes; a row for each node is the oracle."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.engine.engine import Engine

@@ -1,7 +1,5 @@
 """Every sampling parameter is honoured or refused by its own name, whatever is given: huge, negative, no number."""
 
-from __future__ import annotations
-
 import decimal
 import fractions
 import itertools

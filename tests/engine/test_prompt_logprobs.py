@@ -1,7 +1,5 @@
 """Log-probabilities of a prompt's tokens: those that the model gives them, however the prompt is run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is taken as a prompt, and the sentence for everything else."""
 
-from __future__ import annotations
-
 import array
 import re
 

@@ -1,7 +1,5 @@
 """Listeners, pacing and drafters get numbers that agree with what the step did."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Sequence as Seq

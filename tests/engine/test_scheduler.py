@@ -1,7 +1,5 @@
 """Many requests in little memory: budgets, priorities, preemption, drafts that give way, shared prompts, aborts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

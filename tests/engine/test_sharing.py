@@ -1,7 +1,5 @@
 """How prompts share what a step may read of them: the shortest rest first, and the first in rank always goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The last three run on the shipped pair here, and at the shapes of Llama 3.2 1B and 3B in `make parity`.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A limit of the tokens of reasoning holds, and texts are plain decoding's, whatever drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

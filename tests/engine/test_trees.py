@@ -1,7 +1,5 @@
 """A drafter of trees from inner hidden states, as one file beside the others; extra rows; likeliest tokens; counts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path

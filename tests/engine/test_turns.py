@@ -1,7 +1,5 @@
 """Engines of one process take turns, and a prompt of one is cut by what the streams of another can bear."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

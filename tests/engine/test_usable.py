@@ -1,7 +1,5 @@
 """Which drafters an engine could be started with as well: the menu of `forerun lab`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ The number written into a row stands for the salt and all tokens up to that row,
 overwritten while another slot reads it, is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The cache against a plain Python model of its contents, and the lengths of docs/development/journey.md."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks on disk: another process finds what one wrote, bit for bit, and nothing that is damaged or not its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

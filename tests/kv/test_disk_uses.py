@@ -1,7 +1,5 @@
 """What a full folder keeps: blocks that were used, wherever they were found, and a text's beginning before its end."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

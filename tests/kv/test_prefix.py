@@ -1,7 +1,5 @@
 """Prefix caching: what is published, what is found, and what is evicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from typing import Any

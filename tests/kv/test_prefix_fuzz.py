@@ -1,7 +1,5 @@
 """Thousands of random lives in a small pool with shared blocks, checked row by row after every operation."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Shared blocks are never written to, wherever a slot is cut, and a broken promise is noticed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys and values in 8 bits: what is stored, against what it stands for, and the kernels against the same in numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

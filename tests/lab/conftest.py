@@ -1,7 +1,5 @@
 """One server and one browser for all tests of the page. Where there is no browser they are skipped, with a sentence."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

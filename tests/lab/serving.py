@@ -1,7 +1,5 @@
 """The lab around an engine of this process, behind a real socket, and a reader of its streams."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

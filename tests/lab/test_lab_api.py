@@ -1,7 +1,5 @@
 """The JSON that the page asks for: formulas by name, and rounds of the real rules. No browser, no model."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 `pages` (conftest.py) asserts behind each test that nothing was loaded from elsewhere and no console had an error.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Live generation: what a viewer is told is what the engine did, and watching leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

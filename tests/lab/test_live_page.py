@@ -3,8 +3,6 @@
 The engine is in this process, so that a test can ask it; `pages` asserts that no console had an error.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -4,8 +4,6 @@ A policy is judged without noise, by expected tokens and mean seconds of what it
 noise.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

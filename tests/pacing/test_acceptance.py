@@ -1,7 +1,5 @@
 """acceptance.py: decaying averages by rank, for any shape of draft, which also score guesses that were not drafted."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

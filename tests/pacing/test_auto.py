@@ -1,7 +1,5 @@
 """Properties of auto: it reacts quickly, is stable, probes every request, and keeps to its limits."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ Rates have no noise (expected tokens, mean seconds of what was granted). The rep
 noise, bursts of slow steps, and a speed that drifts by a factor of two.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """cost.py, measuring.py, pass_time.py: a usual curve, which steps correct until it is measured while nothing runs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """Levels of beam searches: deep where rows are cheap and drafts are right, none where they are not, and probes."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.pacing.auto import AutoPacing

@@ -1,7 +1,5 @@
 """mixing.py: passes of a mixture of experts take as long as the experts that their rows choose."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Policies that stop a draft early: what they read, where they stop, and what they write into the log."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

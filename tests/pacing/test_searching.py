@@ -1,7 +1,5 @@
 """A search of the text has a price: where it finds nothing it takes a hundredth of the time, however short steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Chains that end by the drafter's own probabilities: what is learned of them, and how much it makes of a second."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The policy `utility`: on which length it settles, how rarely it tests what does not pay, and what counts as cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

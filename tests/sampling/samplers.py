@@ -1,7 +1,5 @@
 """Rows that are hard for a sampler, and the native sampler of each instruction set."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grammars: what each kind allows, where it ends, the way of a state along paths, and what is refused at the door."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The ids of the largest logits, against a sort of the whole row."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A distribution given as a list of ids is the same as its vector: for draws, for both rules, in exact enumeration."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

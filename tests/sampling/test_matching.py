@@ -4,8 +4,6 @@ Every kind of grammar that requests and dialects of tools make, and rules that p
 here; 10,000 of each in `make parity`.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """The native generator, draws and race against numpy's, against published answers, and against their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 The first two must agree in every bit, and the third holds both to what they promise, ties at every threshold included.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

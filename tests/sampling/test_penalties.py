@@ -1,7 +1,5 @@
 """Penalties count a sequence once, not once per row: the same bits as the direct formula, at the same cost anywhere."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence as Seq
 

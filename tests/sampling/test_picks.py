@@ -1,7 +1,5 @@
 """The first ids of the race of a match draw, in production and by enumeration."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The generator against published answers, and the coins against the distributions that they promise."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

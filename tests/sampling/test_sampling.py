@@ -1,7 +1,5 @@
 """The pipeline: each rule by hand, the order, ties, edges, and agreement with transformers where definitions agree."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence as Seq

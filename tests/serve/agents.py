@@ -3,8 +3,6 @@
 They were written by hand and not captured from a running agent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

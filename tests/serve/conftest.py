@@ -1,7 +1,5 @@
 """The command line of tests/cli, and the shipped pair; what runs an engine runs with speculation off and auto."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`forerun serve` as a process of its own, and what it tells of itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The file of answers: torn lines, wrong files, a second writer, a full disk."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """An API is one file: nothing else of the server knows it, and a new one has all that the others have."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

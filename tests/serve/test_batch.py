@@ -1,7 +1,5 @@
 """`forerun batch` as a user runs it: answers equal to generate's, kills, Ctrl-C, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 What is read of an answer is what a client is told: text, calls with their arguments, and why it ended.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A completion that repeats its prompt: the text as it was sent, whatever tokens the tokenizer puts around it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """examples/server_client.py, with the server of the other tests."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

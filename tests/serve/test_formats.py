@@ -1,7 +1,5 @@
 """The form of an answer in the words of OpenAI's API and of vLLM, from the body to the text."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grammars and schemas that are meant to take much: each is refused or served, and a stream beside them goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

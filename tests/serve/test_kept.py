@@ -1,7 +1,5 @@
 """What is kept of responses, and for how long."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

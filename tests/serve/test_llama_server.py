@@ -1,7 +1,5 @@
 """Routes of llama-server that its web page, health checks and older clients ask for."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What metrics count of steps, without a server."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

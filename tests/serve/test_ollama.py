@@ -1,7 +1,5 @@
 """Ollama's API, through its own client as its package is, and what a body of it asks for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bodies of the OpenAI API: what is honoured, what is refused and by which name, and what answers look like."""
 
-from __future__ import annotations
-
 import codecs
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bodies of /v1/responses and /v1/messages: what is honoured and refused; and the document of all bodies."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The official Python clients of OpenAI and Anthropic against a running server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What cannot be provoked from outside: an engine that fails, a text that cannot be made; and schemathesis' bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Load and faults: keys, limits, clients that leave or stall, signals; with a running server, as all of it is met."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Bodies that are legal and long hold up nobody: they are read elsewhere, and fields have limits."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

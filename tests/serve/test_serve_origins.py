@@ -1,7 +1,5 @@
 """No web page makes the server compute but its own: hosts, origins and content types, from real HTTP clients."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import http.client

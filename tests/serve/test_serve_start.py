@@ -1,7 +1,5 @@
 """The server starts by each way that the papers of the house show, with every variable that they name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The official clients call tools of a running server, whose small model must call one and so does, validly."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

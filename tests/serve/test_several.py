@@ -1,7 +1,5 @@
 """Several models in one server: each its engine, chosen by the field `model`; their memory is planned together."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

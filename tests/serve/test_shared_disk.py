@@ -4,8 +4,6 @@ Each writes, reads what the other has written, and removes segments that the oth
 into the future and the past meanwhile, as a clock that jumps leaves them.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Budgets of thinking tokens over HTTP, with a draft model; and a grammar on which the library's code gives up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

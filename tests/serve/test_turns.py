@@ -1,7 +1,5 @@
 """Crowds of connections and bodies: they take turns, their number is bounded, and what is beyond is told so."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -3,8 +3,6 @@
 A body becomes a Job, which is all that an answer is made of: two bodies with one Job have one answer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bodies with any value in any place are read or refused by name: nothing else is raised, which would be status 500."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

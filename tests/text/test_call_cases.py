@@ -5,8 +5,6 @@ call_cases.json has the tools, and the cases in words of our own: `said` by the 
 false where the template has no reasoning.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

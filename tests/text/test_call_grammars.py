@@ -1,7 +1,5 @@
 """What a grammar of calls allows is read as valid calls, whatever a model says within it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

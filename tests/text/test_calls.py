@@ -1,7 +1,5 @@
 """Dialects of tool calls: texts in each published format become the same parts, however they are cut."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

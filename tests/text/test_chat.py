@@ -1,7 +1,5 @@
 """Chat templates against transformers: the same folder, the same messages, the same text and the same ids."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import json

@@ -1,7 +1,5 @@
 """What chat templates refuse, in which words; and that a template, which is a program of others, can do no harm."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Answers read by a model's own response template, against transformers' reader of the same."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

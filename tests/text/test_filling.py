@@ -1,7 +1,5 @@
 """Prompts for filling in a text, by the marks that a model has for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

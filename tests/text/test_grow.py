@@ -1,7 +1,5 @@
 """A grown tokenizer encodes and decodes as before and has a token for every id."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

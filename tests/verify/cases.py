@@ -1,7 +1,5 @@
 """Tables, shapes and small runs that the tests of several rules share."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -6,8 +6,6 @@ prefix is accepted with the ratio of the two masses, the longest prefix first, a
 excess.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """block, kseq and traversal by exact enumeration: what they say, how much they keep, and their known answers."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

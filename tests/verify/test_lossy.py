@@ -1,7 +1,5 @@
 """lenience and typical: what they promise, their known answers, their price; and that nobody gets them unasked."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

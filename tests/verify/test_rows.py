@@ -1,7 +1,5 @@
 """Which rows a rule reads: what its file declares, since callers compute a row when it is read."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun import verify

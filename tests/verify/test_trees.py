@@ -1,7 +1,5 @@
 """Trees by exact enumeration, with the mutants that only trees can have, and coins that must not be used twice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

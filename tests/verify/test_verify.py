@@ -1,7 +1,5 @@
 """The rules on distributions that are written by hand: known answers, edge cases, and the seed-exactness of match."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
