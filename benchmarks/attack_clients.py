@@ -4,8 +4,6 @@ An attack is a coroutine that goes on until it is cancelled, and counts how it w
 a client of a library takes longer for a request than the server does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -7,8 +7,6 @@ stream alone, before and behind all attacks. A gap counts in median steps of the
     python -m benchmarks.attacks --target shipped
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ passes of small models. A line for each tells what share of the numbers differs 
 many units in the last place at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from functools import partial

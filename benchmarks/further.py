@@ -9,8 +9,6 @@ The block reads each token of the prompt once, in the steps of the prompt and in
 the whole LM head and with the first rows of it alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ over, and those that are left are named. Times are medians, and every share of b
 the same run. Where there is no card, some parts are rehearsed on tiny shapes (gpu_timing.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

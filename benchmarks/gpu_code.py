@@ -7,8 +7,6 @@ disassembler shows the instructions. Of the loop over K those of one thread are 
 takes apart and multiplies, by class; also registers, spills, shared memory, and conversions between layouts in it.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 
 # ruff: noqa: B023 (what is timed runs at once, inside of the loop that it stands in)
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any

@@ -4,8 +4,6 @@ Where torch sees no CUDA device they are rehearsed: the same code runs on the CP
 shapes, and its times mean nothing.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

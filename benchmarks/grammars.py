@@ -10,8 +10,6 @@ ends) is compared with the whole step.
     python -m benchmarks.grammars --target TARGET.gguf --draft DRAFT.gguf
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ beside the median step of the streams when nothing else is asked.
     python -m benchmarks.hostile --target shipped
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -5,8 +5,6 @@ circles, texts that can be read in very many ways, automata that are products of
 are none.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

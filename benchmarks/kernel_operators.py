@@ -1,7 +1,5 @@
 """The operators that `benchmarks.kernels` measures, on random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial

@@ -8,8 +8,6 @@ of many noisy readings would be more than any program can reach. Weights are ran
 through all layers in turn, so that it does not find weights in a cache that a whole pass would have replaced.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq

@@ -7,8 +7,6 @@ with a small random model and are killed at random moments; afterwards every blo
     python -m benchmarks.kv_disk --target TARGET.gguf --tokens 20000
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

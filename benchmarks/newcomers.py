@@ -12,8 +12,6 @@ around a gap: where a draft is long so is the step, and its text may come to rep
 All prompts are pieces of one text, and none is in the prefix cache.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

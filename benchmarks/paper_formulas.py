@@ -1,7 +1,5 @@
 """The tables and figures of Leviathan et al. 2023 (arXiv 2211.17192) that follow from formulas: 1, 4, A.5; 2 to 5."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 

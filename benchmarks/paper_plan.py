@@ -1,7 +1,5 @@
 """What `benchmarks.paper` is asked to make."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """What the measured exhibits share: models, and what was measured with them, each made when it is first asked for."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 from collections.abc import Mapping, Sequence as Seq

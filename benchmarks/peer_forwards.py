@@ -6,8 +6,6 @@ context. In every round each engine runs each M behind each context in turn, a f
 counts; the next round begins with another engine and another M.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq

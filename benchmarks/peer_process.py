@@ -3,8 +3,6 @@
 peer_workers/worker.py describes questions and answers, and forwards.py beside it those of single passes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

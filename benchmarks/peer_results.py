@@ -1,7 +1,5 @@
 """The results of `benchmarks.peers`: rates, ratios with their range, where texts differ, and a table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from functools import partial

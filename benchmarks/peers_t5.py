@@ -5,8 +5,6 @@ write as many tokens as the target's own greedy answers have. They take turns by
 forerun one request at a time, and forerun a group at once. peers.py has the engines, peer_results.py the numbers.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence as Seq

@@ -9,8 +9,6 @@ The text is the documentation that every Python brings along (pydoc_data.topics)
 target, or a file.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import tempfile

@@ -10,8 +10,6 @@ vocabulary is that of the shipped model, for with four layers an LM head of 150,
 Of every four layers of Qwen 3.5 the first three keep a state; `--further` adds the block that guesses further tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ its states. Weights are random numbers. What the recurrent part takes of a pass 
 command, if the module was linked with its symbols (without -Wl,-s).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

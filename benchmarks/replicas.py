@@ -7,8 +7,6 @@ numbers: the processes do nothing, Ray's controller, proxies and heartbeats take
 share of that is in both. Clients run on the same machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

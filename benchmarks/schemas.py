@@ -8,8 +8,6 @@ the grammar.
     python -m benchmarks.schemas --target shipped --schemas 3400
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -6,8 +6,6 @@ the next; the others are idle meanwhile. serving_client.py sends, serving_server
 numbers, and serving_overhead.py measures what HTTP and texts take of the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence as Seq

@@ -6,8 +6,6 @@ this process, so that the client's share of the machine is part of what HTTP tak
 tokens per second stands the processor time per token, which other programs on the machine disturb less.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq

@@ -1,7 +1,5 @@
 """The picture of `benchmarks.serving`: throughput and waiting over the load, one line per server; by matplotlib."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 

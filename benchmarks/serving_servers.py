@@ -3,8 +3,6 @@
 Each is a process of its own on a free port of this machine, and is ended with the benchmark.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

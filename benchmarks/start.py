@@ -1,7 +1,5 @@
 """Runs a benchmark's command as `forerun` runs its own: the same help, errors and exit codes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path

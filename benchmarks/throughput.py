@@ -13,8 +13,6 @@ engine stands its double: how far the two are apart is the noise of the run, bel
 throughput_results.py makes numbers of it.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator, Sequence as Seq

@@ -4,8 +4,6 @@ A ratio is always of two runs of the same prompts in the same repeat. Which of t
 repeat is chosen on the other repeats: the best of many noisy runs would be better than any of the variants is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass

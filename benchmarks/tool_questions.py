@@ -4,8 +4,6 @@ Each question names the function that answers it. Schemas have what schemas of a
 bounds, patterns, nested objects, lists of objects, optional fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ the times are those of the answers.
     python -m benchmarks.tools --target TARGET.gguf --draft DRAFT.gguf
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

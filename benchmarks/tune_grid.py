@@ -4,8 +4,6 @@ It tunes, and then measures every drafter at every length and with pacing=auto i
 prompts in the same engine: how far predictions are off, and how much faster the best of all is than what was chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from statistics import median

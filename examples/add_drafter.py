@@ -4,8 +4,6 @@ It counts which token followed which in the text so far, and draws from these co
 file in src/forerun/drafters; this one stands elsewhere, so its folder is added to those that are searched.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Sequence as Seq

@@ -4,8 +4,6 @@ The whole conversation is given again with each turn. What the turns have in com
 new message is read.
 """
 
-from __future__ import annotations
-
 import sys
 
 from forerun import LLM, SamplingParams

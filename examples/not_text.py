@@ -5,8 +5,6 @@ checkpoints without a tokenizer; the larger one is the target, the smaller one i
 way: docs/tutorials/not_text.md draws digits pixel by pixel. Training needs `pip install '.[train]'`.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

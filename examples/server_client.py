@@ -3,8 +3,6 @@
 Without a URL it starts `forerun serve shipped` itself and ends it. It needs `pip install '.[serve]' openai`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

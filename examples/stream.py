@@ -4,8 +4,6 @@ First one stream in a loop. Then two at once with asyncio: they share every pass
 that it would have alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

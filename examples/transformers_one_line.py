@@ -4,8 +4,6 @@ Any architecture of transformers will do; here it is a tiny GPT-2 with random we
 from AutoModelForCausalLM.from_pretrained(...). It needs `pip install '.[hf]'`.
 """
 
-from __future__ import annotations
-
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 

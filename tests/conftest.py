@@ -1,7 +1,5 @@
 """Fixtures of all tests: the marks of speculation.py, and its line at the end of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib.util

@@ -3,8 +3,6 @@
 A drafter that needs nothing has no entry here, and is tested with its defaults.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping

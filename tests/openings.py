@@ -1,7 +1,5 @@
 """Counts how often files are opened, by whatever language: the kernel tells it (inotify)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -7,8 +7,6 @@ its grandchild becomes a child of the test. What a test says of a start itself, 
 import of torch, it must say of a real start: subprocess.Popen.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """Checkpoint folders of torch's tensors, for tests that make their models with torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of hybrids as `benchmarks.random_file` writes them, with small sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.random_file import SHAPES, Hybrid

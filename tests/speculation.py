@@ -11,8 +11,6 @@ support.py and engine/load.py. Tests about drafts themselves are marked:
 The mark closest to a test counts. The last line of a run says how many tests ran in which modes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

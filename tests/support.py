@@ -1,7 +1,5 @@
 """Small random llama decoders, and engines around them, which the tests of many rooms use."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command in a terminal of a given width, as a process of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 

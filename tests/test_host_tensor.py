@@ -1,7 +1,5 @@
 """Conversions of the host's tensors are torch's, bit for bit, with the kernels and without them."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 

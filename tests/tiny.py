@@ -1,7 +1,5 @@
 """Complete random checkpoint folders of a few thousand weights, with a tokenizer of bytes."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from pathlib import Path

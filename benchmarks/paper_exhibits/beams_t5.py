@@ -4,8 +4,6 @@ The paper leaves its analysis open and measured nothing. Beams of width w are se
 some levels; the texts are those of plain beam search, which is measured in turns with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Figure 1 of Leviathan et al. 2023 (arXiv 2211.17192): a text, coloured by what became of the guesses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.paper_work import Work

@@ -1,7 +1,5 @@
 """How far acceptances are from independent, which equation (1) of Leviathan et al. 2023 takes them for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence as Seq
 

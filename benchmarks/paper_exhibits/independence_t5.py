@@ -1,7 +1,5 @@
 """How far acceptances of an encoder-decoder's answers are from independent, for each task."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.paper_exhibits.independence import TITLE, independence

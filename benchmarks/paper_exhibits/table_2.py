@@ -1,7 +1,5 @@
 """Tables 2 and 4 of Leviathan et al. 2023 (arXiv 2211.17192), measured with `forerun bench latency`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import replace
 

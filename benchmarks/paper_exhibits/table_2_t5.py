@@ -5,8 +5,6 @@ what Theorem 3.8 does, which has v = 1 and o = 0. Costs are over a plain step, w
 drafts. Seconds and tokens are summed over the prompts of a repeat, for answers have lengths of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from statistics import median

@@ -1,7 +1,5 @@
 """Table 3 of Leviathan et al. 2023 (arXiv 2211.17192), measured: alpha by draft and sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Table 5 of Leviathan et al. 2023 (arXiv 2211.17192), measured: alpha by lenience."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from benchmarks.paper_alpha import Found, published

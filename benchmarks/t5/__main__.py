@@ -1,7 +1,5 @@
 """The commands `python -m benchmarks.t5 ...`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Annotated

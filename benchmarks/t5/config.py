@@ -1,7 +1,5 @@
 """The options of a T5 that is trained: its sizes, and one run."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path

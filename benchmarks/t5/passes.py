@@ -1,7 +1,5 @@
 """Passes of an encoder-decoder that is trained: operators for padded batches, which are differentiable."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Measures answers of an encoder-decoder against known ones, and alpha-hat of its drafts."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence as Seq

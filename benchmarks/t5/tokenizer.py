@@ -1,7 +1,5 @@
 """The tokenizer of a T5 that is trained: as that of `forerun train lm`, with T5's own special tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence as Seq
 
 from tokenizers import Tokenizer, processors

@@ -5,8 +5,6 @@ that of T5 version 1.1: gated feed-forward parts, an LM head of its own, a bias 
 are those that serve. The result is a standard checkpoint folder, `model/` in the out folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing is imported: griffe reads the source.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import tokenize

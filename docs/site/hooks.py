@@ -3,8 +3,6 @@
 CONTRIBUTING.md, CHANGELOG.md and the programs of examples/ become pages. Links to them lead there.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

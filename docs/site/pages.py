@@ -6,8 +6,6 @@ comments of their author: a page of docs/methods/ without them gets them at its 
 links, and two pictures are written, too (docs/site/pictures.py). A test compares all of it with the code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

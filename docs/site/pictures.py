@@ -13,8 +13,6 @@ A number in a text is a link with a title: `[1.37 (1.74)](numbers.md#a-real-pair
 `draft` of the first run; `whole` behind the kind is the whole request alone, and `least` in its place the least kind.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -8,8 +8,6 @@ images of plain decoding, and under the rule `ratio` pixels have the target's di
 It needs scikit-learn, and matplotlib for the picture, which is left out where that is not installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Probes of the memory are small here: what a large buffer shows is no test's business, and takes seconds of each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

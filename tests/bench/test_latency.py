@@ -1,7 +1,5 @@
 """`forerun bench latency`: the numbers that are made of measurements, on measurements whose numbers are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`forerun bench methods`: whole runs on a tiny model, its prompts, and the numbers of known runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

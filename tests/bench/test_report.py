@@ -1,7 +1,5 @@
 """`forerun bench report`: records of every kind become one page that needs nothing else."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """`forerun bench suite`: questions as their authors publish them, and whole runs on a tiny model."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tables of what was measured: what a column shows of a row, and how it is written."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from types import SimpleNamespace

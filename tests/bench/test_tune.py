@@ -1,7 +1,5 @@
 """`forerun tune`: the counts that predictions are made of, the choice, the files, and whole runs on small models."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

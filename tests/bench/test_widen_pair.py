@@ -1,7 +1,5 @@
 """The shipped pair, both sides widened: the draft model is accepted as often as before."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

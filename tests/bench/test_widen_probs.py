@@ -1,7 +1,5 @@
 """A widened model keeps its distribution in every combination of what widening can do, and mutants are caught."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

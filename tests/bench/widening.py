@@ -1,7 +1,5 @@
 """Small random llamas, their outputs, and the shapes that they are widened to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

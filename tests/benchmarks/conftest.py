@@ -1,7 +1,5 @@
 """Runs benchmarks' commands in this process, with small probes of the memory."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Iterator

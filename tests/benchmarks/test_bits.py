@@ -1,7 +1,5 @@
 """The list of what has the same bits: every operator by itself, on each set that this processor has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

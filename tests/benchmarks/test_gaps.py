@@ -1,7 +1,5 @@
 """`benchmarks.gaps`: whole runs on a tiny model, whose counts are known, and the numbers of known runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The GPU benchmark is rehearsed where there is no card, so that a session on one does not find its mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

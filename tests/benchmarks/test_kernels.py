@@ -1,7 +1,5 @@
 """`benchmarks.kernels` on a tiny decoder: every operator at every number of rows, and what cannot be measured."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

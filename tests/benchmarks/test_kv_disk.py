@@ -1,7 +1,5 @@
 """`benchmarks.kv_disk`: a whole run on a tiny model; the counts are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`benchmarks.paper`: every printed number from its formula, and what is measured, on tiny models by enumeration."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

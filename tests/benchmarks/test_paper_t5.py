@@ -1,7 +1,5 @@
 """`benchmarks.paper` on encoder-decoder pairs: tasks, tables and refusals, on tiny T5s of random weights."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

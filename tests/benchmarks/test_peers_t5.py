@@ -1,7 +1,5 @@
 """`benchmarks.peers_t5`: forerun one by one and at once, and transformers, on tiny T5s of random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`benchmarks.quality`: the command on the shipped target, what its numbers are, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

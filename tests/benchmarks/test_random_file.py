@@ -1,7 +1,5 @@
 """Files in the shapes of published models are read by the engine, and each token chooses experts for itself."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`benchmarks.schemas`: random schemas, all of whose answers match, and what counts as one that does not."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """`benchmarks.serving`: whole runs against a running server, and the numbers of known runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every benchmark has a command, and the old name of each says where it is now."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder-decoders are trained by the loop, resume exactly, and are checkpoints that transformers loads, too."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The translation task knows German, by answers written by hand. Splits do not overlap, and a seed repeats itself."""
 
-from __future__ import annotations
-
 import random
 import sys
 from itertools import permutations

@@ -1,7 +1,5 @@
 """`benchmarks.throughput`: whole runs on a tiny model, whose counts are known, and the numbers of known runs."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The questions for tools fit their tools, and a call that is not valid does not count as one."""
 
-from __future__ import annotations
-
 import jsonschema
 import pytest
 

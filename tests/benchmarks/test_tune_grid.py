@@ -1,7 +1,5 @@
 """`benchmarks.tune_grid` on a tiny model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Certificates: right code passes, each wrong version fails, and numbers are what they are called."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Tie certificates: a tie is one, anything else is none."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

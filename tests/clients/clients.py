@@ -8,8 +8,6 @@ last answer. An answer that has the degrees in it shows that a tool was called, 
 gave.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -10,8 +10,6 @@ The model is --model, else the variable CLIENTS_MODEL, else qwen2.5-coder-1.5b: 
 The output of the server and of each client is in build/clients/logs.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Drafts a tree of the tokens that followed the most similar inner hidden states in this text, as point masses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Everything here is plain torch in float64 and shares no code with the package. A
 computed for token i with token i+1, and states the distribution of token i+2.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests for drafters that are asked directly, without an engine."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence as Seq
 

@@ -1,7 +1,5 @@
 """Assistants of Gemma 4, which read their target's keys and values: they draft what those of transformers guess."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

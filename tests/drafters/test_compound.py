@@ -1,7 +1,5 @@
 """Drafters made of drafters: how they are written, who drafts, and what members see."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence as Seq

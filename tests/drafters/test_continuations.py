@@ -1,7 +1,5 @@
 """What followed the occurrences of a suffix: the search and the growth of chains and trees, by known answers."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The datastore drafter: its search, its guesses, and which files it refuses."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DDTree: the best paths through the rows of one pass, against an enumeration of all of them; and their law."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence as Seq
 from typing import Any

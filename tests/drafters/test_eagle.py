@@ -1,7 +1,5 @@
 """The drafter eagle at work: a greedy draft that is made in one call is the one that is made step by step."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence as Seq
 from pathlib import Path

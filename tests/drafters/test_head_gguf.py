@@ -1,7 +1,5 @@
 """Heads of EAGLE-3 and DFlash in GGUF files: they draft what the folders draft that they were made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

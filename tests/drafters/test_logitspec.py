@@ -1,7 +1,5 @@
 """LogitSpec: what its candidates are, the order and limits of its tree, and what is forgotten."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lookahead decoding: the window's rows, what the target says behind them, the pool, and how a budget is shared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompt lookup: what it finds, and how much of a text each of its calls reads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence as Seq
 from typing import Any

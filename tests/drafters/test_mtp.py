@@ -1,7 +1,5 @@
 """The block in a target's own files that guesses further tokens: what it drafts is what transformers' block guesses."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import cache

@@ -1,7 +1,5 @@
 """Heads are named as models are: by a folder, by a name of those that ship here, or by a hub id."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The n-gram store: what it drafts, what it counts, how much it keeps and reads."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafters that run the target's own weights: all of them at fewer bits (self), or some of its layers (early_exit)."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

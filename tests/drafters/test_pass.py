@@ -1,7 +1,5 @@
 """How PaSS shares a budget between drafted tokens and look-ahead vectors, and where the vectors stand."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Iterator

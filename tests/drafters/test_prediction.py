@@ -1,7 +1,5 @@
 """prediction: where the copy stands, which requests it serves, and that no prediction changes an output."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

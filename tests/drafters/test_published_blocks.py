@@ -3,8 +3,6 @@
 The forward passes here are written from the descriptions, with torch alone, over random weights under published keys.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published heads: each reader against what published.py computes from a description, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator

@@ -1,7 +1,5 @@
 """Token Recycling: the fixed tree, the matrix after known passes, and what is forgotten."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

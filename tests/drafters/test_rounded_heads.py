@@ -1,7 +1,5 @@
 """Heads whose files have 8 bits: what a dense head becomes when it is rounded at load, and half the bytes on disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

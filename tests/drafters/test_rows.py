@@ -1,7 +1,5 @@
 """Rows: those that drafters see of a pass, as they were then, and what may follow one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

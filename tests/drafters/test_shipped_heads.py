@@ -1,7 +1,5 @@
 """The heads that ship with the package: small, found by name, and often right about their models."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun import LLM, SamplingParams

@@ -1,7 +1,5 @@
 """STAND: what a table averages, which context speaks, what is drawn from it, and what is forgotten."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence as Seq
 from typing import Any

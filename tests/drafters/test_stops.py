@@ -1,7 +1,5 @@
 """Drafts that end by the drafter's own probabilities, and texts that are searched before the model is run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

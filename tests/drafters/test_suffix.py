@@ -1,7 +1,5 @@
 """Suffix decoding: what it drafts, what it remembers of finished requests, and what it forgets."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter

@@ -1,7 +1,5 @@
 """unigram, bigram and random: which token they guess, their exact acceptance, and files that are refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence as Seq
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Heads that `forerun train head --keep` keeps: `auto` finds them by the fingerprint of their target, and no other."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Draft models with another vocabulary: exact by enumeration, plain decoding's texts, what the cache holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

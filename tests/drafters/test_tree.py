@@ -1,7 +1,5 @@
 """Trees from draft models: their law with siblings and levels, what they keep in its cache, and what is refused."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small engines on a toy whose next token depends on the last one alone, for tests of drafters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small modules: random ones of transformers, and one whose exact probabilities are known."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the functions refuse, in one sentence and before anything runs; and what they print and cut."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace

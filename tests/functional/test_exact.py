@@ -1,7 +1,5 @@
 """Sampled output has the target's distribution: every outcome of every coin is taken, through the public functions."""
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence as Seq

@@ -1,7 +1,5 @@
 """Greedy text of modules is generate()'s of transformers, whatever drafts, however long, with and without a cache."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """speculate(f, g, guess, n): what runs beside what, and what is refused. That it is exact is in test_exact.py."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

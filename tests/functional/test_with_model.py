@@ -1,7 +1,5 @@
 """speculate_with: one line around a model of transformers, with all drafters without a model, and with a module."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No drafter fails silently in this room: what one raises passes through the router, which would decode plainly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

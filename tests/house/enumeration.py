@@ -1,7 +1,5 @@
 """Cases of exact enumeration (forerun.testing.engines), with the drafters that need a file (methods.py)."""
 
-from __future__ import annotations
-
 import functools
 
 from forerun.testing import engines

@@ -1,7 +1,5 @@
 """The programs of docs/site as modules, for they stand in no package."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

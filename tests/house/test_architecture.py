@@ -1,7 +1,5 @@
 """Every room has its paragraph, and imports have no circle; the numbers of the pair are consistent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import geometric_mean
 

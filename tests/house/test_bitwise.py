@@ -4,8 +4,6 @@ First the design that decides what runs with what; then whole engines against pl
 which logits and the cache's keys and values must have the bits of one-token decoding.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache

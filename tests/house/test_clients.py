@@ -1,7 +1,5 @@
 """The clients of `make clients`, which run at night, are all there: as functions, with versions, and on their page."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """docs/coming-from.md and src/forerun/data/peers.json say the same, and what they name exists."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -10,8 +10,6 @@ them, line by line: `forerun ...` in this process, so that torch is loaded once,
 it happens in an empty folder. In compared output `...` stands for anything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import gc

@@ -3,8 +3,6 @@
 server_client.py runs in tests/serve, where there is a server.
 """
 
-from __future__ import annotations
-
 import io
 import runpy
 import sys

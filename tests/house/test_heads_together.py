@@ -5,8 +5,6 @@ judged; only its drafts tell. So they are compared, round by round. The target o
 the heads: some drafts are accepted whole, some in part, some not at all.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace

@@ -4,8 +4,6 @@ Style, docstrings, prints and what is left to do are ruff's, and the import orde
 are set in pyproject.toml.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Drafters, rules and pacing policies are found by scanning their rooms, so that a new file is tested at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """House test 1 for trees: drafts of random shape through the whole engine, by exact enumeration."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Which package index `make demo` takes torch from, and that it brings what the lab needs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -3,8 +3,6 @@
 What the long form relies on is tested here, too: a drafter that fails is seen, and so is what a drafter keeps.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.drafters import Drafter

@@ -4,8 +4,6 @@ A proof is worth something only if it can fail. The numbers m1 ... m19 are fixed
 in which a mutant is not caught any more shows that the enumeration has become blind to it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

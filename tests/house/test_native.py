@@ -3,8 +3,6 @@
 Every new process gets a copy of the package in front of its path, where something is to be missing.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -5,8 +5,6 @@ is left of torch is in `EXACT`: whatever computes it gives the same bits. Engine
 mode that sees every operator that torch runs.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

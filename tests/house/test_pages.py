@@ -1,7 +1,5 @@
 """What documents say of the code is what the code says, and a method is a file and a page, of any form."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Speculation over packed weights says what plain decoding says, bit for bit: a sample of `make parity`."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun import native

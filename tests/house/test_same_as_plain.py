@@ -3,8 +3,6 @@
 Run on the operators whose rows do not depend on how they were batched: the row-by-row reference, and the native ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

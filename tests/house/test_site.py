@@ -1,7 +1,5 @@
 """mkdocs.yml, without mkdocs: `make docs` builds the site and takes links and anchors strictly."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Iterator

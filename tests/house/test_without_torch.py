@@ -3,8 +3,6 @@
 This file is also a program: a new process, which is told that there is no torch, does all of it and prints what came.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -3,8 +3,6 @@
 So whoever shortens or speeds up tests sees what they no longer show.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

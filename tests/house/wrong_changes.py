@@ -11,8 +11,6 @@ What takes longest to import is imported once; each change is tried in a child o
 it is then.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import os

@@ -5,8 +5,6 @@
 `make test-light` makes that interpreter.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

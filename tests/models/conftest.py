@@ -1,7 +1,5 @@
 """Random tiny checkpoints in either spelling of config.json, and transformers as the oracle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

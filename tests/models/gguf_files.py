@@ -1,7 +1,5 @@
 """GGUF files written with the `gguf` package, whose dequantisation is the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

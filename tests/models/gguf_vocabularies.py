@@ -7,8 +7,6 @@ apart from that of SmolLM2, which is in its own file, and from that of pairs of 
 otherwise has other ids in every script, so each way to cut has its record: of each text the checksum of its ids.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -5,8 +5,6 @@ their own (another origin, where no token may arrive), honours Range, and says i
 asked is in `requests`; what it does wrong on purpose is set by the attributes of HubServer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

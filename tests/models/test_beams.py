@@ -1,7 +1,5 @@
 """Beam search against transformers' generate() in float32: texts, their order, and their scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """config.json: what is honoured, what is inert, and what is refused by name."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

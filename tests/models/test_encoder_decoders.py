@@ -1,7 +1,5 @@
 """Encoder-decoders compute what `transformers` computes: many sources in one batch, in chunks and trees."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Every key of config.json against transformers: what changes its function changes ours as much, or is refused."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What passes of a mixture of experts tell of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """generation_config.json: which ids end an output, which values become sampling parameters, which are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

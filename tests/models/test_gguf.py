@@ -1,7 +1,5 @@
 """GGUF files against the `gguf` package (every weight, bit for bit) and transformers (logits and greedy texts)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Broken and hostile GGUF files: each is refused in one sentence, at once and without memory for what it claims."""
 
-from __future__ import annotations
-
 import random
 import resource
 import shutil

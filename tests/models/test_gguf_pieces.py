@@ -1,7 +1,5 @@
 """A GGUF file in pieces is the model that it is as a whole, and pieces that do not belong together are refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ FORERUN_TEST_LLAMA_SOURCE: a folder of llama.cpp's source, as it is in the sourc
 models/ggml-vocab-*.gguf are whole published vocabularies, with the ids of some 47 texts for each.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import unicodedata

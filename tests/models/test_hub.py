@@ -1,7 +1,5 @@
 """Models of the hub, from a hub on this machine: what is asked for, what is kept, and every way it can fail."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What the small files of a pair show is refused, or used, before any weight comes down the line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What is derived of a model is kept in the cache, and made for the process alone where that cannot be written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

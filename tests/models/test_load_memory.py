@@ -1,7 +1,5 @@
 """How much memory loading takes: hardly more than the model itself, and with native operators no dense copy of it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoint folders: shards, ties, types, end ids, and everything refused at the door."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Models that have a name: in the package, in a wheel, on the hub, or nowhere."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

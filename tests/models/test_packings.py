@@ -5,8 +5,6 @@ AWQ files are packed here, word by word, as their formats are described, and com
 their packages need a GPU.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every architecture against transformers in float32: prefill, ragged mixtures, chunks, trees, windows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence as Seq
 from pathlib import Path

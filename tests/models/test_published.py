@@ -3,8 +3,6 @@
 published.json has the files, by name; another one is another entry. Those of transformers are made here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy

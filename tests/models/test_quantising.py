@@ -1,7 +1,5 @@
 """Weights rounded while they are loaded, and checkpoints that keep them: how far they are off, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

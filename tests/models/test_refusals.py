@@ -1,7 +1,5 @@
 """Checkpoints of other formats: each refused before its weights are read, in one sentence with a way out."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

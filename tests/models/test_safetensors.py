@@ -1,7 +1,5 @@
 """Our reading of safetensors files against the library's: the same tensors, and what it refuses is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Another file format is one file: here an archive, written beside the tests, that holds everything a model needs."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile

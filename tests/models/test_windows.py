@@ -1,7 +1,5 @@
 """Layers with a window give old blocks back: what is read afterwards is the same, and takes less memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

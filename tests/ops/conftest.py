@@ -3,8 +3,6 @@
 All run on a card, and with `make parity`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -7,8 +7,6 @@ Of each: num_warps, registers of a thread, stack bytes (registers that did not f
 many multiplications are fused with additions. Triton compiles for the cards that its version knows.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ python -m ops.forking idle | busy | llm. Exit code 0 = every child computed the 
 without an error; a child that hangs is killed.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import sys

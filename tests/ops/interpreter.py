@@ -4,8 +4,6 @@ It puts its own functions into Triton's language when a kernel is launched, and 
 those to replace at each call of a function that a kernel calls, too: a third of the time of these tests.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Backends are the files of ops/ that have a NAME: which one computes what, and what is said of those that do not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

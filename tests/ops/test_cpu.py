@@ -4,8 +4,6 @@ The reference computes in float64 what the kernel computes in float32. With bflo
 rounded to bfloat16 first; the products of two such numbers are exact in float32 already.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import get_args
 

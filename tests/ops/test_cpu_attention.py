@@ -4,8 +4,6 @@ The reference computes in float64, each row alone over exactly its keys; keys an
 the cache.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

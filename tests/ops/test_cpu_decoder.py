@@ -3,8 +3,6 @@
 `Composed` is csrc/model.cpp written down with single operators.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Hidden states, logits and what is written to the cache, whatever the chunks of a
 threads and the layout of the cache.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -4,8 +4,6 @@ They do not depend on the number of rows, on the row's place among them, on the 
 layout, or on whether the row is in a chain or in a tree. The fast reference operators must fail the same test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 

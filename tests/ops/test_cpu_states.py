@@ -4,8 +4,6 @@ A text is computed in one pass, and again in silent chunks, chains and trees of 
 other sequences; states are written on the way where kv/states.py wants them, and sequences begin with those of others.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

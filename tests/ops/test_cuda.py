@@ -4,8 +4,6 @@ They run on a card where there is one, and else under Triton's interpreter, for 
 package of its own, which nothing else here needs. Triton 3.6's interpreter fails with numpy 2.4, and 3.9's does not.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace

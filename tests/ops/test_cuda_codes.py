@@ -4,8 +4,6 @@ Where there is no card the kernel runs under Triton's interpreter, which runs no
 these texts compute is tried here by a few lines that know their instructions.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

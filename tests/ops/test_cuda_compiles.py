@@ -1,7 +1,5 @@
 """The CUDA backend's kernels compile for cards that are not there, and fit them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

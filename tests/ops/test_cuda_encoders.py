@@ -1,7 +1,5 @@
 """Encoder-decoders on the CUDA backend: what `transformers` computes, and the bits of a row whatever is beside it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Whole models with experts are in test_cuda.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan of the CUDA backend counts the bytes that its weights have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 They run on a card where there is one, and else under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

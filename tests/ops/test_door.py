@@ -3,8 +3,6 @@
 Each test changes a call that is right. The checks are the same for every instruction set.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import random

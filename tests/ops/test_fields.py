@@ -3,8 +3,6 @@
 The rows of a text all at once, each alone behind the others, and as a path of a tree beside another path.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A forked child computes the same bits as its parent, whatever the parent's threads do meanwhile (forking.py)."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Specs of trained heads: every backend computes of them what the operators in torch compute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

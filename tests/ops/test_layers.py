@@ -4,8 +4,6 @@ The native operators and the reference operators in row_by_row mode agree bit fo
 they agree by value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks on the kernels: the function that plain torch computes, and the bits of a row whatever is beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Products of quantised weights: exact sums of codes, one rounding of the inputs, bits that depend on the row alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

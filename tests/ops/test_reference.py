@@ -1,7 +1,5 @@
 """The reference operators: one row's bits in row_by_row mode, one row's numbers in fast mode (docs/exactness.md)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Positions as numbers: exact to the last bit of float32, the same for ever, and one table for all operators."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

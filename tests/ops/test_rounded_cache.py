@@ -1,7 +1,5 @@
 """Native attention over a cache in 8 bits, on every instruction set: bits of rows, what is stored, how near it is."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

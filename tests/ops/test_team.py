@@ -4,8 +4,6 @@ Data races cannot be seen from Python, so csrc/pool.cpp and team.cpp are compile
 one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Recurrent layers in torch, row by row: however passes are cut, drafted and rejected, rows keep their bits."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -7,8 +7,6 @@ values can meet in every pair 20 times over 1000 prompts only where a * b <= 50.
 values even, too. Neighbours are 1 .. 8, every value a level.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

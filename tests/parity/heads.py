@@ -3,8 +3,6 @@
 Random ones are hardly ever right there, and what follows an accepted draft would not be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

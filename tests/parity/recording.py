@@ -9,8 +9,6 @@ requests run in one batch, greedy and sampled by several rules: token ids, log-p
 row and of its logits, and the details of every round. `--only TEXT` takes the cases whose name has it.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

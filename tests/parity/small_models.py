@@ -3,8 +3,6 @@
 `write` makes a folder of one. Weights are made of words of PCG64 (tiny.numbers): torch's generator is not in them.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

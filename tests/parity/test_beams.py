@@ -1,7 +1,5 @@
 """Beam searches of SmolLM2 at length, beside other requests: drafts change no bit of a text or a score."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

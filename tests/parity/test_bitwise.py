@@ -5,8 +5,6 @@ differ: neither a token, nor a bit of the row of logits that decided it. float32
 target widened to the shape of Llama 3.2 1B. The fast reference operators, compared the same way, must fail.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

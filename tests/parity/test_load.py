@@ -1,7 +1,5 @@
 """Load at length: two hundred mixed requests on the shipped pair, ten thousand with aborts in little memory."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

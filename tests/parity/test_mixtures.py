@@ -4,8 +4,6 @@
 in a small engine, behind which nothing of them is left. tests/house/test_mixtures.py is the short form.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.models.loading import load_checkpoint

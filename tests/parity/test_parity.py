@@ -6,8 +6,6 @@ two tokens are the two best of an independent recomputation, and their scores ar
 logit deviation measured between batch shapes. Anything else is a bug. The count is printed.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Thousands of requests against one server, many of them broken: nothing leaks, nothing fails but what should."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

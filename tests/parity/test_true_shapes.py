@@ -1,7 +1,5 @@
 """The pair of Llama 3.2 1B and 3B at its true shapes (widened small models, 9 GB): what D10's last three tests ask."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

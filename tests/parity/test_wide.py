@@ -4,8 +4,6 @@ Both are written as bfloat16 folders and read back in float32, one runtime in me
 the tokens that forerun chooses; new ids must have probability 0 in both; and the pair must accept as it did before.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

@@ -4,8 +4,6 @@ Every tree is written in one to four passes, the nodes of the earlier ones pendi
 and a second tree that is forgotten. Then a path of it is kept, and one more token is run behind it.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

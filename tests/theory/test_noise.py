@@ -1,7 +1,5 @@
 """What a perfect sampler shows, and block verification in closed form, against simulation, scipy and enumeration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

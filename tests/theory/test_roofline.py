@@ -1,7 +1,5 @@
 """The roofline against counts made by hand, and its limits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Statistics of certificates against scipy, and that they are honest where the sampler is known to be right."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every formula against a simulation that throws its coins: within 4 standard errors at a million rounds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

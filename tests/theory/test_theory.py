@@ -1,7 +1,5 @@
 """Formulas against known answers; test_simulation.py compares them with simulation."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The best trees of Sequoia: three ways to find them agree, and known answers."""
 
-from __future__ import annotations
-
 import functools
 import random
 

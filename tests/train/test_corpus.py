@@ -1,7 +1,5 @@
 """The splits are disjoint, whole modules are held out, prompts come from the bench split alone."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

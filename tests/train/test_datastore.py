@@ -1,7 +1,5 @@
 """`forerun train datastore`: the file that it writes, and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

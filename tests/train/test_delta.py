@@ -1,7 +1,5 @@
 """Recurrent layers in training: what chunks of texts side by side compute is the recurrence of each, token by token."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

@@ -1,7 +1,5 @@
 """A GPT-2 is trained by the same loop as a llama: it resumes exactly, and its checkpoint is what transformers loads."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

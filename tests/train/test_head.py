@@ -1,7 +1,5 @@
 """`forerun train head`: features, resuming, what the drafters make of the files, and files that are refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Heads with layers are blocks of their target's kind, trained and run by the code of models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model whose layers keep states is trained by the same loop, and transformers loads its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

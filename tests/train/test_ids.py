@@ -1,7 +1,5 @@
 """A language model of token ids that stand for no text: rows of one length in, a checkpoint without a tokenizer out."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

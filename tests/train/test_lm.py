@@ -1,7 +1,5 @@
 """The training loop learns, resumes exactly, and writes a llama checkpoint that transformers loads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

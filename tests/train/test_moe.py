@@ -1,7 +1,5 @@
 """A mixture of experts is trained by the same loop: all its experts are used, and transformers loads its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

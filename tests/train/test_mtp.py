@@ -1,7 +1,5 @@
 """`forerun train head --method mtp`: a block that is found in a copy of its target's folder, without being named."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

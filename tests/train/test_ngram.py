@@ -1,7 +1,5 @@
 """`forerun train ngram`: which texts are read, what the file is good for, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

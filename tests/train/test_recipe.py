@@ -1,7 +1,5 @@
 """`forerun train drafter`: the shares of its time, and that a run goes on where it was stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """What reads several packed texts in one pass through a target refuses states, which would go on into the next text."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every text survives encode and decode; indentation is cheap; the files are the standard ones."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

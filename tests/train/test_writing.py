@@ -1,7 +1,5 @@
 """`forerun train sample`: what the target writes, and the file that it is written to."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

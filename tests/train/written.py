@@ -1,7 +1,5 @@
 """Writers of small samples, for tests of sampling and of what learns from samples."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence as Seq
 from pathlib import Path

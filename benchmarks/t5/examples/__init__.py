@@ -3,8 +3,6 @@
 A task is one file of this folder. Sources that are equal are in one split, so that nothing held out was learned.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Choices among equally right ways to say something: drawn at random, or all of them in turn."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence as Seq
 from typing import Protocol, TypeVar

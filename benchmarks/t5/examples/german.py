@@ -1,7 +1,5 @@
 """German forms: endings of nouns, adjectives and determiners by gender, number and case, and the parts of verbs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -7,8 +7,6 @@ participle = German infinitive (with `|` behind a prefix that separates), forms 
 perfect is made with sein. Names: English = German where they are not the same.
 """
 
-from __future__ import annotations
-
 THINGS = """
 car/cars = n Auto Autos, m Wagen Wagen; book/books = n Buch Bücher; letter/letters = m Brief Briefe
 key/keys = m Schlüssel Schlüssel; table/tables = m Tisch Tische; chair/chairs = m Stuhl Stühle

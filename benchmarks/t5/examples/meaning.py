@@ -3,8 +3,6 @@
 Each is drawn as a meaning, which English says in one way. German often has several: another order of words, a synonym.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence as Seq

@@ -6,8 +6,6 @@ summaries of the paper (extractive fragments, Grusky et al. 2018). Whole folders
 standard library, are held out.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import random

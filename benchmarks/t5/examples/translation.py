@@ -4,8 +4,6 @@ The sentences are patterns of a few clauses, or of numbers, dates, amounts and q
 answer, because it knows all that are right.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

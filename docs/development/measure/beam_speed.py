@@ -8,8 +8,6 @@ seconds, and of CPU seconds, which with one thread are what a machine without ot
 target, draft: as for `forerun generate`; shape: as for `forerun bench methods`, or none; dtype: of the weights.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -5,8 +5,6 @@ medians of the time from the request to its last token, and of the CPU time of t
 the system tells it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics

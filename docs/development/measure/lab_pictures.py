@@ -6,8 +6,6 @@ time of the page's scripts per frame while the marker and the knob c of the land
 and the system's Chromium.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
