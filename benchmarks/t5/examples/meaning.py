@@ -5,14 +5,15 @@ Each is drawn as a meaning, which English says in one way. German often has seve
 
 import random
 import re
+import tomllib
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 from num2words import num2words
 
-from benchmarks.t5.examples import lexicon
 from benchmarks.t5.examples.choices import Pick, Say
 from benchmarks.t5.examples.german import (
     DEFINITE,
@@ -34,6 +35,7 @@ from benchmarks.t5.examples.german import (
 )
 
 T = TypeVar("T")
+LEXICON = tomllib.loads(Path(__file__).with_name("lexicon.toml").read_text(encoding="utf-8"))
 
 # ------------------------------------------------------------------------------------------------------------- lexicon
 
@@ -50,17 +52,16 @@ class Word:
 @cache
 def words(name: str) -> tuple[Word, ...]:
     """Return a table of the lexicon."""
-    found = []
-    for entry in re.split("\n|; ", getattr(lexicon, name).strip()):
-        english, german, *more = entry.split(" = ")
-        found.append(Word(tuple(english.split("/")), tuple(german.split(", ")), *more))
-    return tuple(found)
+    entries = [entry.split(" = ") for entry in re.split("\n|; ", LEXICON[name].strip())]
+    return tuple(
+        Word(tuple(english.split("/")), tuple(german.split(", ")), *more) for english, german, *more in entries
+    )
 
 
 @cache
 def names(name: str) -> tuple[tuple[str, str], ...]:
     """Return proper names: English beside German."""
-    pairs = [entry.partition("=") for entry in getattr(lexicon, name).split()]
+    pairs = [entry.partition("=") for entry in LEXICON[name].split()]
     return tuple((english, german or english) for english, _, german in pairs)
 
 
