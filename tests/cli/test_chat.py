@@ -141,6 +141,21 @@ def test_a_pasted_text_is_one_message_and_is_remembered(terminal: Any, talker: P
     assert [lines[i : i + 3] for i in starts] == [["> one", ". two", ". three"], ["> one", ". two", ". three!"]]
 
 
+def test_what_is_typed_during_an_answer_waits_for_the_prompt(terminal: Any, talker: Path) -> None:
+    child = terminal(str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "400", columns=200)
+    child.expect_exact(READY)
+    child.send("hello\r")
+    child.expect_exact("2004l")  # the prompt has ended
+    child.send("typed ahead")
+    child.expect(NUMBERS)
+    assert "typed" not in child.before
+    child.expect_exact(READY)
+    child.expect_exact("typed ahead")
+    child.send("\x15")  # as nothing
+    child.sendeof()
+    child.expect(pexpect.EOF)
+
+
 def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -> None:
     child = terminal(
         str(talker), "--draft", "none", "--temperature", "0", "--max-seq-len", "1000000", "--no-stop-loops"

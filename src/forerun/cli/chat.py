@@ -29,7 +29,7 @@ from forerun.models.named import DRAWING
 from forerun.native import cache_folder
 from forerun.registry import unknown
 from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
-from forerun.text.terminal import make_console, visible
+from forerun.text.terminal import make_console, unechoed, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
 
 PROMPT, MORE = "> ", ". "
@@ -309,7 +309,7 @@ class Chat:
         given = self._given if may_call else {}
         answer_form = self._answer_form if may_call else self.llm.answer_form()
         answer, ids = Answer(), list[int]()
-        with suppress(_Stopped), ExitStack() as stack:
+        with suppress(_Stopped), unechoed(), ExitStack() as stack:
             interrupt.is_awaited = True
             try:
                 prompt = self.llm.apply_chat_template(messages, **given)
@@ -445,7 +445,7 @@ def _one_interrupt() -> Iterator[_Interrupt]:
 def load_models(opened: Opened) -> LLM:
     """Load the LLM of a chat. A checkpoint without a chat template is refused before its weights are fetched."""
     _ = opened.chat_template
-    with loading(opened):
+    with unechoed(), loading(opened):
         llm = LLM.from_opened(opened)
     spare_what_is_loaded()
     return llm

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleDimensions
@@ -47,6 +50,27 @@ def note(text: str) -> None:
     """Write a line to standard error, folded by words in a terminal: standard output has what the model wrote."""
     console = make_console(stderr=True)
     console.print(text, soft_wrap=not console.is_terminal)
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Keep typed keys off the screen while something else is written there; the next prompt gets them.
+
+    Does nothing where standard input is no terminal.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    after = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(keyboard, termios.TCSANOW, after)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSANOW, before)
 
 
 def has_colour(console: Console) -> bool:
