@@ -3,6 +3,8 @@
 worker.py continues prompts with it, forwards.py runs single passes.
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib
 from typing import Any

@@ -4,6 +4,8 @@ What it drafts with is chosen when it starts, so each configuration is a server 
 before the clock runs, and lives for one answer: it holds nothing of other prompts, and no processor while others run.
 """
 
+from __future__ import annotations
+
 import contextlib
 import http.client
 import json

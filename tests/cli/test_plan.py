@@ -49,6 +49,17 @@ def planned(cli: Any, *arguments: str, code: int = 0) -> dict[str, Any]:
     return {**found, "parts": parts, "how": how}
 
 
+def test_a_pass_holds_no_more_tokens_than_it_may(cli: Any, llamas: tuple[str, str]) -> None:
+    """Of 64 requests with drafts, of which `--pacing` says how long they are."""
+    base = (llamas[0], "--draft", "lookup", "--device", "cpu", "--ops", "reference", "--max-batch-size", "64")
+    base = (*base, "--max-seq-len", "512", "--memory", "64GB")
+    limits = [(), ("--pacing", "fixed"), ("--max-num-batched-tokens", "128")]
+    plans = [planned(cli, *base, *limit) for limit in limits]
+    sums = [sum(plan["parts"].values()) for plan in plans]
+    assert sums[0] > sums[1] > sums[2]
+    assert plans[0]["spec_length"] > plans[1]["spec_length"]
+
+
 def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, str]) -> None:
     target, draft = llamas
     base = ("--target", target, "--draft", draft, "--dtype", "bfloat16", "--device", "cpu", "--ops", "reference")

@@ -109,7 +109,7 @@ def run_in(folder: Path, *words: str) -> None:
 def test_a_drafter_is_two_files(copy: Path) -> None:
     """A module, and a page with headings of its own: `make pages` does the rest, and the house tests pass."""
     example = (copy / "examples" / "add_drafter.py").read_text(encoding="utf-8")
-    code = example[example.index("from __future__") : example.index("def main()")].rstrip() + "\n"
+    code = example.split('"""', 2)[2].partition("def main()")[0].strip() + "\n"
     module, page = f"src/forerun/drafters/{NAME}.py", f"docs/methods/{NAME}.md"
     (copy / module).write_text(f'"""Draw from what followed the last token in the text."""\n\n{code}', encoding="utf-8")
     (copy / page).write_text("# Followers\n\nIt counts pairs.\n\n## As one likes\n\nAnd draws.\n", encoding="utf-8")

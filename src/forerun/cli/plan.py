@@ -37,20 +37,21 @@ SHAPE_HELP = f"as if widened to it: {SHAPE_NAMES} [default: none]"
 MEMORY_HELP = "what there is, as 16GB, 16GiB or 8e9 [default: what this machine has free]"
 
 ENGINE = (
-    *("target", "ignore_config_keys", "draft", "extra_drafts", "spec_length", "max_batch_size", "max_seq_len"),
-    *("kv_cache_tokens", "prefill_chunk_tokens", "draft_catchup_tokens"),
+    *("ignore_config_keys", "draft", "extra_drafts", "spec_length", "max_batch_size", "max_seq_len"),
+    *("kv_cache_tokens", "max_num_batched_tokens", "prefill_chunk_tokens", "draft_catchup_tokens", "pacing"),
 )
 
 
 def plan(
     engine: Annotated[Given, flags.engine(*ENGINE, *flags.MODEL)],
+    target: flags.TargetArgument = None,
     shape: Annotated[str | None, typer.Option(help=f"the target {SHAPE_HELP}", show_default=False)] = None,
     draft_shape: Annotated[str | None, typer.Option(help=f"the draft model {SHAPE_HELP}", show_default=False)] = None,
     memory: Annotated[str | None, typer.Option(help=MEMORY_HELP, show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Compute the memory that a configuration needs, before anything is loaded. Exit code 3: it does not fit."""
-    config = flags.engine_config(engine)
+    config = flags.engine_config({**engine, "target": target})
     if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
         config = dataclasses.replace(config, target=config.target or PAIR)
     models = Models.of(config, shape, draft_shape)
