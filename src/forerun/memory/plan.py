@@ -389,7 +389,7 @@ class _Needs:
             num_masked=num_rows if verified > 1 else prompt,
             context=min(length, pool),
             num_read=min(batch * length, pool),
-            num_logits=batch * verified,
+            num_logits=min(batch * verified, self.config.max_num_batched_tokens),
             num_taps=self.num_taps,
         )
 
@@ -412,18 +412,20 @@ class _Needs:
         """
         if self.device != "cpu":
             return []
-        batch, verified, num_ids = self.config.max_batch_size, self.spec_length + 1, self.target.vocab_size
+        batch, num_ids = self.config.max_batch_size, self.target.vocab_size
+        # A draft's tokens and the one behind them are rows of a pass, which has room for so many.
+        num_rows = min(batch * (self.spec_length + 1), self.config.max_num_batched_tokens)
         target = MemoryPart(
             "target probabilities",
-            (batch * verified * PROB_BYTES + SAMPLING_BYTES) * num_ids,
-            f"{batch} x {verified} rows of {num_ids:,} x {PROB_BYTES} bytes; one row, while a token is drawn from it, "
+            (num_rows * PROB_BYTES + SAMPLING_BYTES) * num_ids,
+            f"{num_rows:,} rows of {num_ids:,} x {PROB_BYTES} bytes; one row, while a token is drawn from it, "
             f"{SAMPLING_BYTES} bytes more for each of these",
         )
-        if not self.drafts or not self.spec_length:
+        num_drafted = num_rows - batch
+        if not self.drafts or not num_drafted:
             return [target]
-        num_bytes = batch * self.spec_length * num_ids * PROB_BYTES
-        how = f"{batch} x {self.spec_length} rows of {num_ids:,} x {PROB_BYTES} bytes"
-        return [MemoryPart("draft probabilities", num_bytes, how), target]
+        how = f"{num_drafted:,} rows of {num_ids:,} x {PROB_BYTES} bytes"
+        return [MemoryPart("draft probabilities", num_drafted * num_ids * PROB_BYTES, how), target]
 
 
 # ---------------------------------------------------------------------------------------------------------- what fits
