@@ -1,1 +1,1 @@
-"""Requests and answers in the form of the OpenAI API, and what runs them: a file of requests (batch)."""
+"""The HTTP server with its APIs, and `forerun batch`, which answers a file of requests."""

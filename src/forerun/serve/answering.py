@@ -1,7 +1,8 @@
-"""The way of one request through a server: body, Job, engine, answer, whole or as a stream of events.
+"""The way of one request through a server: from its body to a Job, to the engine, and to the answer.
 
-Every API goes this way; a Generate holds the differences. It runs in the event loop, which waits, makes short pieces
-and sends, and hands longer work to the threads of the Service.
+The answer is sent whole or as a stream of events. All APIs share this code; a `Generate` (routes.py) holds what differs
+between them. The code runs in the event loop, which waits, makes short pieces of text and sends them. Longer work goes
+to the threads of `Services`.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 RECORD = "forerun.record"  # in the scope of a request: its entry in the log
-IGNORED = "x-forerun-ignored"  # header: fields without which a request was served
+IGNORED = "x-forerun-ignored"  # header of an answer: the fields of the request that were ignored
 MOST_DRAINED_BYTES = 64 << 20  # read and thrown away of a body that is too large, so that the client reads the answer
 MOST_HEADER_CHARS = 1000
-MOST_IN_LOOP_TOKENS = 16  # of a piece that the event loop makes itself: microseconds, where a thread costs 50 or more
+MOST_IN_LOOP_TOKENS = 16  # in a piece that the event loop makes itself, in microseconds; a thread would take 50 or more
 
 
 class Answer(Response):
-    """The answer to one request, made when it is sent."""
+    """The response to one request. Calling it reads the body, generates the answer and sends it."""
 
     def __init__(self, services: Services, route: Generate, error: Errors) -> None:
         super().__init__()
         self._services, self._route, self._error = services, route, error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read, generate and send. Raises nothing except errors that end the connection."""
+        """Read the body, generate the answer and send it. Raises only errors that end the connection."""
         exchange = Exchange(self._services, self._route, self._error, scope, receive, send)
         try:
             await exchange.run()
@@ -83,7 +84,7 @@ class Exchange:
         self._is_sent = False  # the last byte is on its way: the client may go now
 
     async def run(self) -> None:
-        """Answer the request. Raises ForerunError before the first byte of the answer was sent, and ClientGone."""
+        """Answer the request. Raises ClientGone, and ForerunError as long as no byte of the answer was sent."""
         services = self._services
         body = await read_body(self._headers, self._receive, services)
         if self._route.is_kept and names_kept(body):
@@ -99,7 +100,7 @@ class Exchange:
                     await self._answer(job, prompts, place, model_place)
 
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
-        """Generate and send, holding places at the server's gate and the model's."""
+        """Generate the answer and send it. places: at the server's gate and at the model's gate."""
         service = self._service
         with self._guarding():
             await self._services.compile(service, job.params)
@@ -187,7 +188,10 @@ class Exchange:
         return outputs
 
     async def _wait(self, generation: Generation, at_most_s: float = inf) -> None:
-        """Wait for news. Raises TimeoutError after at_most_s, and Refused after the time of the request."""
+        """Wait for news of the generation.
+
+        Raises TimeoutError after at_most_s, and Refused when the time of the request is over.
+        """
         left_s = self._ends_s - time.monotonic()
         try:
             await self._patience.wait(generation.is_told.wait(), min(left_s, at_most_s))
@@ -200,12 +204,15 @@ class Exchange:
         generation.is_told.clear()
 
     async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
-        """Do work on texts. Raises ForerunError, whatever went wrong in it: other requests go on."""
+        """Do work on texts, in a thread or in the event loop.
+
+        Raises ForerunError, whatever went wrong in the work, so that other requests go on.
+        """
         with self._guarding():
             return work(*given) if in_loop else await self._services.in_thread(work, *given)
 
     async def _read(self, body: bytes) -> tuple[Job, list[list[int]]]:
-        """Return the job of a body, and its prompts as ids. Raises ForerunError."""
+        """Return the job of a body, and its prompts as token ids. Raises ForerunError."""
         with self._guarding():
             read: tuple[Job, list[list[int]]] = await self._services.read(self._route.form.url, body)
             return read
@@ -222,7 +229,7 @@ class Exchange:
 
     @asynccontextmanager
     async def _until_gone(self) -> AsyncIterator[None]:
-        """Cancel the block when the client has gone, and raise ClientGone then."""
+        """Run the block. If the client goes away, cancel the block and raise ClientGone."""
         work = asyncio.current_task()
         assert work is not None
         is_gone = False
@@ -272,7 +279,7 @@ class Exchange:
             self._wrote_s = time.monotonic()
 
     async def _within(self, sending: Awaitable[None]) -> None:
-        """Send. Raises ClientGone where the client takes nothing for too long."""
+        """Wait until the data is sent. Raises ClientGone where the client takes nothing for too long."""
         try:
             await self._patience.wait(sending, self._services.limits.stall_timeout_s)
         except TimeoutError:
@@ -281,16 +288,16 @@ class Exchange:
 
 
 def key_of(headers: Any) -> str:
-    """Return a digest of the API key that a request brings, '' where it brings none."""
+    """Return a digest of the API key in a request's headers; '' where there is no key."""
     given = headers.get("authorization", "").partition(" ")[2].strip() or headers.get("x-api-key", "")
     return hashlib.sha256(given.encode()).hexdigest() if given else ""
 
 
 async def read_body(headers: Any, receive: Receive, services: Services) -> bytes:
-    """Return the body of a request, if there is room for it when it begins.
+    """Return the body of a request.
 
-    Raises Refused where there is none, and for a body that is too large or takes too long; ClientGone where it ends
-    early.
+    Raises Refused where the gate is full or draining when the body begins, for a body that is too large, and for a body
+    that takes too long. Raises ClientGone where the client disconnects before the body ends.
     """
     services.gate.look()
     limits = services.limits
@@ -324,6 +331,6 @@ async def read_body(headers: Any, receive: Receive, services: Services) -> bytes
 
 
 def ignored_header(names: Seq[str]) -> str:
-    """Return the fields as the value of a header, which holds printable ASCII alone."""
+    """Return the names of ignored fields as the value of a header, which may hold only printable ASCII."""
     safe = (name if name.isascii() and name.isprintable() else ascii(name) for name in names)
     return ", ".join(shown_name for shown_name in safe)[:MOST_HEADER_CHARS]

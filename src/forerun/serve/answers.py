@@ -1,8 +1,8 @@
-"""The file of answers of a batch: whole lines, each there once, safe on the disk before it counts as written.
+"""The file of a batch's answers. Each line is there once, and is on the disk before it counts as written.
 
-The process may be killed at any moment. The file then holds whole lines and at most one torn one at the end, which the
-next run cuts off. A lock keeps a second process out for as long as the first one lives. The id of a line has the digest
-of the request that it answers, so that a later run sees which requests have changed.
+The process may be killed at any moment. The file then holds whole lines, and at most one torn line at the end, which
+the next run cuts off. A lock keeps other processes out as long as the first one lives. The id of a line contains the
+digest of the request that the line answers, so that a later run sees which requests have changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from forerun.errors import BadOption, CapacityError, shown
 
 ID_PREFIX = "batch_req_"
-_BEGINNING = f'{{"id": "{ID_PREFIX}'.encode()  # of every line: nothing else at the end of a file is cut off
+_BEGINNING = f'{{"id": "{ID_PREFIX}'.encode()  # of every line: only a torn line that begins so is cut off
 _OK = 200
 _NUM_SHOWN = 5  # custom_ids that a message names
 
@@ -34,32 +34,33 @@ def answer_id(digest: str) -> str:
 
 
 def _digest_in(own_id: str) -> str:
-    """Return the digest in an id of `answer_id`; empty for other ids."""
+    """Return the digest in an id that `answer_id` has made; '' for other ids."""
     return own_id.removeprefix(ID_PREFIX).partition("_")[2] if own_id.startswith(ID_PREFIX) else ""
 
 
 def some_of(custom_ids: Seq[str]) -> str:
-    """Say how many requests there are, and name the first."""
+    """Return how many requests these are, and the first custom_ids, as text for a message."""
     shown = ", ".join(f"{custom_id!r:.80}" for custom_id in custom_ids[:_NUM_SHOWN])
     more = f" and {len(custom_ids) - _NUM_SHOWN:,} more" if len(custom_ids) > _NUM_SHOWN else ""
     return f"{len(custom_ids):,} request{'s' if len(custom_ids) > 1 else ''} ({shown}{more})"
 
 
 class AnswerFile:
-    """The file, opened and locked on entering, and created where it is missing. Nothing in it changes before `recover`.
+    """A file of answers. Entering it opens and locks the file, which is created where it is missing.
 
-    Raises BadOption, on entering, where another process holds it, or where it is no regular file.
+    Nothing in the file changes before `recover`. Entering raises BadOption where another process has locked the file,
+    and where the path is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.finished: set[str] = set()  # custom_ids that have their line
-        self.refused: list[str] = []  # finished ones whose answer is an error, in order
-        self.first_reason = ""  # why the first of them was refused
+        self.refused: list[str] = []  # custom_ids whose answer is an error, in order
+        self.first_reason = ""  # why the first of these requests was refused
         self.num_unmarked = 0  # answers without a digest: an earlier version wrote them
-        self.dropped: list[str] = []  # custom_ids whose answer was taken out, to be given anew
+        self.dropped: list[str] = []  # custom_ids whose answers were taken out, to be answered again
         self._fd = -1
-        self._replaced_fd: int | None = None  # the file that was there before, locked as long as this one
+        self._replaced_fd: int | None = None  # the file that `_drop` replaced; it stays locked as long as the new one
         self._size_bytes = 0  # of the whole lines
 
     def __enter__(self) -> AnswerFile:
@@ -82,11 +83,12 @@ class AnswerFile:
             os.close(self._replaced_fd)
 
     def recover(self, asked: Mapping[str, str], *, redo_changed: bool = False, retry_refused: bool = False) -> None:
-        """Read what earlier runs have written, and cut off a torn line. asked: custom_id -> digest, of the input.
+        """Read what earlier runs have written, and cut off a torn line.
 
-        redo_changed: take out answers to requests whose digest has changed. retry_refused: take out errors. Raises
-        BadOption, with nothing cut off, where requests have changed without redo_changed, and where the file is not the
-        output of that input.
+        asked: custom_id -> digest, for the whole input. redo_changed: whether to take out answers to requests whose
+        digest has changed. retry_refused: whether to take out answers that are errors. Raises BadOption, and cuts off
+        nothing, where requests have changed and redo_changed is not set, and where the file is not the output of this
+        input.
         """
         changed = self._read(asked)
         refused = self.refused if retry_refused else []
@@ -123,9 +125,9 @@ class AnswerFile:
             yield from file
 
     def _drop(self, custom_ids: Collection[str]) -> None:
-        """Take these answers out by replacing the file: a killed process leaves either the old file or the new one.
+        """Replace the file by one without these answers. A killed process leaves either the old file or the new one.
 
-        Raises CapacityError, with the old one left, where there is no room for the new one.
+        Raises CapacityError, and keeps the old file, where the disk has no room for the new one.
         """
         dropped, path = frozenset(custom_ids), self.path.resolve()
         fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -146,7 +148,7 @@ class AnswerFile:
         _sync_folder(path.parent)
 
     def append(self, answers: Seq[Mapping[str, Any]]) -> None:
-        """Add a line for each answer; when this returns, all of them are on the disk. Raises CapacityError if full."""
+        """Add one line per answer. When this returns, all are on the disk. Raises CapacityError if the disk is full."""
         if not answers:
             return
         data = b"".join(map(_line, answers))
@@ -180,7 +182,7 @@ class AnswerFile:
             ) from None
 
     def _take(self, number: int, line: bytes, asked: Collection[str]) -> dict[str, Any]:
-        """Count one line of an earlier run, and return it."""
+        """Check and count one line of an earlier run, and return its answer."""
         another, where = "name the output file of this input, or a new one", f"line {number} of {str(self.path)!r}"
         try:
             answer = json.loads(line)
@@ -207,7 +209,7 @@ class AnswerFile:
             self.refused.append(answer["custom_id"])
 
     def _check_torn(self, line: bytes) -> None:
-        """Raise BadOption for an unfinished line that no run can have left; after a power cut it may end in zeros."""
+        """Raise BadOption for a torn line that no run can have written. After a power cut a line may end in zeros."""
         line = line.rstrip(b"\0")
         if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
             raise BadOption(
@@ -224,7 +226,7 @@ def _line(answer: Mapping[str, Any]) -> bytes:
 
 
 def _write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write all of it, in as many calls as it takes."""
+    """Write all data at an offset, in as many calls as it takes."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)

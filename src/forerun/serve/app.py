@@ -1,7 +1,7 @@
 """The routes of a server: a FastAPI application around its Services.
 
-The event loop does HTTP alone. Errors have the form of the API whose route raised them. Every answer has the request's
-id in the header x-request-id, and in request-id, where the client of Anthropic looks for it.
+The event loop does only HTTP. An error has the form of the API whose route has raised it. Every answer has the
+request's id in the header x-request-id, and also in request-id, where Anthropic's client looks for it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def make_app(
     pages: Mapping[str, ASGIApp] | None = None,
     origins: Origins | None = None,
 ) -> FastAPI:
-    """Return the application. api_key: what requests must bring, but for OPEN_PATHS and pages; None = nothing.
+    """Return the application of a server.
 
-    pages: path -> a separate application; its paths below /api need the key, too. origins: of the web pages that may
-    use it; None = only its own, by whatever name it is called.
+    api_key: the key that requests must bring, except to OPEN_PATHS and to the files of pages; None = no key. pages:
+    path -> a separate application, whose paths below /api need the key, too. origins: the web pages that may use the
+    server; None = only its own pages, by any host name.
     """
     origins = origins or Origins()
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
@@ -107,8 +108,8 @@ def _looking(services: Services, route: Look, errors: Errors) -> Callable[[Reque
     async def look(request: Request) -> Response:
         answer = partial(route.answer, services, key_of(request.headers), **request.path_params)
         try:
-            found = await services.in_thread(answer) if route.is_slow else answer()
-            return Response(as_json(found), media_type="application/json")
+            content = await services.in_thread(answer) if route.is_slow else answer()
+            return Response(as_json(content), media_type="application/json")
         except ForerunError as failure:
             return _refusing(errors, failure, request.scope[RECORD]["request_id"])
 
@@ -136,7 +137,7 @@ def _counting(services: Services, route: Count, errors: Errors) -> Callable[[Req
 def _refusing(
     errors: Errors, failure: ForerunError, request_id: str, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Response:
-    """Make the answer that is an error, with what HTTP wants to know of it."""
+    """Return the response for an error, with the headers that HTTP asks for."""
     status, body = errors(failure, request_id)
     more = {"www-authenticate": "Bearer"} if status == 401 else {}
     if (wait_s := getattr(failure, "retry_after_s", None)) is not None:
@@ -171,7 +172,7 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer an error that Starlette raises: no such route, no such method."""
+    """Answer an error that Starlette raises, for example for an unknown route or method."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     hint = {404: _no_route(path, request.app), 405: f"{path} wants another method: /openapi.json lists the routes"}
@@ -191,7 +192,7 @@ def _no_route(path: str, app: FastAPI) -> str:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a Receive that gives an application a body that was read already, and then what follows it."""
+    """Return a Receive that first gives a body that was read already, and then what `receive` gives."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiving() -> Message:
@@ -201,7 +202,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 class Door:
-    """Before every route: gives the request an id, checks the API key, and logs the request when it is over."""
+    """The middleware before every route: gives a request an id, checks the API key, and logs the request at its end."""
 
     def __init__(
         self, app: ASGIApp, services: Services, api_key: str | None, pages: tuple[str, ...], origins: Origins
@@ -258,7 +259,7 @@ class Door:
                 LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", dict(record))
 
     def _usual(self, scope: Scope) -> Scope:
-        """Return a request as routes know it: HEAD becomes GET without a body, and a slash at the end is dropped."""
+        """Return a request's scope as routes know it: HEAD becomes GET, and a slash that ends the path is dropped."""
         path, method = scope["path"], scope["method"]
         if (absolute := _ABSOLUTE.match(path)) is not None:  # as proxies and some clients write it
             path = path[absolute.end() :] or "/"
@@ -267,19 +268,20 @@ class Door:
         return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
 
     def _metrics_of(self, record: Mapping[str, Any]) -> Metrics:
-        """Return the metrics of the model that answered; what none has answered counts under the first."""
+        """Return the metrics of the model that has answered; of the first model where none has answered."""
         name = record.get("model")
         return self._services.metrics if name is None else self._services.of(name).metrics
 
     def _request_id(self, headers: dict[bytes, bytes]) -> str:
-        """Return the client's id if a log can hold it, else a new one."""
+        """Return the request id that the client sent, if a log can hold it; otherwise a new id."""
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> dict[str, str] | None:
         """Raise Refused for a request that may not come in, before any of its body is read.
 
-        Returns the headers that answer a browser's preflight, which comes without the key; None for any other request.
+        Returns the headers that answer a browser's preflight request; None for any other request. A preflight comes
+        without the API key.
         """
         most = self._services.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
@@ -298,7 +300,7 @@ class Door:
         return any(path.startswith(f"{page}/api/") for page in self._pages)
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Refuse a body that is too large for a page: pages know neither limits nor gate, unlike other routes."""
+        """Raise Refused for a body that is too large for a page. A page itself has neither limits nor a gate."""
         length, limits = headers.get(b"content-length", b""), self._services.limits
         by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._services.first.llm.engine.max_seq_len)
         most = min(by_context, limits.max_body_bytes)
@@ -310,7 +312,7 @@ class Door:
             raise Refused(f"{message}to /v1/completions, or raise {option}", code="body_too_large", status=413)
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        """Return whether the request brings the key, compared in a time that reveals nothing about it."""
+        """Return whether a request brings the API key or needs none, in a time that reveals nothing about the key."""
         if self._api_key is None or path in OPEN_PATHS or self._is_page(path):
             return True
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
@@ -319,6 +321,6 @@ class Door:
         return sum(hmac.compare_digest(one, self._api_key) for one in given) > 0
 
     def _is_page(self, path: str) -> bool:
-        """Return whether a path is a file of a page, or leads to one."""
+        """Return whether a path leads to the files of a page, and not to its API."""
         page = next((page for page in self._pages if path == page or path.startswith(f"{page}/")), None)
         return page is not None and not path.startswith(f"{page}/api/")

@@ -1,8 +1,9 @@
 """A separate process that reads long bodies, so that no other request and no step waits for them.
 
-Python runs one thread at a time, and parsers of JSON and tokenizers do not let others in between. The process is
-started for the first long body; the shortest waiting body is read first. A second process tries grammars, which may
-take any time and memory: it is ended where one takes more than texts.MOST_TRIED_S.
+Python runs one thread at a time, and JSON parsers and tokenizers let no other thread in before they are done. The
+process is started for the first long body, and reads the shortest waiting body first. A second process tries grammars,
+which may take any amount of time and memory. That process ends where a grammar takes more than MOST_TRIED_S or
+MOST_TRIED_BYTES (texts.py).
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from forerun.errors import BadOption, ForerunError, InternalError
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.texts import MOST_TRIED_BYTES, MOST_TRIED_S, Library, TextOptions, Texts
 
-LONG_BYTES = 8 << 10  # from here on a body is read there: a thread reads shorter ones faster than the way there takes
-MOST_SECONDS = 60.0  # of one body; the process is started anew behind a longer one
+LONG_BYTES = 8 << 10  # the process reads longer bodies; a thread reads shorter ones sooner than they get there
+MOST_SECONDS = 60.0  # for one body; the process is started anew after a longer one
 _START_SECONDS = 300.0  # on a busy machine
-_NICE = 5  # it comes behind the engine's threads, where all cores are busy
+_NICE = 5  # where all cores are busy, the engine's threads go first
 # Exit statuses of a process that tries grammars -> the limit that it has exceeded.
 _MUCH = {-signal.SIGPROF: f"{MOST_TRIED_S:g} s to compile", -signal.SIGABRT: f"{MOST_TRIED_BYTES >> 20} MiB of memory"}
 _CODE = "import sys; sys.path[:] = sys.argv[2:]; from forerun.serve.aside import main; main(int(sys.argv[1]))"
 
-_Job = tuple[str, tuple[Any, ...]]  # the name of a method of Library, and what it is given
+_Job = tuple[str, tuple[Any, ...]]  # the name of a method of Library, and its arguments
 
 
 class Aside:
-    """The process, and a thread that talks to it. options: of all models, for its Library."""
+    """The process, and a thread that talks to it. options: the options of all models, for the process's Library."""
 
     def __init__(self, options: Seq[TextOptions]) -> None:
         self._options = tuple(options)
@@ -52,15 +53,22 @@ class Aside:
         self._is_closed = False
 
     def work(self, url: str, body: bytes) -> Future[Any]:
-        """Return what `Library.work` makes of a body. InternalError where it fails twice, Refused for too long."""
+        """Return a future with what `Library.work` makes of a body.
+
+        The future raises InternalError where the process ends twice in a row, and Refused where reading takes too long.
+        """
         return self._put(("work", (url, body)), len(body))
 
     def attempt(self, name: str, key: tuple[str, str]) -> Future[Any]:
-        """Compile a grammar of the named model; the result is its bytes. BadOption where it takes too much."""
+        """Compile a grammar for the named model, and return a future with the number of bytes that the grammar takes.
+
+        The future raises BadOption where compiling takes too much time or memory. key: as in
+        `SamplingParams.constraint`.
+        """
         return self._put(("attempt", (name, key)), len(key[1]))
 
     def begin(self) -> None:
-        """Start the process, if it was not asked for yet: the earlier it starts, the less a request waits for it."""
+        """Start the process, unless it was asked for before: the earlier it starts, the less a request waits for it."""
         if self._thread is None:
             self._put(("begin", ()), 0)
 
@@ -70,13 +78,13 @@ class Aside:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="forerun-aside", daemon=True)
                 self._thread.start()
-        # Short ones first, but a long one lets later ones pass for at most a second per megabyte of its length.
+        # Short bodies first, but a long body lets later ones pass for at most a second per megabyte of its length.
         self._jobs.put((time.monotonic() + size / 1e6, next(self._order), job, future))
         return future
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the process, while there is one."""
+        """The id of the process; None while there is none."""
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
@@ -103,7 +111,7 @@ class Aside:
                 future.set_exception(error)
 
     def _ask(self, job: _Job) -> Any:
-        """Return the answer of the process. If the system has ended it, it is started anew once for a job."""
+        """Return the process's answer to a job. If the process has ended, it is started anew, once for each job."""
         for is_again in (False, True):
             try:
                 pipe = self._pipe or self._start()
@@ -146,7 +154,7 @@ class Aside:
         return ours
 
     def _end(self) -> int | None:
-        """End the process. Returns its exit status, if there was one."""
+        """End the process, and return its exit status; None where there was no process."""
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()
@@ -156,7 +164,7 @@ class Aside:
 
 
 def _packed(made: Any) -> Any:
-    """Pack ids as arrays: lists of a million numbers would be unpacked while no other thread runs."""
+    """Pack lists of ids as arrays, because no other thread can run while a list of a million numbers is unpickled."""
     if not isinstance(made, tuple) or not isinstance(made[0], Job):
         return made
     with suppress(OverflowError):  # some are too large for ids, and the engine says so
@@ -165,7 +173,7 @@ def _packed(made: Any) -> Any:
 
 
 def main(number: int) -> None:
-    """Run the process: reads jobs until its server has gone. number: the descriptor of its pipe."""
+    """Run the process: answer jobs until the server has gone. number: the file descriptor of the pipe to the server."""
     os.nice(_NICE)
     pipe = Connection(number)
     library = Library([Texts(options) for options in pipe.recv()])

@@ -1,8 +1,9 @@
 """`forerun batch`: a file of requests in the OpenAI batch format, answered in one continuous batch.
 
-The input is read twice: to check all of it, then request by request as places come free. Each answer is appended when
-its last token is there, so the output is in the order of finishing, and a run that ends early, however it ends, is
-taken up by the next one. The engine is imported when the input is known to be sound.
+The input is read twice: first to check all of it, then request by request as places become free. Each answer is
+appended as soon as its last token is there, so the output is in the order in which requests finish. If a run ends
+early, for whatever reason, the next run goes on from there. The engine is imported only when the input is known to be
+sound.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
     from forerun.types import StepReport
 
 LOG = logging.getLogger(__name__)
-# These end the run. Anything else that is raised belongs to its line: a panic of a tokenizer's Rust code is no
+# These end the run. Anything else becomes the error of one line, for a panic of a tokenizer's Rust code is no
 # Exception.
 _ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 ALL_ANSWERED, SOME_REFUSED = 0, 2  # exit codes; 2 means errors that the caller can mend
 WINDOW_BATCHES = 4  # requests in the engine at most, in batches: the scheduler always has some to choose from
-# A Run answers requests (see `Runner.run`); a Place says where, given the names that bodies may call the model.
+# A Run answers requests (see `Runner.run`). A Place yields the Run of an engine, which is here or on a cluster.
 Run: TypeAlias = Callable[[Iterator[BatchRequest], AnswerFile, Callable[[], None]], None]
 Place: TypeAlias = "Callable[[EngineConfig, Seq[str], Numbers], AbstractContextManager[Run]]"
 SEED_BITS = 53  # of a seed that the request does not give: every JSON reader keeps such an integer exactly
@@ -59,14 +60,15 @@ def run(
     retry_refused: bool = False,
     place: Place | None = None,
 ) -> int:
-    """Answer every request of the input that the output has no answer to. Returns the exit code.
+    """Answer every request of the input that has no answer in the output yet. Returns the exit code.
 
-    served_names: what requests must call the model, the answers' name first; none = whatever they like. redo_changed:
-    requests that have changed since their answer are answered again. retry_refused: refused ones, too. place: where the
-    engine is; none = in this process.
+    served_names: the names that requests may give the model; answers have the first name. Without them any name is
+    accepted. redo_changed: answer requests again that have changed since they were answered. retry_refused: answer
+    refused requests again. place: where the engine is; None = in this process.
 
-    Raises UserError, with nothing run, for an input that is malformed, an output of another input, requests that have
-    changed otherwise, and options that cannot be honoured; KeyboardInterrupt after saying how to go on.
+    Raises UserError, before anything is run, for a malformed input, for an output that belongs to another input, for
+    changed requests without redo_changed, and for options that cannot be honoured. Raises KeyboardInterrupt after
+    saying how to go on.
     """
     requests = RequestFile(input_path)
     num_lines = len(requests.line_of)
@@ -94,14 +96,14 @@ def run(
 
 
 def seed_of(custom_id: str) -> int:
-    """Return the seed of a request that gives none: the same in every run, so that a resumed run says the same."""
+    """Return the seed for a request that gives none. It is the same in every run, so a resumed run answers the same."""
     digest = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
 @dataclass
 class Numbers:
-    """A listener: the tokens that this run has generated, and how long it took."""
+    """A listener that counts the tokens and the seconds of this run."""
 
     started_s: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
@@ -111,7 +113,7 @@ class Numbers:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the rate since the model was loaded."""
+        """The number of generated tokens per second since the model was loaded."""
         return self.num_tokens / max(time.perf_counter() - self.started_s, 1e-9)
 
     def summary(self, num_lines: int, num_before: int, num_refused: int) -> str:
@@ -136,24 +138,27 @@ class Running:
 
     @property
     def is_over(self) -> bool:
-        """Return whether every choice has ended, or one of them has failed."""
+        """Whether every choice has ended, or one of them has failed."""
         return any(c.error is not None for c in self.choices) or all(
             c.seq.finish_reason is not None for c in self.choices
         )
 
 
 class Requests:
-    """Makes engine requests from the requests of a file, and answers from the ended ones.
+    """Makes engine requests from the requests of a file, and answers from requests that have ended.
 
-    name: of the model in answers. served_names: what bodies may call it, see `Generate.job`. defaults: fields of
-    SamplingParams below what the bodies say.
+    name: the model's name in answers. served_names: the names that bodies may give the model, see `Generate.job`.
+    defaults: fields of SamplingParams for what a body leaves out.
     """
 
     def __init__(self, llm: LLM, name: str, served_names: Seq[str], defaults: Mapping[str, Any]) -> None:
         self.llm, self._name, self._served_names, self._defaults = llm, name, served_names, defaults
 
     def start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running | dict[str, Any]:
-        """Queue a request; `hear` is told when a choice changes. Returns the answer where it cannot be honoured."""
+        """Queue a request and return it as Running. Where it cannot be honoured, return its answer, an error.
+
+        hear: called whenever a choice of the request changes.
+        """
         try:
             return self._start(request, hear)
         except (UserError, CapacityError) as error:
@@ -204,7 +209,7 @@ class Requests:
 
 
 class Runner:
-    """Keeps `window` requests in an engine and turns the ended ones into answers."""
+    """Keeps about `window` choices in an engine, and turns requests that have ended into answers."""
 
     def __init__(self, requests: Requests, window: int) -> None:
         self._requests, self._window = requests, window
@@ -212,7 +217,7 @@ class Runner:
         self._news: SimpleQueue[Request] = SimpleQueue()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all of them; on_step is called behind each step of a request."""
+        """Answer all requests. on_step: called after each step of a request."""
         try:
             while True:
                 refused = self._fill(requests)
@@ -231,7 +236,7 @@ class Runner:
             self._requests.llm.end([choice for running in self._running for choice in running.choices])
 
     def _fill(self, requests: Iterator[BatchRequest]) -> list[dict[str, Any]]:
-        """Start requests until the window is full. Returns the answers to the refused ones."""
+        """Start requests until the window is full. Returns the answers to refused requests."""
         refused: list[dict[str, Any]] = []
         num_running = sum(len(running.choices) for running in self._running)
         while num_running < self._window and len(refused) < self._window:
@@ -247,7 +252,10 @@ class Runner:
         return refused
 
     def _land(self) -> list[dict[str, Any]]:
-        """Return the answers to ended requests. They are forgotten before they are written, so never written twice."""
+        """Return the answers to ended requests.
+
+        A request is forgotten before its answer is written, so that no answer is written twice.
+        """
         over = [running for running in self._running if running.is_over]
         if over:
             self._running = [running for running in self._running if not running.is_over]
@@ -270,7 +278,7 @@ def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
 
 @contextmanager
 def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
-    """Run an engine in this process."""
+    """Load an engine in this process, and yield the Run that uses it."""
     requests = load(config, served_names)
     numbers.started_s = time.perf_counter()
     end = requests.llm.listen(numbers)
@@ -292,11 +300,11 @@ def _answer(
     numbers: Numbers,
     place: Place,
 ) -> None:
-    """Load the model and answer what is missing."""
+    """Load the model, and answer the requests that have no answer yet."""
     from forerun.engine.opened import Opened
 
     if requests.has_chats:
-        _ = Opened.of(config).chat_template  # refused where there is none
+        _ = Opened.of(config).chat_template  # raises where there is none
     with place(config, served_names, numbers) as run_there:
         own_names = model_names(config.target or default())
         if not served_names and (others := sorted(requests.models.difference(own_names))):
@@ -320,13 +328,13 @@ def _answer(
 
 
 def _failed_line(asked: BatchRequest, error: BaseException) -> dict[str, Any]:
-    """Return the line of a request that failed in an unforeseen way: the others are answered."""
+    """Return the output line of a request that failed in an unforeseen way. The other requests are still answered."""
     LOG.error("request %s failed", shown(asked.custom_id), exc_info=error)
     failed = InternalError(f"the text of the request or its answer could not be made: {error!r:.200}")
     return _answer_line(asked, *plain_error(failed))
 
 
 def _answer_line(asked: BatchRequest, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one line of the output. It begins with the id, by which answers.py knows its lines."""
+    """Return one line of the output. It begins with the id, by which answers.py recognises the lines of a batch."""
     response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
     return {"id": answer_id(asked.digest), "custom_id": asked.custom_id, "response": response, "error": None}

@@ -1,10 +1,11 @@
 """What the bodies of all APIs have in common: the check of their fields, and the Job that they become.
 
-Policy, as for checkpoints: a field that would change the answer and is not honoured is refused by name. Each API says
-what becomes of its fields (fields.py); any other field is refused. null is as good as absent. An agent that always
-sends such fields may be served without them, and is told which they were (`Given.ignored`).
+The policy is the one for checkpoints: a field that would change the answer and is not honoured is refused by name. Each
+API says what becomes of its fields (fields.py); every other field is refused. A field that is null counts as absent.
+Some agents always send unsupported fields. A server may be set to ignore these fields and to name them in the answer
+(`Given.ignored`).
 
-Plain data in and out: no web framework, no file, no clock.
+Nothing here needs a web framework, a file or a clock.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Body = Mapping[str, Any]
 Prompt = str | list[int]
 Message = Mapping[str, Any]
 
-LATEST = ":latest"  # a tag that Ollama's clients put behind a name without one
-OFF = {"top_k": 0, "seed": None, "max_tokens": None}  # what -1 means for them: clients of other servers send it
+LATEST = ":latest"  # a tag that Ollama's clients append to a name without a tag
+OFF = {"top_k": 0, "seed": None, "max_tokens": None}  # what -1 means for these fields: clients of other servers send it
 NO_CALLS = "tools are described by `tools`, and chosen by `tool_choice`"
 ONE_ANSWER = "this API gives one answer"
 # Names that a chat template's variables cannot have: they are parameters of LLM.apply_chat_template.
@@ -56,8 +57,9 @@ _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
 class Form:
     """The fields of the bodies of one route.
 
-    own: fields beside SHARED, which the body of every answer route has, too. elsewhere: fields of a sister route -> its
-    url. other_names: name of a field in some clients -> its name.
+    own: the route's own fields, besides the SHARED fields of all routes whose answers a model writes. elsewhere: fields
+    that only a sister route has -> its url. other_names: names of fields in some clients -> the names used here.
+    is_of_an_answer: whether a model writes the route's answers.
     """
 
     url: str
@@ -68,45 +70,48 @@ class Form:
 
     @property
     def fields(self) -> Fields:
-        """Return every field that a body may have."""
+        """Every field that a body may have, by name."""
         return {**SHARED, **self.own} if self.is_of_an_answer else self.own
 
     def named(self, body: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return a body with the names used here for its fields; where both names are there, the usual one counts."""
+        """Return a body with its fields renamed to the names used here.
+
+        Where a body has both names of a field, the name used here counts.
+        """
         others = {ours: body[other] for other, ours in self.other_names.items() if other in body}
         return {**others, **{name: value for name, value in body.items() if name not in self.other_names}}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one body asks for: messages of a conversation, else prompts, with params.n choices for each."""
+    """What one body asks for: params.n answers to a conversation (messages), or else to each of the prompts."""
 
     url: str
     model: str  # as the answer names it
     params: SamplingParams
     prompts: tuple[Prompt, ...] = ()
-    suffix: str | None = None  # what stands behind the text that is to be filled in; None = nothing is filled in
+    suffix: str | None = None  # the text after the gap that is to be filled in; None = there is no gap
     messages: list[Message] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     continue_final_message: bool = False  # the last message is the beginning of the answer
     add_generation_prompt: bool | None = None  # None = as the template's own default here
     stream: bool = False
     include_usage: bool = False  # at the end of a stream
-    continuous_usage: bool = False  # and the usage so far, with each chunk
+    continuous_usage: bool = False  # also the usage so far, with each chunk
     report: bool = False  # whether the body asks how speculation went
-    token_ids: bool = False  # whether it asks for the ids of prompts and answers
-    ignored: tuple[str, ...] = ()  # fields without which it is served
-    given: Mapping[str, Any] = field(default_factory=dict)  # what the answer repeats of the body
+    token_ids: bool = False  # whether the body asks for the ids of prompts and answers
+    ignored: tuple[str, ...] = ()  # names of fields that were ignored
+    given: Mapping[str, Any] = field(default_factory=dict)  # fields of the body that the answer needs
     tools: ToolRequest | None = None
     effort: str | None = None  # how long the model is to think, as a word
-    max_thinking_tokens: int | None = None  # of the reasoning
-    thinks: bool | None = None  # whether it thinks at all; None = as it usually does
+    max_thinking_tokens: int | None = None  # limit of the reasoning
+    thinks: bool | None = None  # whether the model thinks at all; None = as it usually does
     items: bytes | None = None  # of /v1/responses: the input as a JSON list, where the response is kept
     echo: bool = False  # whether the answer repeats the prompt
     context: tuple[str, int] | None = (
         None  # the field that says how large a context the client counts on, and its tokens
     )
-    thinking_wish: str | None = None  # the field of max_thinking_tokens, where it is a wish that need not be kept
+    thinking_wish: str | None = None  # the body's name for max_thinking_tokens, where this limit need not be kept
     without_template: str | None = None  # the prompt in place of messages, where the model has no chat template
     answer_form: AnswerForm | None = None  # tells the parts of the answer apart
 
@@ -116,15 +121,16 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        """Return how many texts it asks for."""
+        """The number of choices that the body asks for, over all prompts."""
         return self.params.n * (len(self.prompts) if self.messages is None else 1)
 
 
 @dataclass(frozen=True)
 class Given:
-    """The honoured fields of a body, none of them null. ignored: the fields without which it is served.
+    """The honoured fields of a body, without fields that are null. body: the whole body.
 
-    ignores: whether unsupported fields are ignored, and not refused. body: all of it.
+    ignored: the names of the fields that were ignored. ignores: whether unsupported fields are ignored rather than
+    refused.
     """
 
     fields: dict[str, Any]
@@ -133,7 +139,7 @@ class Given:
     body: Mapping[str, Any]
 
     def ignore(self, refusal: Refused) -> None:
-        """Serve the body without the refused field. Raises the refusal where that is not wanted."""
+        """Ignore the refused field and note its name. Raises the refusal where the field may not be ignored."""
         if not self.ignores or refusal.code not in _MAY_BE_IGNORED:
             raise refusal
         self.ignored.append(str(refusal.param))
@@ -179,7 +185,7 @@ def _unknown(form: Form, name: str, known: Collection[str]) -> Refused:
 
 
 def _check_value(name: str, value: Any, field: Field) -> None:
-    """Refuse a value that a neutral field cannot have, and a flag or text of another type."""
+    """Raise Refused for a value that a neutral field cannot have, and for a FLAG or TEXT of another type."""
     if field.schema == FLAG and not isinstance(value, bool):
         raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
     if field.schema == TEXT and not isinstance(value, str):
@@ -206,23 +212,30 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
 
 
 def meant(name: str, served_names: Collection[str]) -> str:
-    """Return the served name that a client means, which may add `:latest` or leave `.gguf` out; else `name`."""
+    """Return the served name that a client means by `name`; `name` itself where it means none.
+
+    A client may add `:latest` to a served name, or leave out its `.gguf`.
+    """
     bare = name.removesuffix(LATEST)
     return next((known for known in (name, bare, f"{name}.gguf", f"{bare}.gguf") if known in served_names), name)
 
 
 def named(served_names: Seq[str]) -> str:
-    """Return what a model may be called, for a message."""
+    """Return the names that a model may be called by, as text for a message."""
     return " or ".join(map(repr, told(served_names)))
 
 
 def told(served_names: Seq[str]) -> Seq[str]:
-    """Return the names that clients are told: a path of this machine only where there is no other name."""
+    """Return the names that clients are told. A path on this machine is told only where there is no other name."""
     return [name for name in served_names if not name.startswith(("/", ".", "~"))] or served_names
 
 
 def model_names(target: str) -> tuple[str, ...]:
-    """Return what requests may call a target: its folder's name or path; its hub id, with or without the revision."""
+    """Return the names that requests may give a target.
+
+    For a path on this machine, these are its last part and the path. For a hub id, they are the id without and with the
+    revision.
+    """
     path = there(target)
     if path is not None:
         return tuple(dict.fromkeys((path.resolve().name, target)))
@@ -230,9 +243,10 @@ def model_names(target: str) -> tuple[str, ...]:
 
 
 def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str], logprobs: Any) -> SamplingParams:
-    """Return the sampling parameters of a body. names: of the API's fields -> of SamplingParams, where they differ.
+    """Return the sampling parameters of a body. Raises Refused.
 
-    defaults: fields of SamplingParams below what the body says. logprobs: the field of that name. Raises Refused.
+    defaults: fields of SamplingParams for what the body leaves out. names: field of the API -> field of SamplingParams,
+    for fields outside of PARAMS. logprobs: the value of SamplingParams.logprobs.
     """
     fields = {**defaults, **{name: value for name, value in given.items() if name in PARAMS}}
     for name, ours in names.items():
@@ -263,7 +277,7 @@ def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str]
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
-    """Raise BadOption for a field that holds more than a request may have."""
+    """Raise BadOption for a field with more entries or characters than a request may have."""
 
     def refuse(name: str, has: int, most: int, what: str) -> None:
         if has > most:
@@ -315,9 +329,9 @@ def _biases(biases: dict[str, Any]) -> dict[int, Any]:
 
 
 def _prediction(given: Mapping[str, Any]) -> str:
-    """Return the text of a prediction in the API's form.
+    """Return the text of a prediction in the form of OpenAI's API. Raises Refused for another form.
 
-    It has the type content, and its content is a text or a list of text parts. Raises Refused.
+    The type must be content, and the content a text or a list of text parts.
     """
     content = given.get("content") if given.keys() == {"type", "content"} and given["type"] == "content" else None
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -329,7 +343,7 @@ def _prediction(given: Mapping[str, Any]) -> str:
 
 
 def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> Refused:
-    """Return the refusal of SamplingParams with the field called as the body calls it."""
+    """Return a refusal by SamplingParams with the field's name as it is in the body."""
     message, name = str(error).replace(", or None", ", or null"), error.option
     if name is None:
         return Refused(message)
@@ -385,9 +399,11 @@ def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of all choices together. accepted, rejected: drafted from the request's prediction; None = nothing was.
+    """The numbers of tokens of all choices together.
 
-    reasoning: the tokens of the completion that the model thought.
+    cached: prompt tokens that were in the prefix cache. disk: cached tokens that came from disk. accepted, rejected:
+    tokens drafted from the request's prediction; None = no token was. reasoning: completion tokens that belong to the
+    reasoning.
     """
 
     prompt: int
@@ -400,12 +416,12 @@ class Usage:
 
     @property
     def prompt_details(self) -> dict[str, int]:
-        """Return the APIs' details on the prompt's tokens; disk tokens are among the cached ones."""
+        """The details of the prompt's tokens, as APIs give them. Tokens from disk also count as cached."""
         return {"cached_tokens": self.cached} | ({"disk_tokens": self.disk} if self.disk else {})
 
     @classmethod
     def of(cls, outputs: Seq[RequestOutput], params: SamplingParams) -> Usage:
-        """Return the usage of these outputs: params.n for the first prompt, then for the next."""
+        """Return the usage of these outputs: params.n outputs for each prompt, in the order of the prompts."""
         firsts = outputs[:: params.n]
         predicted = [o.report for o in outputs if params.prediction is not None and o.report.draft == "prediction"]
         num_drafted, num_accepted = (
@@ -432,12 +448,12 @@ def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
 
 
 def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
-    """Return the seed that makes the same choices again, and how speculation went for all of them together.
+    """Return how speculation went for all choices together, and the seed that makes the same choices again.
 
-    Sums over all choices, and their ratios; a ratio is None where nothing was counted. See RequestReport. scores: of
-    the texts of a beam search.
+    Counts are sums over all choices. A ratio of counts is None where nothing was counted. See RequestReport. scores:
+    the scores of a beam search's outputs.
     """
-    reports = {id(output.report): output.report for output in outputs}.values()  # the texts of a beam search share one
+    reports = {id(output.report): output.report for output in outputs}.values()  # a beam search's outputs share one
     sums = {name: sum(getattr(report, name) for report in reports) for name in _REPORTED}
 
     def ratio(above: str, below: str) -> float | None:

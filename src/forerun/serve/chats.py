@@ -55,7 +55,7 @@ CHOICE: Fields = honoured(tool_choice=_CHOICE, parallel_tool_calls=FLAG)
 
 
 def conversation(read: Given) -> dict[str, Any]:
-    """Return the fields of a Job that hold the conversation of a body with FIELDS and CHOICE. Raises Refused."""
+    """Return the conversation of a body, as fields of a Job. The body has FIELDS and CHOICE. Raises Refused."""
     given = read.fields
     goes_on = given.get("continue_final_message", False)
     if goes_on and given.get("add_generation_prompt") is True:
@@ -119,7 +119,7 @@ def _messages(messages: Any) -> list[Message]:
 def _known(message: Message) -> Message:
     """Return a message as chat templates know it.
 
-    Developers become the system, refusals become texts, and calls of custom tools become calls of functions.
+    The role developer becomes system, refusals become texts, and calls of custom tools become calls of functions.
     """
     made, parts, calls = {**message}, message.get("content"), message.get("tool_calls")
     if made["role"] == "developer":

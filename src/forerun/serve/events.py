@@ -13,15 +13,15 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """Return one event with JSON data, and a name where the API has them."""
+    """Return one event with JSON data, and with a name where the API names its events."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + as_json(data) + b"\n\n"
 
 
 def in_slices(data: Any) -> bytes:
-    """Write data as JSON, as `as_json` does, for answers of any length.
+    """Return data as JSON, as `as_json` does, for answers of any length.
 
-    One call that writes a million numbers would let no other thread in before it is done; so it is many calls.
+    The encoder is called once for each slice, because a call that writes a million numbers lets no other thread run.
     """
     return b"".join(_slices(data))
 
@@ -42,7 +42,7 @@ def _slices(data: Any) -> Iterator[bytes]:
 
 
 def num_values(data: Any, most: int) -> int:
-    """Count the values in it; if there are more than `most`, return some number above it."""
+    """Return the number of values in data, nested values included; if it exceeds `most`, some number above `most`."""
     num = 1
     for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         if num > most:
@@ -52,7 +52,7 @@ def num_values(data: Any, most: int) -> int:
 
 
 def as_json(data: Any) -> bytes:
-    """Write data as JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, is escaped."""
+    """Return data as JSON in UTF-8. Half a surrogate pair, which UTF-8 cannot hold, is escaped."""
     try:
         return _ENCODER.encode(data).encode()
     except UnicodeEncodeError:

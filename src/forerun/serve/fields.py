@@ -1,7 +1,8 @@
-"""What a field of a body may hold, as JSON Schema, and what becomes of it: every API builds its fields from these.
+"""The fields of bodies: what a field may hold, as JSON Schema, and what becomes of it.
 
-The checks of a body, the server's OpenAPI document and its list of harmless fields follow from a Field. Its schema says
-what is honoured; bodies.py checks a FLAG and a TEXT by it, and whoever reads the body what else it says.
+Every API builds its fields from these. The checks of a body, the server's OpenAPI document and its list of harmless
+fields all follow from a Field. The schema of a Field says which values are honoured. bodies.py checks only the schemas
+FLAG and TEXT; the API that reads the body checks the rest.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_l
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a body. Without a schema none of its values is honoured.
+    """One field of a body. No value of a field without a schema is honoured.
 
-    neutral: the values that change nothing, or a function that says whether one is. inert: no answer depends on it.
-    why: the reason for neutral or inert, in a sentence. is_noted: a request is served without it, and its client is
-    told so.
+    neutral: the permitted values, which change nothing, or a function that says whether a value is permitted. inert:
+    whether any value is accepted, because no answer depends on the field. why: the reason for neutral or inert, or what
+    the client of a body without a required field is told. is_noted: whether requests are served without the field, and
+    their clients are told so.
     """
 
     schema: Schema | None = None
@@ -47,7 +49,7 @@ class Field:
 
     @property
     def described(self) -> Schema:
-        """Return its schema in the server's OpenAPI document; null is as good as absent."""
+        """The field's schema in the server's OpenAPI document. A field that is null counts as absent."""
         if self.is_noted:
             return {"description": "served without it; the header x-forerun-ignored of the answer says so"}
         if self.inert:
@@ -63,7 +65,7 @@ Fields: TypeAlias = Mapping[str, Field]
 
 
 def required(schema: Schema, why: str = "this API wants it") -> Field:
-    """Return a field that a body must have. why: what a body without it is told."""
+    """Return a field that a body must have. why: what the client of a body without this field is told."""
     return Field(schema, is_required=True, why=why)
 
 
@@ -78,7 +80,7 @@ def inert(why: str, *names: str) -> dict[str, Field]:
 
 
 def noted(*names: str) -> dict[str, Field]:
-    """Return fields without which a request is served."""
+    """Return fields that are ignored. Clients that send them are told so."""
     return dict.fromkeys(names, Field(is_noted=True))
 
 
@@ -106,17 +108,17 @@ def array(of: Schema, least: int = 0) -> Schema:
 
 
 def either(*schemas: Schema) -> Schema:
-    """Return a schema that any of these may fulfil."""
+    """Return the schema of values that fulfil at least one of these schemas."""
     return {"anyOf": list(schemas)}
 
 
 def one_of(*values: Any) -> Schema:
-    """Return the schema of these values alone."""
+    """Return the schema that permits only these values."""
     return {"enum": list(values)}
 
 
 def fixed(value: Any) -> Schema:
-    """Return the schema of one value."""
+    """Return the schema that permits only this value."""
     return {"const": value}
 
 
@@ -126,7 +128,7 @@ def structure(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
 
 
 def or_null(schema: Schema) -> Schema:
-    """Return this schema, or null."""
+    """Return a schema that also permits null."""
     return either(schema, {"type": "null"})
 
 
@@ -182,7 +184,7 @@ _TYPES: dict[Kind, Schema] = {
         "propertyNames": {"pattern": "^[0-9]{1,5}$"},
     },
 }
-# Narrower ranges that the server allows, or promises, than the engine.
+# Ranges that are narrower in the server than in the engine.
 _LESS: dict[str, Schema] = {
     "max_tokens": {"maximum": MOST},
     "temperature": {"maximum": 2},

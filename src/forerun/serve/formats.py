@@ -1,4 +1,4 @@
-"""What bodies say of the form of an answer, in the words of OpenAI's API and of vLLM, as fields of SamplingParams.
+"""The form of an answer in bodies: fields of OpenAI's API and of vLLM that become fields of SamplingParams.
 
 response_format      {"type": "text" | "json_object"}, {"type": "json_schema", "json_schema": {"schema": ...}}
 structured_outputs   {"json": ..., "regex": ..., "choice": ..., "grammar": ..., "json_object": true}

@@ -1,7 +1,8 @@
-"""One body's requests in the engine, seen from the event loop: what is new, and its text.
+"""The engine requests of one body, as the event loop sees them: how far they have come, and their texts.
 
-The engine's thread notes how far a request has come and wakes the event loop once per step. Texts are made when a
-stream's reader has taken the piece before: a slow reader gets fewer, longer pieces, and only tokens are kept for it.
+The engine's thread notes how far each request has come, and wakes the event loop once per step. Text is made only when
+the stream's client has taken the piece before. So a slow client gets fewer, longer pieces, and until then only tokens
+are stored.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from forerun.errors import ForerunError
 
 
 class News:
-    """Carries news from the engine's thread into the event loop. on_news is called there, before anyone hears them.
+    """Carries news from the engine's thread into the event loop.
 
-    The loop is woken by `ring` alone: a wake-up costs both threads more than a request's share of the rest.
+    on_news: called in the event loop before the generations are told. Only `ring` wakes the loop, once for all requests
+    of a step, because a wake-up costs both threads more than all other work for a request's news.
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
@@ -28,29 +30,33 @@ class News:
         self._is_rung = False
 
     def tell(self, generation: Generation) -> None:
-        """Note news about a generation. Any thread. Raises RuntimeError where the event loop was closed."""
+        """Note that there is news about a generation. Any thread may call this.
+
+        Raises RuntimeError where the event loop is closed.
+        """
         if self._loop.is_closed():
             raise RuntimeError("the event loop was closed")
         self._told.append(generation)
 
     def ring(self) -> None:
-        """Wake the event loop, once all news of a step is noted. Any thread."""
+        """Wake the event loop, when all news of a step is noted. Any thread may call this."""
         if self._told and not self._is_rung:
             self._is_rung = True
             with suppress(RuntimeError):  # the event loop was closed: nobody listens
                 self._loop.call_soon_threadsafe(self._hear)
 
     def _hear(self) -> None:
-        self._is_rung = False  # before anything is taken: later news rings again
+        self._is_rung = False  # before any news is taken, so that later news rings again
         self._on_news()
         while self._told:
             self._told.popleft().is_told.set()
 
 
 class Generation:
-    """The requests of one body, params.n for each prompt, in order. is_streamed: each step is news, else the end alone.
+    """The requests of one body: params.n for each prompt, in the order of the prompts.
 
-    error: why all of them ended, unless one of the requests holds the error.
+    is_streamed: whether each step of a request is news; otherwise only the end of a request is news. error: why all
+    requests ended, where the reason is not the error of one request.
     """
 
     def __init__(self, news: News, requests: Seq[Request], *, is_streamed: bool) -> None:
@@ -65,33 +71,34 @@ class Generation:
             request.hear = self._hear
 
     def _hear(self, request: Request) -> None:
-        """Note a request's progress: in the engine's thread, behind each step and at the end."""
+        """Note a request's progress. The engine's thread calls this after each step of the request and at its end."""
         mark = request.mark()
         if self._is_streamed or mark.finish_reason is not None:
             self._marks[self._place[request]] = mark
             self._news.tell(self)
 
     def fail(self, error: ForerunError) -> None:
-        """Let whoever waits go on with an error."""
+        """End the generation with an error, and wake the task that waits for it."""
         self.error = self.error or error
         self.is_told.set()
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing more will come."""
+        """Whether nothing more will come."""
         return self.error is not None or all(
             mark is not None and mark.finish_reason is not None for mark in self._marks
         )
 
     @property
     def failure(self) -> ForerunError | None:
-        """Return why it failed, if it did."""
+        """Why the generation failed; None where it did not fail."""
         return self.error or next((r.error for r in self.requests if r.error is not None), None)
 
     def num_new_tokens(self) -> float:
-        """Return how many tokens `chunks` would make texts of.
+        """Return how many tokens `chunks` would turn into text.
 
-        inf where it does more than that: in the beginning, at the end of a choice, and with log-probabilities.
+        Returns inf where `chunks` has more to do: at the beginning, at the end of a choice, with log-probabilities, and
+        after an error.
         """
         if not self._readers or self.error is not None or self.requests[0].seq.params.logprobs is not None:
             return inf
@@ -104,9 +111,9 @@ class Generation:
         return num
 
     def chunks(self) -> list[tuple[int, Chunk]]:
-        """Return the new chunks by the index of their choice. Raises the error that ended them.
+        """Return the new chunks, each with the index of its choice. Raises the error that ended the generation.
 
-        Text is made here: in the event loop only where `num_new_tokens` is small.
+        Text is made here, so the event loop itself may call this only where `num_new_tokens` is small.
         """
         if not self._readers:
             self._readers = [Reader(request) for request in self.requests]
@@ -122,7 +129,10 @@ class Generation:
         return new
 
     def outputs(self) -> list[RequestOutput]:
-        """Return all outputs when they are over, in order. Raises the error that ended one. Text is made here, too."""
+        """Return the outputs of all requests, in order, when all are over. Raises the error that ended a request.
+
+        Text is made here, too.
+        """
         if (failure := self.failure) is not None:
             raise failure
         return [request.output() for request in self.requests]

@@ -1,9 +1,10 @@
-"""Responses that are kept for a while, so that others go on from them or name their items: in memory, by API key.
+"""Responses that are kept in memory for a while, by API key, so that later requests can refer to them.
 
-`previous_response_id` goes on from a response; an input item of type `item_reference` stands for an item of its output.
+A request with `previous_response_id` goes on from a kept response. An input item of type `item_reference` stands for an
+item in the output of a kept response.
 
-What is kept is bounded in number, bytes and age; the oldest goes first. Nothing is written to a disk, and nothing
-outlives the server.
+The kept responses are limited in number, bytes and age; the oldest goes first. Nothing is written to a disk, and
+nothing outlives the server.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class _Kept:
 
 
 def _joined(items: bytes, more: bytes) -> bytes:
-    """Join two JSON lists without reading them."""
+    """Join two JSON lists without parsing them."""
     return items[:-1] + (b"," if len(items) > 2 and len(more) > 2 else b"") + more[1:]
 
 
 def names_kept(body: bytes) -> bool:
-    """Return whether a body of /v1/responses may name something that is kept."""
+    """Return whether a body of /v1/responses may refer to a kept response or to an item of it."""
     return any(name in body for name in _NAMED)
 
 
@@ -55,7 +56,7 @@ def _is_reference(item: Any) -> bool:
 
 
 class Kept:
-    """The responses of the last hour. clock: seconds that only grow."""
+    """The kept responses of the last hour. clock: returns seconds that only grow."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -63,7 +64,10 @@ class Kept:
         self._num_bytes = 0
 
     def put(self, key: str, response: dict[str, Any], items: bytes) -> None:
-        """Keep a response. items: its input with earlier responses included, as JSON. key: whose it is."""
+        """Keep a response. key: the digest of its owner's API key.
+
+        items: the response's whole input as a JSON list, earlier responses included.
+        """
         conversation = _joined(items, in_slices(response["output"]))
         one = _Kept(key, self._clock(), conversation, in_slices(response))
         with self._lock:
@@ -79,16 +83,17 @@ class Kept:
         return response
 
     def delete(self, key: str, response_id: str) -> None:
-        """Forget a response. Raises Refused as `get`."""
+        """Forget a response. Raises Refused as `get` does."""
         self._find(key, response_id, 404)
         with self._lock:
             if response_id in self._kept:
                 self._drop(response_id)
 
     def extend(self, key: str, body: bytes) -> bytes:
-        """Return a body with the conversation that it goes on from and the items that it refers to.
+        """Return a body whose input contains the conversation that it goes on from, and the items that it refers to.
 
-        A body that names nothing that is kept, or that cannot be read, is returned as it is. Raises Refused as `get`.
+        A body that refers to nothing kept, or that cannot be parsed, is returned as it is. Raises Refused where a
+        response or an item is not kept or belongs to another key, and for a body with references that is too long.
         """
         if not names_kept(body):
             return body
@@ -115,14 +120,14 @@ class Kept:
         return b'{"input":' + conversation + (b"," if given else b"") + as_json(given)[1:]
 
     def _resolved(self, key: str, items: list[Any]) -> list[Any]:
-        """Return the items with references replaced by the referenced items. Each response is read once."""
-        outputs, made = dict[str, dict[str, Any]](), list[Any]()
+        """Return the items with each reference replaced by its item. Each response is parsed once."""
+        outputs, resolved = dict[str, dict[str, Any]](), list[Any]()
         for i, item in enumerate(items):
             if not _is_reference(item):
-                made.append(item)
+                resolved.append(item)
                 continue
             item_id = str(item.get("id"))
-            response_id = f"resp_{(*item_id.split('_'), '')[1]}"  # as the ids of a response's items are made
+            response_id = f"resp_{(*item_id.split('_'), '')[1]}"  # the ids of a response's items are made so
             if response_id not in outputs:
                 kept = self._found(key, response_id)
                 output = [] if kept is None else json.loads(kept.response)["output"]
@@ -133,8 +138,8 @@ class Kept:
                     "hour unless store is false: send the item itself"
                 )
                 raise Refused(message, "input", code="item_not_found")
-            made.append(outputs[response_id][item_id])
-        return made
+            resolved.append(outputs[response_id][item_id])
+        return resolved
 
     def _found(self, key: str, response_id: str) -> _Kept | None:
         with self._lock:

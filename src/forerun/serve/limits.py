@@ -1,4 +1,4 @@
-"""How much a server takes at once, for how long, and how it ends: who is let in, who is asked to come again."""
+"""The limits of a server: how many requests it takes at once, how long it waits, and how it shuts down."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from forerun.serve.bodies import Refused
 
 T = TypeVar("T")
 MAX_RETRY_S = 60
-_HALF_LIFE = 0.9  # of the mean duration of requests: the weight of the past when one ends
+_HALF_LIFE = 0.9  # the weight of the old mean duration of requests, when a request ends
 
 
 class Arriving:
-    """The bodies that are not whole yet. Used by the event loop's thread alone.
+    """The bodies of requests that have begun to arrive and are not whole yet. Used by the event loop's thread alone.
 
-    They take no place in the Gate. most: the number of such bodies; most_bytes: the bytes of all of them. Beyond either
-    the oldest is given up: clients that never end their bodies do not keep out those that send one at once.
+    Such a body takes no place in the Gate. most: the largest number of such bodies. most_bytes: the largest number of
+    bytes of all such bodies together. Beyond either limit the oldest body is given up, so that clients that never end
+    their bodies keep nobody out.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -28,16 +29,19 @@ class Arriving:
 
     @property
     def num(self) -> int:
-        """Return how many there are."""
+        """The number of bodies that are arriving."""
         return len(self._bytes)
 
     @asynccontextmanager
     async def body(self, timeout_s: float) -> AsyncIterator[Callable[[int], None]]:
-        """Read one body; yields a function to call with the bytes that came. Raises Refused (408) where it is late."""
+        """Count one body while the block reads it. Raises Refused (408) where the body is late.
+
+        Yields a function, to be called with the number of bytes of each part that comes.
+        """
         limit = asyncio.timeout(timeout_s)
 
         def came(num_bytes: int) -> None:
-            if limit not in self._bytes:  # given up meanwhile, and its reader has not heard of it
+            if limit not in self._bytes:  # the body was given up meanwhile, and its reader does not know yet
                 raise TimeoutError
             self._bytes[limit] += num_bytes
             self.num_bytes += num_bytes
@@ -66,9 +70,9 @@ class Arriving:
 
 
 class Patience:
-    """asyncio.timeout for a task with many short waits: one timer serves all of them and is rarely set anew.
+    """A cheaper asyncio.timeout for a task with many short waits: one timer serves all of them and is rarely set anew.
 
-    It belongs to the task that makes it, which waits for one thing at a time.
+    A Patience belongs to the task that makes it. That task waits for one thing at a time.
     """
 
     def __init__(self) -> None:
@@ -77,7 +81,7 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self, awaited: Awaitable[T], at_most_s: float) -> T:
-        """Return the result of `awaited`. Raises TimeoutError, having cancelled it."""
+        """Return the result of `awaited`. After at_most_s, cancel it and raise TimeoutError."""
         assert self._task is not None
         self._due_s, self._is_over = self._loop.time() + at_most_s, False
         if self._timer is None or self._timer.when() > self._due_s:
@@ -92,7 +96,7 @@ class Patience:
             self._due_s = math.inf
 
     def close(self) -> None:
-        """Forget the timer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -111,22 +115,22 @@ class Patience:
 
 
 class Place:
-    """The room of one request in a Gate. num: choices that it makes, one until they are known."""
+    """The room that one request takes in a Gate. num: the request's number of choices; 1 until that number is known."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self.num, self.is_generating = gate, 1, False
 
     def grow(self, num: int) -> None:
-        """Take the room of all its choices. Raises Refused where there is too little."""
+        """Take room for `num` choices. Raises Refused where the Gate has too little room."""
         self._gate.check(num - self.num)
         self._gate.num_taken += num - self.num
         self.num, self.is_generating = num, True
 
 
 class Gate:
-    """Counts the choices that are asked for and not made yet. Used by the event loop's thread alone.
+    """Counts the choices that requests ask for and that are not made yet. Used by the event loop's thread alone.
 
-    capacity: the most choices that run or wait. batch: how many run at once.
+    capacity: the most choices that run or wait. batch: the most choices that run at once.
     """
 
     def __init__(self, capacity: int, batch: int) -> None:
@@ -138,7 +142,7 @@ class Gate:
         self._mean_s = 1.0  # duration of a request that generates
 
     def look(self) -> None:
-        """Raise Refused where `enter` would now, so that a client learns it before it sends a body in vain."""
+        """Raise Refused where `enter` would raise it now, so that a client is told before it sends a body in vain."""
         if self.is_draining:
             raise Refused(
                 "the server is shutting down: send the request to another one, or later",
@@ -150,9 +154,10 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
-        """Hold the room of one request. Raises Refused: 429 where all is taken, 503 while draining.
+        """Hold a place for one request while the block runs.
 
-        Enter it when the body is whole: a body that has only begun costs memory (see Arriving) and no place.
+        Raises Refused: 429 where no place is free, 503 while draining. To be entered only when the body is whole. A
+        body that has only begun costs memory (see Arriving) and no place.
         """
         self.look()
         place, started_s = Place(self), asyncio.get_running_loop().time()
@@ -169,7 +174,7 @@ class Gate:
                 self.is_empty.set()
 
     def check(self, num: int) -> None:
-        """Raise Refused (429) where there is no room for `num` more."""
+        """Raise Refused (429) where there is no room for `num` more choices."""
         if self.num_taken + num > self.capacity:
             raise Refused(
                 f"{self.num_taken} choices run or wait, of {self.capacity} that this server takes: try again later",
@@ -179,6 +184,6 @@ class Gate:
             )
 
     def retry_after_s(self) -> int:
-        """Return when a place may be free: the mean time of a request, for each batch that waits."""
+        """Return in how many seconds a place may be free: a request's mean time for each batch that runs or waits."""
         batches = max(1.0, self.num_taken / self.batch)
         return min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * batches)))

@@ -1,7 +1,7 @@
 """Log-probabilities in the two forms of the OpenAI API, and the texts that name tokens there.
 
-A token reads as in the text: with the space before it where it has one. A token that is only part of a character is
-named by its bytes, as in bytes:\\xe2\\x80; control tokens by their names.
+A token is named by its text, with the space before it where it has one. A token that is only part of a character is
+named by its bytes, as in bytes:\\xe2\\x80. A control token goes by its own name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOWEST = -9999.0  # the API's value for probabilities of 0: JSON has no infinity
 
 
 def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return one entry for each token, with the likeliest tokens. lefts: the token before each."""
+    """Return one entry for each token, with the likeliest tokens at its position. lefts: the token before each."""
     entries = []
     for position, left in zip(positions, lefts, strict=True):
         top = [_entry(tokenizer, token, logprob, left) for token, logprob in position.top]
@@ -33,7 +33,7 @@ def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Toke
 class SaidLogprobs:
     """The log-probabilities of the tokens that make the text of a chat's answer, piece by piece.
 
-    Tokens of reasoning, calls, marks and the end are left out. left: the last token of the prompt.
+    Tokens of the reasoning, of calls, of marks and of the end are left out. left: the last token of the prompt.
     """
 
     def __init__(self, left: int, tokenizer: Tokenizer) -> None:
@@ -41,7 +41,10 @@ class SaidLogprobs:
         self._ids, self._tokenizer = [left], tokenizer
 
     def piece(self, positions: Seq[TokenLogprob], said: Seq[int]) -> list[dict[str, Any]]:
-        """Take the next tokens; return the entries of those that have become text. said: their places in the answer."""
+        """Take the next tokens, and return the entries of the tokens that have become text.
+
+        said: the places in the answer at which tokens have become text.
+        """
         self._positions += positions
         self._ids += [position.token_id for position in positions]
         lefts = [self._ids[place] for place in said]
@@ -49,7 +52,10 @@ class SaidLogprobs:
 
 
 def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return entries for the tokens that make the text of a whole answer; for all where its parts are unknown."""
+    """Return entries for the tokens that make the text of a whole answer.
+
+    Where the parts of the answer are unknown, there is an entry for every token.
+    """
     if (positions := output.logprobs) is None:
         return []
     said = range(len(positions)) if output.answer_parts is None else output.answer_parts.said
@@ -67,10 +73,11 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def piece(self, positions: Seq[TokenLogprob], num_chars: int | None = None) -> dict[str, Any]:
-        """Return four lists with one entry per token. text_offset: its first character in the choice's text.
+        """Return four lists with one entry per token.
 
-        top_logprobs: of the likeliest tokens and of the token itself, by their texts; where two ids read the same, the
-        likelier one counts. num_chars: length of the choice's text, if it is known; offsets stop there.
+        text_offset: where the token's first character is in the choice's text. top_logprobs: the log-probabilities of
+        the likeliest tokens and of the token itself, by their texts. Where two ids have the same text, the likelier id
+        counts. num_chars: the length of the choice's text, if it is known; no offset is beyond it.
         """
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         tokenizer = self._tokenizer
@@ -92,9 +99,9 @@ class CompletionLogprobs:
 def prompt_logprobs(
     ids: Seq[int], positions: Seq[TokenLogprob | None], num_chars: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return log-probabilities of a prompt in the form of /v1/completions; its first token has none.
+    """Return the log-probabilities of a prompt in the form of /v1/completions. The prompt's first token has none.
 
-    num_chars: of its text without the tokens that the tokenizer adds at both ends.
+    num_chars: the length of the prompt's text, without the tokens that the tokenizer adds at both ends.
     """
     known = [position for position in positions if position is not None]
     rest = CompletionLogprobs(ids[0], tokenizer).piece(known)
@@ -109,7 +116,7 @@ def prompt_logprobs(
 
 
 def token_bytes(tokenizer: Tokenizer, token: int, left: int) -> bytes:
-    """Return what a token adds to the text behind the token `left`; of a part of a character, its bytes."""
+    """Return the text that a token adds after the token `left`, in UTF-8; for part of a character, its bytes."""
     before, text = tokenizer.own_text(left), tokenizer.decode([left, token])
     alone = tokenizer.own_text(token)
     added = text[len(before) :] if text.startswith(before) else alone

@@ -1,7 +1,7 @@
-"""Metrics in the format of Prometheus, with the names that dashboards know: `forerun:` before them, or `vllm:`.
+"""Metrics in the format of Prometheus, under the names that dashboards know, with the prefix `forerun:` or `vllm:`.
 
-Steps are counted from StepReport, requests from RequestReport when they end. docs/exactness.md has the definitions,
-docs/serve.md the names.
+Steps are counted from their StepReports, and requests from their RequestReports when they end. docs/exactness.md has
+the definitions, and docs/serve.md has the names.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)  # of drafts, in tokens
 
 
 class Families:
-    """The metrics of a server, each created once: several models differ in the label model_name.
+    """The metrics of a server. Each is created once for all models; the label model_name tells the models apart.
 
-    prefix: before their names.
+    prefix: stands before the names of the metrics.
     """
 
     def __init__(self, prefix: str = "forerun") -> None:
         self._prefix, self._registry, self._made = prefix, CollectorRegistry(), dict[str, Any]()
 
     def get(self, kind: type[Any], name: str, text: str, labels: Seq[str], **more: Any) -> Any:
-        """Return the metric of a name, of one of prometheus_client's classes."""
+        """Return the metric with this name. kind: its class in prometheus_client."""
         if name not in self._made:
             names = ["model_name", *labels]
             self._made[name] = kind(f"{self._prefix}:{name}", text, names, registry=self._registry, **more)
         return self._made[name]
 
     def text(self) -> bytes:
-        """Return all of them, for a scrape. Not in the event loop."""
+        """Return all metrics as text, for a scrape. Not to be called in the event loop."""
         return generate_latest(self._registry)
 
 
 class Metrics:
-    """Hears every step of an LLM and every request that ends. model: the value of the label model_name.
+    """Counts every step of an LLM and every request that ends. model: the value of the label model_name.
 
-    families: the server's metrics; None = the model is alone.
+    families: the server's metrics; None = there is no other model.
     """
 
     def __init__(self, llm: LLM, model: str, families: Families | None = None) -> None:
@@ -96,20 +96,20 @@ class Metrics:
             self._experts = self._histogram("step_experts", chosen, _EXPERTS)
         delays = "of the event loop behind a timer of 50 ms: how late it comes to what it should do"
         self._delay = self._histogram("event_loop_delay_seconds", f"seconds {delays}", _DELAYS)
-        self._last_s: dict[int, float] = {}  # by sequence: when a step brought it on
+        self._last_s: dict[int, float] = {}  # sequence id -> when a step last emitted for it
         self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
         self._end = llm.listen(self._hear)
 
     def close(self) -> None:
-        """Stop hearing."""
+        """Stop listening to the engine's step reports."""
         self._end()
 
     def text(self) -> bytes:
-        """Return the metrics of all models, for a scrape. Not in the event loop."""
+        """Return the metrics of all models as text, for a scrape. Not to be called in the event loop."""
         return self._families.text()
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer. path: of a route, never the path that a client sent."""
+        """Count an answer. path: the path of the route, never the path that a client sent."""
         self._of(self._answers, path, str(status)).inc()
 
     def delayed(self, seconds: float) -> None:
@@ -117,12 +117,12 @@ class Metrics:
         self._of(self._delay).observe(seconds)
 
     def ended(self, requests: Seq[Request], *, is_failed: bool = False) -> None:
-        """Count requests that have ended, or are being ended. is_failed: they end with the engine."""
+        """Count requests that have ended, or are being ended. is_failed: whether the engine's failure ends them."""
         for request in requests:
             seq, report = request.seq, request.report
             self._last_s.pop(seq.id, None)
             self._of(self._ended, "error" if is_failed or request.error else seq.finish_reason or "abort").inc()
-            num_prompt_tokens = len(seq.source_ids) or seq.num_prompt_tokens  # a source is what an encoder-decoder asks
+            num_prompt_tokens = len(seq.source_ids) or seq.num_prompt_tokens  # of an encoder-decoder, the source
             if report.scheduled_at_s is not None:
                 self._of(self._queued).observe(report.scheduled_at_s - report.arrived_at_s)
                 self._of(self._prompt_tokens).inc(num_prompt_tokens)
@@ -187,7 +187,10 @@ class Metrics:
             gauge.labels(self._model).set_function(read)
 
     def _of(self, metric: Any, *labels: str) -> Any:
-        """Return the child of a metric with these labels, remembered: looking one up costs more than counting."""
+        """Return the child of a metric with these labels.
+
+        Children are remembered, because looking one up in the metric takes longer than counting.
+        """
         key = (id(metric), labels)
         child = self._children.get(key)
         if child is None:

@@ -82,6 +82,6 @@ def answers_of(route: Generate | Count) -> dict[int | str, dict[str, Any]]:
 
 
 def parameters_of(url: str) -> list[dict[str, Any]]:
-    """Return the parts in braces of a path, which are texts."""
+    """Return the parameters of a path: its parts in braces, which are texts."""
     names = re.findall(r"\{(\w+)", url)
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]

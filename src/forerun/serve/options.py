@@ -1,6 +1,7 @@
-"""What a server is started with, beside the engine: a field with a help text is a flag of `forerun serve`.
+"""The options of a server, besides the options of its engines. A field with a help text is a flag of `forerun serve`.
 
-Checks, help() and the arguments of a replica in Ray follow from the fields, too. Nothing here imports a web framework.
+The checks, help() and the arguments of a replica in Ray follow from the fields, too. Nothing here imports a web
+framework.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ METRICS_PREFIXES = ("forerun", "vllm")
 
 
 class _Checked:
-    """Fields of a frozen dataclass that are inside of their ranges and among their choices. Raises BadOption."""
+    """A base of frozen dataclasses. Raises BadOption for a field outside of its range, or not among its choices."""
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
@@ -33,7 +34,7 @@ class _Checked:
 class Limits(_Checked):
     """How much a server takes at once, and for how long."""
 
-    # Behind the batch that runs.
+    # These wait in addition to the batch that runs.
     max_queue: int = option(256, "choices that wait at most; more get status 429", above=-1, range="at least 0")
     max_body_bytes: int = option(4 << 20, "of a request; larger ones get status 413", above=0, unit="bytes")
     # From the first byte of the body to the last of the answer's tokens.
@@ -47,7 +48,7 @@ class Limits(_Checked):
 @with_fields
 @dataclass(frozen=True)
 class ServerOptions(_Checked):
-    """What a server is started with, beside the engine. Raises BadOption for a value that is not possible."""
+    """The options of a server, besides its engine's options. Raises BadOption for a value that is not possible."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 = all of this machine")
     port: int = option(8000, "0 = one that is free")
@@ -94,7 +95,7 @@ class ServerOptions(_Checked):
 @with_fields
 @dataclass(frozen=True)
 class LabOptions(ServerOptions):
-    """What `forerun lab` is started with, beside the engine: a server whose page matters."""
+    """The options of `forerun lab`, besides its engine's options: a server that is started for its page."""
 
     port: int = option(8001, "0 = one that is free")
     api_key: str | None = option(None, "what the page asks for", envvar="FORERUN_API_KEY", usual="nothing")

@@ -1,13 +1,13 @@
 """Which web pages may use a server: its own, and the origins of --allow-origin.
 
-A browser sends what any page asks it to, also to a server that nobody but its own machine reaches. It says which page
-sends a request (Origin), and asks first before it sends JSON elsewhere; but a page may point a name that it controls at
-this machine's address (DNS rebinding), and then everything here belongs to the page. An API key keeps it out. Without
-one the server checks the name that it is called by (Host): nobody can point an address elsewhere, nor localhost, nor a
-name that this machine has.
+A browser sends what any page asks it to send, even to a server that only its own machine can reach. The browser says
+which page sends a request (header Origin), and before it sends JSON to another origin, it asks the server. But a page
+may point a host name that it controls at this machine's address (DNS rebinding), and then the browser takes this server
+for the page's own. An API key keeps such a page out. Without a key, the server checks the name by which it is called
+(header Host): no page can point an address elsewhere, nor localhost, nor a name of this machine.
 
-Bodies must be said to be JSON. Ollama's clients often omit that, so its routes do not ask for it where a request has no
-header that browsers send: with a POST they always send Origin.
+A body must be declared as JSON. Ollama's clients often omit that. So Ollama's routes do not ask for it where a request
+has no header that browsers send. With a POST, browsers always send Origin.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HOST = re.compile(r"[\w.-]+|\*")
 _SHORT_ADDRESS = re.compile(r"(\d+|0x[\da-f]+)(\.(\d+|0x[\da-f]+)){0,3}")  # 127.1 is 127.0.0.1
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _SAFE = ("GET", "HEAD", "OPTIONS")  # they change nothing, and another page cannot read their answers
-_OF_BROWSERS = frozenset((b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"))  # no page leaves all out
-_PORTS = {"http": 80, "https": 443}  # what a browser leaves out
-# Headers that pages may send, where a browser does not say which; and headers of answers that they may read.
+_OF_BROWSERS = frozenset((b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode"))  # a browser sends some of them
+_PORTS = {"http": 80, "https": 443}  # the port that a browser leaves out
+# Headers that pages may send, where a browser does not say which, and headers of answers that pages may read.
 SENT = b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-request-id"
 EXPOSED = b"x-request-id, request-id, x-forerun-ignored, retry-after"
 _LOCAL = "localhost"
@@ -39,10 +39,10 @@ _LOCAL = "localhost"
 
 @dataclass(frozen=True)
 class Origins:
-    """What may call a server, and how.
+    """Which pages may call a server, and by which host names it may be called.
 
-    allowed: origins beside the server's own; "*" = any. hosts: names that it is called by, beside this machine's names
-    and addresses; "*" = any. only_local: of the addresses, only loopback ones count.
+    allowed: origins besides the server's own; "*" = any. hosts: host names besides this machine's names and addresses;
+    "*" = any. only_local: whether loopback addresses are the only addresses that count as this machine's.
     """
 
     allowed: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class Origins:
 
     @classmethod
     def parse(cls, origins: Iterable[str], hosts: Iterable[str] = (), *, only_local: bool = False) -> Origins:
-        """Return the origins of some options. Raises BadOption for what is no origin, or no name of a host."""
+        """Return the Origins of some options. Raises BadOption for a value that is no origin, or no host name."""
         allowed, names = [origin.rstrip("/").lower() for origin in origins], [host.lower() for host in hosts]
         for origin in allowed:
             if not _ORIGIN.fullmatch(origin):
@@ -68,9 +68,9 @@ class Origins:
         return cls(frozenset(allowed), frozenset(map(_canonical, names)), only_local)
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes], *, is_lax: bool = False) -> None:
-        """Raise Refused for a foreign host name or page, a compressed body, or one that is not said to be JSON.
+        """Raise Refused for a foreign host name or page, and for a body that is compressed or not declared as JSON.
 
-        is_lax: programs, though no page, may leave out what a body is.
+        is_lax: whether programs may leave out that the body is JSON. Pages may not.
         """
         is_safe = method in _SAFE
         if not (self.knows(headers) or (is_safe and path in PROBES)):
@@ -102,10 +102,10 @@ class Origins:
             )
 
     def answer_headers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Return the headers that let a page of another origin see the answer (CORS), if it may see it."""
+        """Return the headers that let a page of another origin see the answer (CORS), where that origin is allowed."""
         origin = headers.get(b"origin", b"")
         if not origin or not self._is_friend(_header(headers, b"origin")):
-            return [(b"vary", b"Origin")]  # a cache must not give this answer to a page that may see it
+            return [(b"vary", b"Origin")]  # a cache must not give this answer, without the headers, to an allowed page
         return [
             (b"access-control-allow-origin", origin),
             (b"access-control-expose-headers", EXPOSED),
@@ -113,9 +113,9 @@ class Origins:
         ]
 
     def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]] | None:
-        """Return the headers that answer a browser's preflight of a page's request; None for any other request.
+        """Return the headers that answer a browser's preflight request; None for any other request.
 
-        The preflight comes without the API key. Raises Refused for a page that may not send requests.
+        A preflight comes without the API key. Raises Refused for a page that may not send requests.
         """
         if method != "OPTIONS" or b"access-control-request-method" not in headers or b"origin" not in headers:
             return None
@@ -132,7 +132,7 @@ class Origins:
         return answer
 
     def knows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Return whether a request calls the server by a name that no page can have given it, or by none."""
+        """Return whether a request names no host, or a host name that no page can have pointed at this machine."""
         host = _header(headers, b"host")
         if not host or ANY in self.hosts | self.allowed:
             return True
@@ -184,7 +184,7 @@ def _header(headers: Mapping[bytes, bytes], name: bytes) -> str:
 
 
 def _place(where: str, usual: int) -> tuple[str, int] | None:
-    """Return the host and port of HOST[:PORT]; None where it is none. usual: the port that is left out."""
+    """Return the host and the port of HOST[:PORT]; None for any other text. usual: the port where the text has none."""
     try:
         parts = urlsplit(f"//{where}")
         port = usual if parts.port is None else parts.port
@@ -207,7 +207,10 @@ def _bare(name: str) -> str:
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return a text's address, also an IPv4 one in IPv6 form or with fewer numbers; None for a name."""
+    """Return the IP address in a text; None for a name.
+
+    An IPv4 address may also be in IPv6 form, or have fewer numbers, as 127.1 has.
+    """
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -220,7 +223,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _own_names() -> frozenset[str]:
-    """Return what this machine calls itself, alone and in the local network (mDNS)."""
+    """Return this machine's names: its host name, with and without domain, and its name in the local network (mDNS)."""
     name = socket.gethostname().lower().rstrip(".")
     first = name.partition(".")[0]
     return frozenset((name, first, f"{first}.local"))

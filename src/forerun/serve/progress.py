@@ -1,4 +1,4 @@
-"""The bar of a batch on standard error: requests done, tokens per second, time left. Nothing where no terminal is."""
+"""The progress bar of a batch on standard error: requests done, tokens per second, time left. For terminals only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ INTERVAL_S = 0.1  # between two drawings
 
 
 class Progress:
-    """The bar. num_before: how many of num_lines an earlier run has done; they count as done, not for the time left."""
+    """The progress bar of num_lines requests.
+
+    num_before: the number of requests that an earlier run has answered. They count as done, but not for the time left.
+    """
 
     def __init__(self, num_lines: int, num_before: int) -> None:
         console = make_console(stderr=True)
@@ -40,7 +43,7 @@ class Progress:
         self._bar.console.print(text, soft_wrap=not self._is_shown)
 
     def show(self, num_done: int, tokens_per_s: float) -> None:
-        """Take new numbers, and draw them at most every INTERVAL_S; the last ones are drawn on leaving."""
+        """Take new numbers and draw them, at most every INTERVAL_S. The last numbers are drawn when the block ends."""
         if not self._is_shown:
             return
         now_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a client is told of a request that is not honoured, whatever its API."""
+"""The error for a request that is not honoured, whatever its API."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from forerun.errors import BadOption
 
 
 class Refused(BadOption):
-    """A request that cannot be honoured. param: the field at fault; status: HTTP's; code: a word for programs.
+    """A request that cannot be honoured.
 
-    retry_after_s: when it may be sent again; None where that would not help.
+    param: the field at fault. status: the HTTP status. code: a word for programs. retry_after_s: in how many seconds
+    the request may be sent again; None where that would not help.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""The input of a batch: one request per line, all of them checked before any model is loaded, none of them kept."""
+"""The input file of a batch: one request per line.
+
+All lines are checked before any model is loaded. No request stays in memory: the file is read again when the batch
+runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ NUM_SHOWN = 5  # malformed lines that the refusal names
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input. digest: of its url and body, whatever the order of keys and the white space."""
+    """One line of the input. digest: a hash of url and body, which white space and the order of keys do not change."""
 
     custom_id: str
     url: str
@@ -28,11 +32,11 @@ class BatchRequest:
 
 
 class RequestFile:
-    """The requests of a file, read line by line as often as they are iterated over.
+    """The requests of a file. Each iteration reads the file again, line by line.
 
-    line_of, digest_of: custom_id -> number of its line, digest of its url and body. models: what the bodies call the
-    model. Raises NotFound for a missing file; BadOption naming the first malformed lines, for a file without any
-    request, and for what is no file.
+    line_of: custom_id -> the number of its line. digest_of: custom_id -> the digest of its url and body. models: the
+    names that bodies give the model. Raises NotFound for a missing file. Raises BadOption for malformed lines, naming
+    the first of them, for a file without any request, and for a path that is no file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +67,7 @@ class RequestFile:
             yield request
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that are not empty, with their numbers from 1 on."""
+        """Yield the number, counted from 1, and the bytes of each line that is not blank."""
         with self.path.open("rb") as file:  # as bytes, a line ends at a line feed and nowhere else
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
@@ -92,7 +96,7 @@ _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body
 
 
 def _read(line: bytes) -> BatchRequest:
-    """Parse one line. Raises BadOption with a message that continues the line's number."""
+    """Parse one line. Raises BadOption with a message that is to follow the line's number."""
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -117,10 +121,10 @@ def _read(line: bytes) -> BatchRequest:
 
 
 def _digest(line: bytes, url: str, body: dict[str, Any]) -> str:
-    """Return the first 128 bits of SHA-256 as hexadecimal digits."""
+    """Return the first 128 bits of the SHA-256 of a request's url and body, as hexadecimal digits."""
     try:
         data = json.dumps([url, body], sort_keys=True, separators=(",", ":")).encode()
-    except RecursionError:  # a line that could just be read, and will be refused
+    except RecursionError:  # the body is nested so deeply that it could just be read, and will be refused
         data = line
     return hashlib.sha256(data).hexdigest()[:32]
 

@@ -1,7 +1,7 @@
-"""What an API is to the server: its routes, how its errors look, and what it does not do. Each is one file of apis/.
+"""What the server knows of an API: its routes, the form of its errors, and which paths it lacks.
 
-A route is one of three kinds. `Generate` answers with what a model writes, `Count` with what follows from texts alone,
-`Look` with what the server knows.
+Each API is one file of apis/. A route is of one of three kinds: a `Generate` answers with text that a model writes, a
+`Count` with what follows from texts alone, and a `Look` with what the server knows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Events(Protocol):
         """Return what comes before the first token."""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return what a chunk adds to a choice; nothing where its text is held back."""
+        """Return what a chunk adds to a choice; nothing where the chunk's text is held back."""
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """Return what follows the last token."""
@@ -81,11 +81,13 @@ class Models(Protocol):
 class Generate:
     """A route whose answers a model writes.
 
-    read: makes a Job of (the fields of a body, the model's name in the answer, defaults of SamplingParams). answer:
-    makes the whole answer of (job, outputs, tokenizer, its id in hex digits, the second of its creation). stream: makes
-    the Events of (job, prompts, tokenizer, id, second). media_type: of a stream. sign_of_life: sent in a stream that
-    has nothing to say. is_kept: answers are kept, and others may go on from them. in_batches: `forerun batch` asks it.
-    reads_chats: every body has a conversation, which wants a chat template. also: its other paths.
+    read: makes a Job from the fields of a body, the model's name in the answer, and defaults of SamplingParams. answer:
+    makes the whole answer from the job, the outputs, the tokenizer, the answer's id in hex digits, and the time of its
+    creation in seconds. stream: makes the Events from the job, the prompts, the tokenizer, the id and the time.
+    media_type: of a stream. sign_of_life: the bytes that a stream sends while it has nothing else to send. is_kept:
+    whether answers are kept, so that later requests may go on from them. in_batches: whether `forerun batch` may use
+    the route. reads_chats: whether every body has a conversation, which needs a chat template. also: other paths of the
+    route.
     """
 
     form: Form
@@ -108,11 +110,10 @@ class Generate:
         *,
         ignore_unsupported: bool = False,
     ) -> Job:
-        """Return what a body asks for.
+        """Return the Job of a body. Raises Refused, naming the field at fault.
 
-        model: as the answer names it. served_names: what bodies may call it; none = whatever they like. defaults:
-        fields of SamplingParams that override the API's defaults and are overridden by the body. Raises Refused, naming
-        the field.
+        model: the model's name in the answer. served_names: the names that bodies may give the model; () = any name.
+        defaults: fields of SamplingParams, which override the API's defaults and are overridden by the body.
         """
         given = check(self.form, body, served_names, ignore_unsupported=ignore_unsupported)
         return self.read(given, model, defaults or {})
@@ -120,10 +121,10 @@ class Generate:
 
 @dataclass(frozen=True)
 class Count:
-    """A route whose answers follow from texts: ids of a text, a text of ids, their number.
+    """A route whose answers follow from texts alone: the token ids of a text, the text of ids, their number.
 
-    work: makes the answer of (the model's texts, the fields of a body). finish: adds what the server alone knows.
-    alternatives: a body must have one of these fields.
+    work: makes the answer from the model's texts and the fields of a body. finish: completes the answer with what only
+    the server knows. alternatives: fields; a body must have one of them. also: other paths of the route.
     """
 
     form: Form
@@ -135,10 +136,11 @@ class Count:
 
 @dataclass(frozen=True)
 class Look:
-    """A route whose answers say what the server knows; its path may have parts in braces.
+    """A route whose answers say what the server knows. Its path may have parts in braces.
 
-    answer: makes it of (the models, the owner of the request, the parts of the path by name). Raises Refused. is_slow:
-    it reads files, or long answers that were kept, and so runs in a thread. also: its other paths.
+    answer: makes the answer from the models, the digest of the request's API key, and the parts of the path by name. It
+    may raise Refused. is_slow: whether `answer` reads files or long kept answers, and so runs in a thread. also: other
+    paths of the route.
     """
 
     url: str
@@ -150,11 +152,11 @@ class Look:
 
 @dataclass(frozen=True)
 class Api:
-    """One API. error: how its errors look.
+    """One API. error: makes the answer to a request that has failed.
 
-    below: path prefixes where this API shapes the errors that no route raised. is_lax: its clients need not say that a
-    body is JSON. absent: {path: reason} for what other servers of this API have and this one lacks; a path that ends in
-    a slash stands for all below it.
+    below: path prefixes. Errors at such paths that no route has raised have this API's form. is_lax: whether clients
+    may leave out that a body is JSON. absent: path -> reason, for paths that other servers of this API have and this
+    one lacks. A path that ends in a slash stands for all paths below it.
     """
 
     routes: tuple[Generate | Count | Look, ...]

@@ -1,4 +1,4 @@
-"""What the model lists of every API read of a served model."""
+"""A served model, as every API's list of models reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Served(Protocol):
 
 
 def template_of(service: Served) -> str:
-    """Return a model's chat templates as text; "" where it has none that can be read, which chats then report."""
+    """Return a model's chat templates as text; "" where none can be read, which chats then report."""
     try:
         return service.llm.chat_template.text
     except UserError:

@@ -1,6 +1,7 @@
-"""`forerun serve`: one process with an engine for each model behind HTTP, from its first line to exit code 0.
+"""`forerun serve`: one process that serves an engine for each model over HTTP, from its first line to exit code 0.
 
-SIGTERM and Ctrl-C let every accepted request finish while new ones get 503; a second one ends at once.
+On SIGTERM or Ctrl-C, every accepted request finishes, and new requests get status 503. A second signal ends the process
+at once.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LOG = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
 SWITCH_S = 0.0005  # that the engine's thread waits for another Python thread; Python's default is ten times as long
 KEEP_ALIVE_S = 75  # an idle connection: longer than usual proxies keep theirs
-STALL_MARGIN_S = 1.0  # a route with its own limit says first why it ends
+STALL_MARGIN_S = 1.0  # so that a route's own limit comes first: it says why the answer ends
 BACKLOG = 2048  # connections that the system keeps until they are taken
 MOST_LOG_LINES = 10_000  # that wait to be written
 Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
@@ -56,10 +57,10 @@ Named = tuple[str, EngineConfig]  # a model with the name that a config file giv
 
 
 def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages | None = None) -> int:
-    """Serve until a signal. Returns the exit code. Raises UserError, and OSError for an address that cannot be had.
+    """Serve until a signal comes. Returns the exit code. Raises UserError, also for an address that cannot be had.
 
-    pages: more applications around the engine of the first model. Below /api in one of them an API key is asked for,
-    where there is one; the rest of it is open.
+    pages: more applications around the engine of the first model. Their paths below /api need the API key, where there
+    is a key; their other paths are open.
     """
     check(options)
     models = named(configs, options)
@@ -81,7 +82,10 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
 
 
 def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tuple[tuple[str, ...], EngineConfig]]:
-    """Return each model with its names, the answers' name first. Raises BadOption where two share one."""
+    """Return each model's names and configuration; answers have the first name.
+
+    Raises BadOption where two models have the same first name.
+    """
     if options.served_names and len(configs) > 1:
         raise BadOption(
             f"--served-model-name {shown(options.served_names[0])} is not possible with {len(configs)} models: "
@@ -100,12 +104,12 @@ def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tu
 
 
 def check(options: ServerOptions) -> None:
-    """Raise BadOption for what is no origin, or no name of a host."""
+    """Raise BadOption for an --allow-origin that is no origin, and for an --allow-host that is no host name."""
     origins_of(options)
 
 
 def origins_of(options: ServerOptions) -> Origins:
-    """Return the web pages that may use the server, and the names it is called by; with a key it has any name."""
+    """Return the web pages that may use the server, and its host names. With an API key, any host name will do."""
     origins = Origins.parse(options.allow_origins, options.allow_hosts, only_local=is_local(options.host))
     if options.api_key is not None:
         return dataclasses.replace(origins, hosts=frozenset((ANY,)))
@@ -114,7 +118,7 @@ def origins_of(options: ServerOptions) -> Origins:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that holds the address before the model is loaded; nothing is accepted yet. Raises BadOption."""
+    """Yield a socket that holds the address while models are loaded. It accepts nothing yet. Raises BadOption."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -133,14 +137,14 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def loaded(opened: Opened) -> LLM:
-    """Load the model and warm it up: measuring and compiling are over before the first request."""
+    """Load a model and warm it up, so that measuring and compiling are over before the first request."""
     from forerun.types import SamplingParams
 
     tokenizer = opened.text_tokenizer()  # the APIs answer with texts
     llm = LLM.from_opened(opened)
     with suppress(BadOption):  # a tokenizer that grammars cannot use
         vocabulary(tokenizer)  # takes a second, for which no stream has to wait later
-    with suppress(UserError):  # who chats is told
+    with suppress(UserError):  # whoever chats is told that there is none
         _ = llm.chat_template
     spare_what_is_loaded()
     llm.generate([[llm.engine.runner.num_ids // 2] * 4], SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0))
@@ -216,19 +220,20 @@ def _uvicorn_config(services: Services, options: ServerOptions, pages: Mapping[s
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=MOST_AT_ONCE,  # for asyncio it is how many it takes in one go, too
+        backlog=MOST_AT_ONCE,  # asyncio also accepts as many connections in one go
         timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
-        # Behind the last answer: connections whose readers take nothing must not keep the server from its end.
+        # After the last answer: connections whose clients take nothing must not keep the server from its end.
         timeout_graceful_shutdown=math.ceil(options.limits.stall_timeout_s + STALL_MARGIN_S),
     )
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's protocol with time limits for headers that do not end, and for a reader that takes nothing.
+    """uvicorn's protocol with time limits for headers that do not end, and for clients that take nothing.
 
-    headers_s: from the first byte of a request's headers, or from the connection, to their end. stall_s: without a byte
-    taken; then the connection is cut, because closing it would wait for the unsent bytes.
+    headers_s: the time for a request's headers to end, from the beginning of the connection or from their first byte.
+    stall_s: the time in which a client may take no byte. After that the connection is cut, because closing it would
+    wait for the unsent bytes.
     """
 
     headers_s: float
@@ -237,7 +242,7 @@ class PatientProtocol(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Give the headers their time."""
+        """Start the time limit of the first request's headers."""
         super().connection_made(transport)
         self._late = self.loop.call_later(self.headers_s, transport.abort)
 
@@ -260,12 +265,12 @@ class PatientProtocol(H11Protocol):
             self._late = None
 
     def pause_writing(self) -> None:
-        """Watch the reader, because too much waits to be sent."""
+        """Watch the client, because too many bytes wait to be sent."""
         super().pause_writing()
         self._watch_reader()
 
     def _watch_reader(self, before: float = math.inf) -> None:
-        """Abort if none of the waiting bytes was taken since the last look; `before` waited then."""
+        """Cut the connection if the client took no byte since the last look. before: the bytes that waited then."""
         waiting = self.transport.get_write_buffer_size()
         if waiting < before:
             self._stalled = self.loop.call_later(self.stall_s, self._watch_reader, waiting)
@@ -273,7 +278,7 @@ class PatientProtocol(H11Protocol):
             self.transport.abort()
 
     def resume_writing(self) -> None:
-        """Stop watching the reader, which has taken nearly all."""
+        """Stop watching the client, which has taken nearly all bytes."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
@@ -310,7 +315,7 @@ async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
         LOG.warning("ended by a second signal: %d choices were not made", services.gate.num_taken)
         server.force_exit = True
     server.should_exit = True
-    await again  # while connections end, too
+    await again  # a second signal counts while connections end, too
     server.force_exit = True
 
 
@@ -319,7 +324,7 @@ async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
 
 @contextmanager
 def _logging(options: ServerOptions) -> Iterator[None]:
-    """Log to standard error by a separate thread: a slow reader stops no request."""
+    """Log to standard error from a separate thread, so that a slow reader of the log stops no request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if options.log_format == "json" else _Text())
     records: Queue[Any] = Queue(MOST_LOG_LINES)
@@ -331,7 +336,7 @@ def _logging(options: ServerOptions) -> Iterator[None]:
     levels = {
         root: level,
         **dict.fromkeys(map(logging.getLogger, ("uvicorn.error", "asyncio")), max(level, logging.WARNING)),
-        # A request has one line, the server's; and what passes take asks nothing of anybody.
+        # A request has one line, the server's. The times of passes are nothing that anybody must act on.
         **dict.fromkeys(map(logging.getLogger, ("forerun.engine.engine", "forerun.pacing")), quiet),
     }
     before = {logger: logger.level for logger in levels}
@@ -349,12 +354,12 @@ def _logging(options: ServerOptions) -> Iterator[None]:
 
 class _Queue(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Drop the record where the queue is full: neither wait nor grow."""
+        """Add a record, or drop it where the queue is full, so that nothing waits and the queue does not grow."""
         with suppress(Full):
             self.queue.put_nowait(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Keep the arguments: the formatter wants them."""
+        """Return the record as it is: the formatter needs its arguments."""
         return record
 
 
@@ -377,7 +382,7 @@ class _Json(logging.Formatter):
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line for a person; the traceback of an exception below it."""
+        """Return one line for a person, with the traceback of an exception below it."""
         if isinstance(record.args, dict):
             said = " ".join(f"{name}={value}" for name, value in record.args.items())
         else:

@@ -1,7 +1,7 @@
-"""What routes share.
+"""The models of a server, as its routes see them.
 
-Each model has its engine, its gate and its failure; all together have the bodies that arrive, and the threads that
-convert between texts and ids.
+Each model (Service) has an engine, a gate and a failure of its own. All models (Services) share the bodies that arrive,
+and the threads that convert between texts and token ids.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from forerun.types import SamplingParams
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 _TICK_S = 0.05  # between two measurements of the event loop's delay
-MOST_ARRIVING = 1024  # bodies that are not whole, or as many as there are places
-MOST_LONG = 16  # of them at the largest permitted size
+MOST_ARRIVING = 1024  # bodies that are not whole; more where there are more places
+MOST_LONG = 16  # arriving bodies of the largest permitted size
 NUM_THREADS = 4  # that convert texts; they share one interpreter with the engine's thread
 
 
 class Service:
-    """One engine behind HTTP. It belongs to the event loop that it is made in.
+    """One engine behind HTTP. A Service belongs to the event loop in which it is made.
 
-    names: what requests may call the model, the answers' name first. defaults: fields of SamplingParams below what the
-    bodies say. max_queue: choices that wait at most. ignore_unsupported: requests with fields that are not honoured are
-    served without them.
+    names: the names that requests may give the model; answers have the first name. defaults: fields of SamplingParams
+    for what a body leaves out. max_queue: the most choices that may wait. ignore_unsupported: whether requests with
+    unsupported fields are served without these fields.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Service:
         batch = llm.config.max_batch_size
         self.gate = Gate(batch + max_queue, batch)
         self.metrics = metrics or Metrics(llm, self.name)
-        self.failure: ForerunError | None = None  # of the engine, once
+        self.failure: ForerunError | None = None  # of the engine, once it has failed
         self._news = News(self.look_for_failure)
         self._end_news = llm.call_behind(self._news.ring)
         self._going: set[Generation] = set()
 
     def text_options(self, others: Seq[str] = ()) -> TextOptions:
-        """Return the options of a reader of bodies. others: names of the other models."""
+        """Return the options for reading bodies of this model. others: the names of the server's other models."""
         return TextOptions(
             self.llm.tokenizer.folder,
             self.names,
@@ -78,10 +78,10 @@ class Service:
         )
 
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
-        """Return the requests of a job, not queued yet, and the job as it is served. Not in the event loop.
+        """Return a job as it is served, and its requests, not queued yet. Not to be called in the event loop.
 
-        A limit of tokens beyond the context is lowered to it, as agents send large ones; min_tokens goes with it.
-        Raises UserError.
+        Agents send large limits. So if the prompt and max_tokens together exceed the context, max_tokens and min_tokens
+        are dropped and listed as ignored, and the answer may fill the context. Raises UserError.
         """
         try:
             requests = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
@@ -99,7 +99,7 @@ class Service:
             raise Refused(str(error), code="capacity") from None
 
     def start(self, job: Job, requests: Seq[Any]) -> Generation:
-        """Queue the requests of a job. Raises the engine's failure, if it has failed."""
+        """Queue the requests of a job. Raises the engine's failure, if there is one."""
         if self.failure is not None:
             raise self.failure
         generation = Generation(self._news, requests, is_streamed=job.stream)
@@ -108,18 +108,18 @@ class Service:
         return generation
 
     def end(self, generation: Generation) -> None:
-        """Forget requests; the running ones are ended, and their memory is freed."""
+        """Forget a generation. Requests that still run are ended, and their memory is freed."""
         self._going.discard(generation)
         self.llm.end(generation.requests)
         self.metrics.ended(generation.requests, is_failed=generation.error is not None)
 
     def close(self) -> None:
-        """Stop hearing the engine."""
+        """Stop listening to the engine."""
         self.metrics.close()
         self._end_news()
 
     def look_for_failure(self) -> None:
-        """Fail all live requests, and take no more, once a step of the engine has failed as a whole."""
+        """Fail all live requests and accept no more, if a step of the engine has failed as a whole."""
         if self.failure is None and (cause := self.llm.failure) is not None:
             self.failure = InternalError(
                 f"the engine has failed and takes no more requests: restart it ({cause!r:.200})"
@@ -130,9 +130,9 @@ class Service:
 
 
 class Services:
-    """The models of one server, by the names that requests give them; the first serves requests that name none.
+    """The models of one server, by the names that requests give them. The first serves requests that name no model.
 
-    No two of them share a name. logs_texts: whether the log has the texts of requests and answers.
+    No two models share a name. logs_texts: whether the log has the texts of requests and answers.
     """
 
     def __init__(self, services: Seq[Service], *, limits: Limits | None = None, logs_texts: bool = False) -> None:
@@ -157,21 +157,21 @@ class Services:
         self._library = Library([_texts(service.llm, one) for service, one in zip(services, options, strict=True)])
         self.aside, self.trial = Aside(options), Aside(options)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forerun-text")
-        # One grammar at a time takes a core: one queue for short grammars, one for tried ones.
+        # Each pool compiles one grammar at a time: one pool for short grammars, one for grammars that were tried.
         self._short, self._tried = (ThreadPoolExecutor(1, f"forerun-{kind}-grammar") for kind in ("short", "tried"))
 
     def of(self, name: str) -> Service:
-        """Return the model of a name that `names` has."""
+        """Return the model with this name, which must be one of `names`."""
         return self._by_name[name]
 
     @property
     def metrics(self) -> Metrics:
-        """Return the metrics of all models; what belongs to no model counts under the first."""
+        """The metrics of all models. What belongs to no model is counted under the first model."""
         return self.first.metrics
 
     @property
     def failure(self) -> ForerunError | None:
-        """Return the failure of the first failed engine, also one that a page caused; None without any."""
+        """The first failure of an engine, even if a page caused it; None where no engine has failed."""
         for service in self.all:
             service.look_for_failure()
         return next((service.failure for service in self.all if service.failure is not None), None)
@@ -181,16 +181,21 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
 
     async def read(self, url: str, body: bytes) -> Any:
-        """Return what `Library.work` makes of a body: in a thread, or in a process where it is long or must be."""
+        """Return what `Library.work` makes of a body.
+
+        A thread does the work. A separate process does it for long bodies, and for bodies that a thread must not read
+        (OnlyAside).
+        """
         if len(body) <= LONG_BYTES:
             with suppress(OnlyAside):
                 return await self.in_thread(self._library.work, url, body)
         return await asyncio.wrap_future(self.aside.work(url, body))
 
     async def compile(self, service: Service, params: SamplingParams) -> None:
-        """Compile the grammar of a request outside the threads that others need, so that `Service.make` finds it.
+        """Compile the grammar of a request, so that `Service.make` finds it compiled.
 
-        A grammar that might take long is tried in a process that can be ended. Raises BadOption.
+        The work has threads of its own, so that no other request waits for it. A grammar that might take long is first
+        tried in a process that can be ended. Raises BadOption.
         """
         if (key := params.constraint) is None or service.llm.tokenizer is None:
             return
@@ -209,7 +214,7 @@ class Services:
         await asyncio.get_running_loop().run_in_executor(pool, known.compiled, params, num_bytes)
 
     async def watch_delay(self) -> None:
-        """Measure how late the event loop is, until it is cancelled."""
+        """Measure again and again how late the event loop is, until this task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + _TICK_S
@@ -217,7 +222,7 @@ class Services:
             self.metrics.delayed(max(0.0, loop.time() - due_s))
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop listening to the engines, and end the processes and the threads."""
         for service in self.all:
             service.close()
         for process in (self.aside, self.trial):

@@ -1,7 +1,7 @@
-"""From the bytes of a body to ids: JSON, fields, chat template, tokenizer. No engine, no arithmetic.
+"""The way of a body from bytes to token ids: JSON, fields, chat template, tokenizer. No engine is needed.
 
-All of it is done beside the event loop: for short bodies by a thread of the server, for long ones by the process of
-aside.py. What cannot fit into the context is refused before it is cut into tokens.
+This work is done outside of the event loop: for short bodies by a thread of the server, for long bodies by the process
+of aside.py. A text that cannot fit into the context is refused before it is tokenized.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ AsJson = tuple[bytes, tuple[str, ...]]  # an answer as JSON, and the fields that
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What is known of a model without its engine. folder: of the tokenizer. capacity: choices that it takes at once.
+    """What is known of a model without its engine.
 
-    names, defaults, ignore_unsupported: as Service has them. others: the names of the server's other models.
-    chat_template: file; None = the checkpoint's own.
+    folder: where the tokenizer's files are. capacity: the most choices that run or wait at once. names, defaults,
+    ignore_unsupported: see Service. others: the names of the server's other models. chat_template: a file; None = the
+    checkpoint's own template.
     """
 
     folder: Path
@@ -59,7 +60,10 @@ class TextOptions:
 
 
 def _pages(column: int) -> int:
-    """Return pages of this process: of its address space (0), or resident (1); 0 where the system does not say."""
+    """Return this process's number of memory pages; 0 where the system does not say.
+
+    column: 0 = the whole address space, 1 = the resident pages.
+    """
     try:
         return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[column])
     except OSError:
@@ -82,14 +86,14 @@ def _limited() -> Iterator[None]:
 
 
 class Library:
-    """Reads the bodies of a server, each with the Texts of the model that it names, else the first."""
+    """Reads the bodies of a server, each with the Texts of the model that the body names, or of the first model."""
 
     def __init__(self, texts: Seq[Texts]) -> None:
         self._first, self._by_name = texts[0], {name: reader for reader in texts for name in reader.options.names}
         self._routes = with_bodies()
 
     def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | AsJson:
-        """Return what the route of a body makes of it. Raises UserError."""
+        """Return what the route at `url` makes of a body. Raises UserError."""
         try:
             given, route = parse(body), self._routes[url]
             return self._of(route, given).work(route, given)
@@ -97,13 +101,14 @@ class Library:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
 
     def begin(self) -> None:
-        """Prepare what grammars of the first model need."""
+        """Prepare the vocabulary that grammars of the first model need."""
         vocabulary(self._first.tokenizer)
 
     def attempt(self, name: str, key: tuple[str, str]) -> int:
-        """Compile a grammar of the model of this name, and return the bytes of memory that it holds.
+        """Compile a grammar for the named model, and return how many bytes of memory the grammar takes.
 
-        key: of `SamplingParams.constraint`. Raises BadOption, or ends this process where it takes too much.
+        key: as in `SamplingParams.constraint`. Raises BadOption. Ends this process where compiling takes too much time
+        or memory.
         """
         known = vocabulary(self._by_name[name].tokenizer)
         if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -116,17 +121,17 @@ class Library:
         return held
 
     def _of(self, route: Generate | Count, given: Any) -> Texts:
-        """Return the reader of the named model; the first refuses unknown names."""
+        """Return the Texts of the model that a body names, or else of the first model, which refuses unknown names."""
         name = route.form.named(given).get("model") if isinstance(given, dict) else None
         return self._by_name.get(meant(name, self._by_name), self._first) if isinstance(name, str) else self._first
 
 
 class OnlyAside(Exception):
-    """A body that would change a tokenizer which other threads use: a separate process reads it."""
+    """A body that only a separate process may read, because reading it changes a tokenizer that other threads use."""
 
 
 class Texts:
-    """Reads bodies for one model. tokenizer, template: of the model, where they are loaded already."""
+    """Reads bodies for one model. tokenizer, template: the model's, where they are loaded already."""
 
     def __init__(
         self,
@@ -142,12 +147,16 @@ class Texts:
 
     @property
     def max_seq_len(self) -> int:
-        """Return the tokens of the context."""
+        """The number of tokens in the context."""
         return self.options.max_seq_len
 
     @echoing_json()
     def work(self, route: Generate | Count, body: Any) -> tuple[Job, list[list[int]]] | AsJson:
-        """Return what a route makes of a body: `read`, or an answer that follows from texts, as JSON."""
+        """Return what a route makes of a body.
+
+        For a Generate this is the result of `read`. For a Count it is the answer as JSON, and the fields that were
+        ignored.
+        """
         if isinstance(route, Generate):
             return self.read(route, body)
         given = check(route.form, body, self._served, ignore_unsupported=self.options.ignore_unsupported)
@@ -156,7 +165,10 @@ class Texts:
 
     @echoing_json()
     def read(self, route: Generate, body: Any) -> tuple[Job, list[list[int]]]:
-        """Return the job of a body and its prompts as ids; a prediction has become ids, too. Raises UserError."""
+        """Return the job of a body, and its prompts as token ids. Raises UserError.
+
+        A prediction in the job becomes ids, too.
+        """
         options = self.options
         job = self._read(route, body)
         if job.num_choices > options.capacity:
@@ -174,7 +186,7 @@ class Texts:
             else job.answer_form.constrained(job.params, self.tokenizer, prompts[0])
         )
         params = self._with_prediction(params)
-        # Prompts and messages are ids now, but for the texts that the answer repeats.
+        # Prompts and messages are ids now. Only texts that the answer repeats are kept.
         echoed = tuple[Prompt, ...](prompt if isinstance(prompt, str) else [] for prompt in job.prompts if job.echo)
         return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
@@ -190,11 +202,11 @@ class Texts:
             raise Refused(f"{error}{more}", error.param, code=error.code, status=error.status) from None
 
     def templated(self, job: Job) -> Job:
-        """Return a job as the model's chat template takes it; see the function."""
+        """Return a job as the model's chat template takes it; see the function `templated` below."""
         return templated(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
 
     def _with_wishes(self, job: Job) -> Job:
-        """Return a job that names its unkept wishes: a larger context, reasoning that cannot be closed in time."""
+        """Return a job that lists as ignored what cannot be met: a larger context, or a limit of the reasoning."""
         form, unkept = job.answer_form, list[str]()
         if job.context is not None and job.context[1] > self.max_seq_len:
             unkept.append(job.context[0])
@@ -205,7 +217,7 @@ class Texts:
         return dataclasses.replace(job, answer_form=form, ignored=(*job.ignored, *unkept)) if unkept else job
 
     def encode(self, job: Job) -> list[list[int]]:
-        """Return the prompts of a job as ids. Raises UserError."""
+        """Return the prompts of a job as token ids. Raises UserError."""
         if job.messages is not None:
             return [self.tokenizer.encode(self.rendered(job), add_special_tokens=False)] if job.messages else []
         self._check_size(job)
@@ -222,8 +234,8 @@ class Texts:
             raise self._unusable(error) from None
 
     def _unusable(self, error: UnsupportedModel) -> Refused:
-        """Return a chat template's failure without paths of files and advice for whoever runs the server."""
-        LOG.warning("%s", error)  # its words are for whoever has the files
+        """Return a chat template's failure for the client, without paths and advice for whoever runs the server."""
+        LOG.warning("%s", error)  # the whole message is for whoever has the files
         message = str(error)
         for folder in filter(None, (self.options.folder, self.options.chat_template)):
             message = message.replace(f"{folder}/", "").replace(str(folder), "the chat template")
@@ -232,7 +244,7 @@ class Texts:
         return Refused(message, "messages")
 
     def literal_ids(self, text: str, add_special: bool) -> list[int]:
-        """Return the ids of a text in which the names of special tokens are words. Raises OnlyAside."""
+        """Return the ids of a text, reading the names of special tokens in it as plain text. Raises OnlyAside."""
         special = (self.tokenizer.id_to_token[i] for i in self.tokenizer.special_ids)
         if not any(name in text for name in special):
             return self.tokenizer.encode(text, add_special)
@@ -242,7 +254,7 @@ class Texts:
 
     @property
     def template(self) -> ChatTemplate:
-        """Return the model's chat template. Raises Refused where it has none."""
+        """The model's chat template. Raises Refused where the model has none."""
         if self._template_if_there is None:
             raise Refused(
                 f"the model {shown(self.name)} has no chat template, as is usual for a base model, and cannot read a "
@@ -265,7 +277,10 @@ class Texts:
         return ChatTemplate.load(self.options.folder, self.options.chat_template)
 
     def check_text(self, text: str) -> None:
-        """Raise PromptTooLong for a text that cannot fit, however it is cut into tokens: cutting takes seconds."""
+        """Raise PromptTooLong for a text that cannot fit into the context, whatever its tokens are.
+
+        The text is not tokenized for this, because that may take seconds.
+        """
         if len(text) > self._most_chars:
             raise self._too_many_chars(len(text))
 
@@ -277,9 +292,10 @@ class Texts:
         )
 
     def _check_size(self, job: Job) -> None:
-        """Refuse what cannot fit, however it is cut into tokens: cutting megabytes of text takes seconds.
+        """Raise PromptTooLong for a job that cannot fit into the context, whatever its tokens are.
 
-        Every message, and every part of one, takes at least a token.
+        The texts are not tokenized for this, because megabytes of text take seconds. Each message, and each part of a
+        message, takes at least one token.
         """
         most, contents = self.options.max_seq_len, [m.get("content") for m in job.messages or ()]
         num_parts = sum(len(content) if isinstance(content, list) else 1 for content in contents)
@@ -302,7 +318,7 @@ class Texts:
                 )
 
     def _with_prediction(self, params: SamplingParams) -> SamplingParams:
-        """Return params with the prediction as ids. Raises Refused for one longer than the context."""
+        """Return params with the prediction as token ids. Raises Refused for a prediction longer than the context."""
         given, most = params.prediction, self.options.max_seq_len
         if given is None:
             return params
@@ -323,9 +339,10 @@ class Texts:
 
 
 def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported: bool = False) -> Job:
-    """Return a job as the chat template takes it: its tools, how long it thinks, and what reads its answer.
+    """Return a job as the chat template takes it.
 
-    Raises Refused for tools where the template knows none.
+    Decides the template's variables, the tools, how long the model thinks, and the form by which the answer is read.
+    Raises Refused for tools where the template has no form for them.
     """
     if not job.messages:
         return job
@@ -345,12 +362,12 @@ def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsuppor
         variables = {**(thinking or {}), **variables}
     answer_form = answer_marks.with_tools(tools, job.max_thinking_tokens)
     if answer_form is None and job.params.logprobs is not None:
-        answer_form = AnswerForm(answer_marks)  # it tells the tokens of the text from the end
+        answer_form = AnswerForm(answer_marks)  # it tells the text's tokens from end tokens
     return dataclasses.replace(job, variables=variables, tools=tools, ignored=tuple(ignored), answer_form=answer_form)
 
 
 def form_of(job: Job) -> dict[str, Any]:
-    """Return what the chat template is given beside the messages."""
+    """Return the arguments that the chat template gets besides the messages."""
     form: dict[str, Any] = {"continue_final_message": True} if job.continue_final_message else {}
     if job.add_generation_prompt is False:
         form["add_generation_prompt"] = False
@@ -360,7 +377,7 @@ def form_of(job: Job) -> dict[str, Any]:
 
 
 def _num_chars(content: Any) -> int:
-    """Return the characters of a text, alone or in parts; 0 for ids."""
+    """Return the number of characters in a text, alone or in parts; 0 for token ids."""
     if isinstance(content, str):
         return len(content)
     parts = content if isinstance(content, list) else []
@@ -372,7 +389,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def parse(body: bytes) -> Any:
-    """Return a body as JSON. Raises Refused."""
+    """Parse the JSON of a body. Raises Refused."""
     try:
         return json.loads(body.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""What bodies say of tools and of thinking, brought from each API's form into one.
+"""Tools and thinking in bodies, brought from each API's form into one form.
 
-A tool that the server would have to run itself (a search on the web, a shell) is left out, and the answer's header says
-so: the model only learns of functions, which the client runs.
+The model learns only of functions, which the client runs. A tool that the server itself would have to run (a web
+search, a shell) is left out, and a header of the answer says so.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ THINKING = frozenset(("enable_thinking", "thinking", "reasoning_effort"))  # tem
 
 
 def tool_request(functions: Seq[Mapping[str, Any]], choice: str, parallel: bool) -> ToolRequest | None:
-    """Return the tools that a body offers; None where there is nothing to be called.
+    """Return the tools that a body offers; None where no tool may be called.
 
-    functions: with name, description, parameters and strict. Raises Refused.
+    functions: objects with name, description, parameters and strict. choice: AUTO, NONE, REQUIRED, or the name of the
+    function to call. Raises Refused.
     """
     try:
         Tools.of(functions)
@@ -55,7 +56,7 @@ def listed(tools: Any) -> list[Mapping[str, Any]]:
 
 
 def effort_of(value: Any, name: str) -> str | None:
-    """Return how long the model is to think, as a word. Raises Refused for another."""
+    """Return how long the model is to think, as one of EFFORTS; None where `value` is None. Raises Refused."""
     if value is None:
         return None
     if value not in EFFORTS:
@@ -64,7 +65,7 @@ def effort_of(value: Any, name: str) -> str | None:
 
 
 def thinking_limit(value: Any, name: str) -> int | None:
-    """Return how many tokens the model may think. Raises Refused for anything but a number."""
+    """Return how many tokens the model may think. Raises Refused for a value that is no such number."""
     try:
         return limit_of(value, name)
     except BadOption as error:
@@ -72,9 +73,9 @@ def thinking_limit(value: Any, name: str) -> int | None:
 
 
 def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:
-    """Return the chat template variables that say how long the model thinks; None where it reads none of them.
+    """Return the chat template variables that say how long the model thinks; None where the template reads none.
 
-    reads: variables of the template. effort: a word. thinks: whether it thinks at all.
+    reads: the variables that the template reads. effort: one of EFFORTS. thinks: whether the model thinks at all.
     """
     values: dict[str, Any] = {}
     if effort is not None and effort != "none" and "reasoning_effort" in reads:

@@ -1,7 +1,7 @@
-"""Traces in the form of OpenTelemetry, where its package is there and set up; else nothing.
+"""Traces of requests with OpenTelemetry, where its package is installed and set up; no traces otherwise.
 
-One span for each request, below the client's span (header traceparent). The package's environment variables (OTEL_...)
-and its start-up code say where they go.
+Each request is one span, a child of the client's span (header traceparent). The package's environment variables
+(OTEL_...) and its start-up code say where the spans go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ except ImportError:
 
 @contextmanager
 def span(path: str, record: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[None]:
-    """Trace the block as one span; the log entry of the request becomes its attributes."""
+    """Trace the block as one span, with the items of the request's log entry as its attributes."""
     if trace is None or propagate is None:
         yield
         return

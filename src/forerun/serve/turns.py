@@ -1,8 +1,8 @@
 """The event loop of a server, in which connections take turns.
 
 asyncio handles every ready socket before it hears news from other threads. So 900 connections that begin at once would
-hold up each stream for more than a second. Here it handles a few, hears of the next tokens, and goes on with the next
-sockets in turn.
+hold up each stream for more than a second. This loop handles a few sockets, hears of new tokens, and then goes on with
+the next sockets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_AT_ONCE = 2  # sockets between two looks at news of threads: a request take
 
 
 class Turns(selectors.DefaultSelector):
-    """A selector that returns a few ready sockets at a time. The others stay ready and come first next time."""
+    """A selector that returns a few ready sockets at a time. The other sockets stay ready and come first next time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,5 +31,5 @@ class Turns(selectors.DefaultSelector):
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop of this kind."""
+    """Return an event loop in which connections take turns."""
     return asyncio.SelectorEventLoop(Turns())

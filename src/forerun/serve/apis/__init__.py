@@ -1,4 +1,4 @@
-"""The APIs of the server, a file each: the server finds what has an `API` (see routes.py), and knows none by name."""
+"""The APIs of the server, one in each file. The server scans for files with an `API` (routes.py); it keeps no list."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def generating() -> Mapping[str, Generate]:
 
 
 def batched() -> Mapping[str, Generate]:
-    """Return the routes that `forerun batch` asks, by their paths."""
+    """Return the routes that `forerun batch` may use, by their paths."""
     return {url: route for url, route in generating().items() if route.in_batches and url not in route.also}
 
 
 def api_of(path: str) -> Api | None:
-    """Return the API whose beginning of this path is the longest; None where no API has one."""
+    """Return the API with the longest prefix of this path in `Api.below`; None where no API has such a prefix."""
     beginnings = [(below, api) for api in apis().values() for below in api.below if _is_below(path, below)]
     return max(beginnings, key=lambda one: len(one[0]))[1] if beginnings else None
 
 
 def errors_of(path: str) -> Errors:
-    """Return how an error on this path is told, where no route has met it."""
+    """Return the function that makes the answer to an error at this path that no route has raised."""
     api = api_of(path)
     return plain_error if api is None else api.error
 
@@ -61,7 +61,7 @@ def _is_below(path: str, beginning: str) -> bool:
 
 
 def refusal(path: str) -> str | None:
-    """Return the sentence for a path that is known and not built; None for any other."""
+    """Return the reason why a known path is not built (`Api.absent`); None for any other path."""
     absent = {known: why for api in apis().values() for known, why in api.absent.items()}
     beginnings = (f"{path[:end]}/" for end in range(len(path)) if path[end] == "/")
     return next((absent[one] for one in (path, *beginnings) if one in absent), None)

@@ -1,6 +1,6 @@
 """Routes of llama-server, as far as its web page, editors and older clients need them.
 
-Follows tools/server/README.md of llama.cpp. Its other features are in OpenAI's API, which it speaks, too.
+Follows tools/server/README.md of llama.cpp. llama-server also speaks OpenAI's API, where its other features are.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _OF_INFILL: Fields = {
     **{name: field for name, field in _FIELDS.items() if name not in ("samplers", "n_indent", "t_max_predict_ms")},
     "input_prefix": required(TEXT, "send the text on both sides of what is to be filled in"),
     "input_suffix": required(TEXT, "send the text on both sides of what is to be filled in"),
-    **honoured(prompt=TEXT),  # how the text between them begins
+    **honoured(prompt=TEXT),  # how the text that is to be filled in begins
     **noted("input_extra", "samplers", "n_indent", "t_max_predict_ms"),  # as editors send them
 }
 _OF_TEMPLATES: Fields = {
@@ -166,7 +166,7 @@ def _paths(given: Any) -> list[list[str]]:
 
 
 def _chosen(job: Job, made: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an answer that the body asks for, side by side; all of them where it asks for none."""
+    """Return the fields of an answer that the body asks for, without nesting; the whole answer if it asks for none."""
     chosen = dict[str, Any]()
     for *path, name in job.given["response_fields"]:
         inside: Any = made
@@ -188,17 +188,17 @@ class Stream:
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the event of a chunk; none where its text is held back."""
+        """Return the event of a chunk; nothing where the chunk's text is held back."""
         if not chunk.text:
             return b""
         return event({"index": index, "content": chunk.text, "tokens": chunk.token_ids, "stop": False})
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return why the answer ended, and its numbers."""
+        """Return the last event: why the answer ended, and its numbers."""
         return event(_chosen(self._job, _ending(self._job, outputs)))
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return an error that occurs behind the first event."""
+        """Return the event of an error that occurs after the first event."""
         return event(error_answer(error)[1])
 
 
@@ -244,7 +244,7 @@ def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
 
 
 def props(models: Models, key: str) -> dict[str, Any]:
-    """Return what the web page asks a server first; about the first model."""
+    """Return the first model's properties, which the web page asks for before anything else."""
     service = models.first
     return {
         "default_generation_settings": {
@@ -261,7 +261,7 @@ def props(models: Models, key: str) -> dict[str, Any]:
 
 
 def slots(models: Models, key: str) -> list[dict[str, Any]]:
-    """Return the places of the batch, without the requests in them."""
+    """Return the places in the batch of the first model, without the requests in them."""
     llm = models.first.llm
     num_running, n_ctx = len(llm.engine.scheduler.running), llm.engine.max_seq_len
     return [

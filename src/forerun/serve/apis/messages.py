@@ -1,8 +1,8 @@
-"""Bodies of /v1/messages and /v1/messages/count_tokens (the API of Anthropic), and answers to them.
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: their bodies and answers.
 
-`system`, as a text or in blocks, becomes the first message. Consecutive messages of one role become one. Where the last
-message is the assistant's, the answer goes on right behind its text. Tool results in a message of the user become
-separate messages before the rest of it.
+`system`, a text or a list of blocks, becomes the first message. Consecutive messages of the same role become one
+message. Where the last message is the assistant's, the answer continues its text. Tool results in a user's message
+become separate messages before the rest of that message.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
 
 
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
-    """Return the tools that the client runs. Anthropic's predefined tools have no schema: `ignored` lists them."""
+    """Return the tools that the client runs. Anthropic's predefined tools have no schema, so `ignored` lists them."""
     functions = []
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type", "custom") != "custom":
@@ -175,7 +175,7 @@ def _thinks(thinking: Any) -> bool | None:
 
 
 def _format(config: Mapping[str, Any]) -> Any:
-    """Return the form of the answer in the shape that chats have."""
+    """Return the form of the answer in the shape of `response_format` in chats."""
     given = config.get("format")
     if isinstance(given, Mapping) and given.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
@@ -217,9 +217,9 @@ def _messages(system: Any, given: Any) -> list[Message]:
 
 
 def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the messages that one message stands for: tool results, and then the rest.
+    """Return the messages that one message becomes: its tool results, and then the rest.
 
-    names: of the tools called so far, by the id of the call; calls in this message are added.
+    names: id of a call -> name of the tool. Calls in this message are added.
     """
     if content == [] and role == "assistant":
         return [{"role": role, "content": ""}]
@@ -246,9 +246,10 @@ def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> l
 
 
 def _texts_in(block: Any) -> list[Any]:
-    """Return a block as a list, or the title and text of a document or search result as text blocks.
+    """Return a document or a search result as text blocks, and any other block as it is, in a list.
 
-    A block without text, such as a PDF, is left as it is, to be refused by its type.
+    The text blocks are the title, the context and the text. A document without text, such as a PDF, also stays as it
+    is, and is refused by its type later.
     """
     kind = block.get("type") if isinstance(block, Mapping) else None
     inside = block.get("content") if kind == "search_result" else block.get("source") if kind == "document" else None
@@ -308,14 +309,14 @@ def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[s
 
 
 def _block(one: Span | ToolCall) -> dict[str, Any]:
-    """Return a whole block."""
+    """Return a block with its content."""
     if isinstance(one, Span):
         return {**_begun(one), "thinking" if one.kind == "reasoning" else "text": one.text}
     return {**_begun(one), "input": one.values()}
 
 
 def _begun(one: Span | ToolCall) -> dict[str, Any]:
-    """Return a block, still empty. Its signature of thinking is empty, too: there is none here."""
+    """Return a block that is still empty. The signature of thinking stays empty, because nothing is signed here."""
     if isinstance(one, ToolCall):
         return {"type": "tool_use", "id": f"toolu_{one.id}", "name": one.name, "input": {}}
     if one.kind == "reasoning":
@@ -331,7 +332,7 @@ class Stream:
         self._parts = AnswerParts()  # its last item is the block that is open
 
     def begin(self) -> bytes:
-        """Return the message, still empty. The end says how many tokens came from the cache."""
+        """Return the events that begin a message. Only the last event says how many tokens came from the cache."""
         message = {
             **_message(self._job, self._id),
             "content": [],
@@ -342,14 +343,14 @@ class Stream:
         return _event("message_start", message=message) + _event("ping")
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk; none where its text is held back."""
+        """Return the events of a chunk; nothing where the chunk's text is held back."""
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text else []
         return b"".join(map(self._part, parts))
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return why the answer ends, and the usage."""
+        """Return the last events: why the answer ended, and the usage."""
         usage = _usage(Usage.of(outputs, self._job.params))
         more = {"forerun": report_of(outputs)} if self._job.report else {}
         events = b"" if self._parts.items else self._part(Text(""))
@@ -361,7 +362,7 @@ class Stream:
         )
 
     def _part(self, part: Part) -> bytes:
-        """Return the events of a part: it begins a new block, or goes on with the last one."""
+        """Return the events of a part, which begins a new block or continues the last one."""
         num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
@@ -383,7 +384,7 @@ class Stream:
         return _event("content_block_stop", index=len(self._parts.items) - 1 if index is None else index)
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return an error that occurs behind the first event."""
+        """Return the event of an error that occurs after the first event."""
         return event(error_answer(error)[1], "error")
 
 
@@ -402,7 +403,7 @@ def _ending(output: RequestOutput) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage; input_tokens leaves out tokens that came from the cache, as this API counts them."""
+    """Return the usage. As this API counts, input_tokens leaves out tokens that came from the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

@@ -1,8 +1,8 @@
-"""Bodies of Ollama's API (/api/chat, /api/generate, /api/show and the lists), and answers to them.
+"""Ollama's API: the bodies and answers of /api/chat, /api/generate and /api/show, and the lists of models.
 
-Follows docs/api.md of Ollama. An answer is a stream of JSON lines unless `stream` is false. `options` go into
-SamplingParams; options of its runner (num_thread, num_gpu, ...) change no text and are accepted. Models are started
-with the server: none is fetched, made or unloaded by a request.
+Follows docs/api.md of Ollama. An answer is a stream of JSON lines unless `stream` is false. `options` become fields of
+SamplingParams. Options of Ollama's runner (num_thread, num_gpu, ...) change no text, and are accepted without effect.
+Models are started with the server, so no request fetches, makes or unloads a model.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ OPTIONS = {
     "frequency_penalty": "frequency_penalty",
 }
 CONTEXT = "num_ctx"
-# Options that say how its runner computes, and what it keeps of a conversation that it cuts.
+# Options that say how Ollama's runner computes, and what it keeps of a conversation that it cuts.
 RUNNER = frozenset(
     (
         *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
@@ -98,7 +98,7 @@ _OFF: Mapping[str, tuple[Seq[Any], str]] = {
     "vocab_only": ((False,), "an answer needs all of the model"),
     "embedding_only": ((False,), "answers are texts"),
 }
-# Options about what repeat_penalty counts -> the values that describe what it counts here, and that in words.
+# Options about what repeat_penalty counts -> the values that are true here, and what is counted here, in words.
 _PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
     "repeat_last_n": ((-1, 0), "the whole text; say -1"),
     "penalize_newline": ((True,), "ends of lines, too"),
@@ -154,7 +154,11 @@ _NAMES = {"name": "model"}  # as older clients call it
 
 
 def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
-    """Return what a body asks for. Without messages or a prompt nothing is generated: the model is there already."""
+    """Return the Job of a body.
+
+    A body without messages and prompt only asks to load the model. Nothing is generated then: the model is loaded
+    already.
+    """
     given, options = read.fields, _options(read)
     effort, thinks = _think(given.get("think"))
     messages, prompts = _messages(given.get("messages", [])), tuple[str, ...]()
@@ -181,7 +185,7 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
 
 
 def _options(read: Given) -> dict[str, Any]:
-    """Return sampling parameters under their option names. Raises Refused."""
+    """Return the sampling parameters of a body, under the names of Ollama's options. Raises Refused."""
     options, found = read.fields.get("options", {}), dict[str, Any]()
     if not isinstance(options, Mapping):
         raise Refused(f"options={shown(options)} is not possible: it must be an object", "options")
@@ -212,7 +216,7 @@ def _options(read: Given) -> dict[str, Any]:
 
 
 def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what the penalty cannot count; it does not matter where there is no penalty."""
+    """Raise Refused for a value that changes what repeat_penalty counts. Without a penalty any value is permitted."""
     allowed, counts = _PENALISED[name]
     if value not in allowed and options.get("repeat_penalty") not in (None, 1, 1.0):
         message = f"options.{name}={shown(value)} is not possible: repeat_penalty counts {counts}"
@@ -227,7 +231,10 @@ def _check_off(name: str, value: Any) -> None:
 
 
 def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the field that says how large a context the client counts on, and its tokens. Raises Refused."""
+    """Return the name and the value of the field that says how many tokens of context the client counts on.
+
+    Returns None where the body has no such field. Raises Refused.
+    """
     name, value = f"options.{CONTEXT}", options.get(CONTEXT)
     if value is not None and (type(value) is not int or value < 1):
         raise Refused(f"{name}={shown(value)} is not possible: it must be a number of tokens", name)
@@ -235,7 +242,7 @@ def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def _format(given: Any) -> dict[str, Any]:
-    """Return the form of the answer: "json", or a JSON schema. Raises Refused."""
+    """Return the form of the answer, "json" or a JSON schema, as fields of SamplingParams. Raises Refused."""
     if given in (None, ""):
         return {}
     if given == "json":
@@ -261,7 +268,10 @@ def _tools(given: Mapping[str, Any]) -> ToolRequest | None:
 
 
 def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
-    """Return the conversation of a prompt; with raw or a suffix the prompt as it is."""
+    """Return the messages and the prompts of a body of /api/generate.
+
+    The prompt becomes a conversation. With raw, or with a suffix, it stays a prompt.
+    """
     prompt, system, suffix = (given.get(name, "") for name in ("prompt", "system", "suffix"))
     if not prompt:
         return [], ()
@@ -339,7 +349,7 @@ class Stream:
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the lines of a chunk; none where its text is held back."""
+        """Return the lines of a chunk; nothing where the chunk's text is held back."""
         parts = chunk.parts
         if parts is None:
             parts = [Text(chunk.text)] if chunk.text else []
@@ -356,14 +366,14 @@ class Stream:
                 return {"content": "", "tool_calls": [_call(self._num_calls - 1, part)]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return why the answer ended, and its numbers."""
+        """Return the last line: why the answer ended, and its numbers."""
         if not outputs:
             return _as_line({**_head(self._job), **_said(self._job, {}), "done": True, "done_reason": "load"})
         more = {"forerun": report_of(outputs)} if self._job.report else {}
         return _as_line({**_head(self._job), **_said(self._job, {}), **_ending(outputs[0]), **more})
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return an error that occurs behind the first line."""
+        """Return the line of an error that occurs after the first line."""
         return _as_line(error_answer(error)[1])
 
     def _line(self, said: Mapping[str, Any]) -> bytes:
@@ -383,7 +393,7 @@ def _time(at: datetime) -> str:
 
 
 def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text of an answer or a piece: as a message of a chat, else as separate fields."""
+    """Return what an answer or a piece says: as a message in /api/chat, as separate fields in /api/generate."""
     said = {"content": "", **said}
     if job.url == CHAT:
         return {"message": {"role": "assistant", **said}}
@@ -396,7 +406,7 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 
 
 def _ending(output: RequestOutput) -> dict[str, Any]:
-    """Return why an answer ended, and its numbers: tokens, and nanoseconds."""
+    """Return why an answer ended, its numbers of tokens, and its times in nanoseconds."""
     report = output.report
     begun_s = report.scheduled_at_s or report.arrived_at_s
     first_s = report.first_token_at_s or report.ended_at_s or begun_s
@@ -426,7 +436,7 @@ def tags(models: Models, key: str) -> dict[str, Any]:
 
 
 def running(models: Models, key: str) -> dict[str, Any]:
-    """Return the models as loaded ones: all of them are, and stay so."""
+    """Return all models as loaded models: all are loaded, and stay so."""
     far = "9999-12-31T23:59:59Z"
     return {
         "models": [
@@ -442,7 +452,7 @@ def version(models: Models, key: str) -> dict[str, Any]:
 
 
 def _named(texts: Reader, read: Given) -> Counted:
-    """Return the model that a body of /api/show names. Raises Refused without one."""
+    """Return the name of the model that a body of /api/show asks for."""
     return {"model": texts.name}, tuple(read.ignored)
 
 
@@ -477,7 +487,10 @@ def show(models: Models, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known(service: Served) -> dict[str, Any]:
-    """Return a model's entry. size: bytes of weights that a pass reads. digest: of the name, as files have none."""
+    """Return a model's entry in a list.
+
+    size: the bytes of the weights that a pass reads. digest: a hash of the name, because no file has a digest.
+    """
     return {
         "name": service.name,
         "model": service.name,

@@ -1,6 +1,6 @@
-"""OpenAI's /v1/chat/completions and /v1/completions: bodies, and answers to them, whole and in pieces; /v1/models.
+"""OpenAI's /v1/chat/completions and /v1/completions (request bodies, whole and streamed answers), and /v1/models.
 
-Follows the API reference of OpenAI; fields of vLLM and of llama-server that agents send are honoured or noted, too.
+Follows OpenAI's API reference. Fields of vLLM and of llama-server that agents send are honoured or noted, too.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _check_best_of(read: Given, n: int) -> None:
 
 
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
-    """Return whether the answer is wanted in pieces, and the options of the stream."""
+    """Return whether the answer is to be streamed, and the options of the stream."""
     stream, options = read.fields.get("stream", False), read.fields.get("stream_options", {})
     known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
     is_known = isinstance(options, dict) and set(options) <= known and all(type(v) is bool for v in options.values())
@@ -191,7 +191,7 @@ def _prompts(prompt: Any) -> tuple[Prompt, ...]:
 
 
 def _suffix(given: Body) -> str | None:
-    """Return the text behind the gap that is to be filled in; '' where nothing is."""
+    """Return the text after the gap that is to be filled in; None where there is no gap."""
     suffix, prompt = given.get("suffix"), given.get("prompt")
     if suffix and not isinstance(prompt, str):
         raise Refused(f"suffix={shown(suffix)} is not possible: it must be a text, with one text as prompt", "suffix")
@@ -204,7 +204,7 @@ def _suffix(given: Body) -> str | None:
 def answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """Return the body of an answer. outputs: params.n of the first prompt, then of the next.
+    """Return the whole answer. outputs: params.n for each prompt, in the order of the prompts.
 
     Fields that the API does not have are under "forerun" (see `report_of`).
     """
@@ -226,7 +226,7 @@ def answer(
 
 
 class Stream:
-    """The server-sent events of one answer. A chunk belongs to one choice; the last ones have the usage, if wanted."""
+    """The server-sent events of one answer. A chunk belongs to one choice. The last chunk has the usage, if wanted."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._tokenizer = job, tokenizer
@@ -244,7 +244,7 @@ class Stream:
         self._echoes = [_echo_of(job, i, ids, tokenizer) for i, ids in enumerate(echoed) for _ in range(job.params.n)]
 
     def begin(self) -> bytes:
-        """Return the role of each choice of a chat, or the prompt of a completion with echo."""
+        """Return the first chunk of each choice: the role in a chat, or the prompt in a completion with echo."""
         if self._job.url != CHAT:
             chosen = enumerate(self._echoes)
             return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in chosen)
@@ -256,7 +256,7 @@ class Stream:
         )
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk of a choice; none where its text is held back."""
+        """Return the events of a chunk of a choice; nothing where the chunk's text is held back."""
         logprobs = self._logprobs_of(index, chunk)
         self._num_tokens += len(chunk.token_ids)
         if self._job.token_ids:
@@ -296,7 +296,7 @@ class Stream:
         return events + DONE
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return an error behind the first byte, when no status can be sent any more."""
+        """Return the event of an error after the first byte, when no status can be sent any more."""
         return event(plain_error(error)[1])
 
     def _chunk(self, choices: list[dict[str, Any]], usage: Any = None, more: Mapping[str, Any] | None = None) -> bytes:
@@ -349,7 +349,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int]) -> dict[str, Any]:
-    """Return a choice's token ids, and for a completion its prompt's ids; prompt = () where they were sent already."""
+    """Return the token ids of a choice. In a completion, the ids of its prompt come first.
+
+    prompt: () where the prompt's ids were sent already.
+    """
     answer: dict[str, Any] = {"token_ids": list(ids)}
     return answer if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **answer}
 
@@ -387,7 +390,7 @@ def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: J
 
 
 def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
-    """Return the text of a prompt as it was given; ids as text, without the special tokens that a tokenizer adds."""
+    """Return the text of a prompt. Ids are decoded, without the special tokens that the tokenizer adds at both ends."""
     prompt = job.prompts[number]
     return prompt if isinstance(prompt, str) else tokenizer.decode([ids[place] for place in tokenizer.inner(ids)])
 

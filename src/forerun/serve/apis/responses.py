@@ -1,9 +1,9 @@
-"""Bodies of /v1/responses, and answers to them: their items are messages, reasoning and calls of functions.
+"""OpenAI's /v1/responses: bodies and answers, whose items are messages, reasoning and calls of functions.
 
 `instructions` and the system and developer messages at the beginning become one system message, because chat templates
-know one. What an assistant has thought, said and called in a row becomes one message. A response is kept for a while
-(kept.py) unless `store` is false, so that `previous_response_id` can go on from it. Follows the API reference of OpenAI
-(Responses) and the order of its stream events.
+know only one. What an assistant thinks, says and calls in succession becomes one message. A response is kept for a
+while (kept.py) unless `store` is false, so that a later request can go on from it by `previous_response_id`. Follows
+OpenAI's API reference (Responses), also in the order of the stream's events.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _REPEATED = (
     *("text", "prompt_cache_key", "safety_identifier", "user", "previous_response_id", "max_tool_calls"),
 )
 _TOOL = {"description": None, "parameters": None, "strict": False}  # defaults of a repeated function
-MOST_REPEATED = 20_000  # values of such a field
+MOST_REPEATED = 20_000  # values of a field that the answer repeats
 
 _CONTENT = either(
     TEXT, array(structure(("type", "text"), type=one_of("input_text", "output_text", "text"), text=TEXT), 1)
@@ -206,7 +206,7 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
     """Turn a tool that takes a text into a function with one argument, which models know how to call.
 
-    A regular expression constrains the text. A grammar in Lark's form is told to the model, and listed in `ignored`.
+    A regular expression constrains the text. A Lark grammar is only described to the model, and is listed in `ignored`.
     Raises Refused.
     """
     form, about, limits = tool.get("format") or {"type": "text"}, tool.get("description"), {}
@@ -228,16 +228,16 @@ def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapp
 
 
 def _unread(given: Mapping[str, Any]) -> list[str]:
-    """Return the fields that are accepted without effect: no template reads verbosity, and no reasoning is summed up.
+    """Return the fields that have no effect: no template reads verbosity, and no reasoning is summarised.
 
-    Other fields of the same objects are honoured.
+    The other fields of `text` and `reasoning` are honoured.
     """
     fields = (("text", "verbosity"), ("reasoning", "summary"), ("reasoning", "generate_summary"))
     return [f"{name}.{inner}" for name, inner in fields if given.get(name, {}).get(inner) is not None]
 
 
 def _format(text: Any) -> Any:
-    """Return the form of the answer in the shape that chats have."""
+    """Return the form of the answer in the shape of `response_format` in chats."""
     if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
         raise Refused(f"text={shown(text)} is not possible: it must be an object with format", "text")
     given = text.get("format")
@@ -247,7 +247,7 @@ def _format(text: Any) -> Any:
 
 
 def _effort(reasoning: Any) -> str | None:
-    """Return how long the model is to think. No summary is made of it: the reasoning itself is in the answer."""
+    """Return how long the model is to think. The answer has the reasoning itself, so no summary is made."""
     known = ("effort", "summary", "generate_summary")
     if not isinstance(reasoning, dict) or set(reasoning) - set(known):
         message = f"reasoning={shown(reasoning)} is not possible: it must be an object with {' and '.join(known)}"
@@ -296,7 +296,7 @@ def _messages(instructions: str | None, given: Any) -> list[Message]:
 
 
 class _Conversation:
-    """Messages built from items. What an assistant thinks, says and calls in a row is one message."""
+    """Builds messages from items. What the assistant thinks, says and calls in succession becomes one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -315,7 +315,7 @@ class _Conversation:
             self.messages.append({"role": "system" if role == "developer" else role, "content": text})
 
     def think(self, text: str) -> None:
-        """Add what the assistant thought; nothing where that is hidden."""
+        """Add reasoning of the assistant. An empty text, which stands for encrypted reasoning, adds nothing."""
         if self._turn is not None and ("content" in self._turn or "tool_calls" in self._turn):
             self._turn = None
         if text:
@@ -348,7 +348,7 @@ class _Conversation:
 
 
 def _reasoning_text(item: Mapping[str, Any], where: str) -> str:
-    """Return a reasoning item's content, else its summary; '' where it is encrypted alone."""
+    """Return the content of a reasoning item, or else its summary; '' where the item has only encrypted reasoning."""
     for key, kinds in (("content", {"reasoning_text", "text"}), ("summary", {"summary_text"})):
         if item.get(key):
             return texts_of(item[key], f"{where}.{key}", kinds)
@@ -390,7 +390,7 @@ def _ended(
 def _output_items(
     answer_parts: AnswerParts, begun: _Items, logprobs: list[dict[str, Any]], *, is_whole: bool
 ) -> list[dict[str, Any]]:
-    """Return the items of an answer; an empty message where it has none."""
+    """Return the items of an answer; one empty message where the answer has no items."""
     items = []
     for n, one in enumerate(answer_parts.items or [Span("text")]):
         item = begun.item(one, n) | {"status": _status(one, is_whole or n < len(answer_parts.items) - 1)}
@@ -405,7 +405,7 @@ def _output_items(
 
 
 class _Items:
-    """The items of one answer, as they begin."""
+    """Makes the items of one answer, as they are at their beginning."""
 
     def __init__(self, job: Job, answer_id: str) -> None:
         self._id = answer_id
@@ -413,7 +413,7 @@ class _Items:
         self._customs = [tool.get("name") for tool in tools if tool.get("type") == CUSTOM]
 
     def item(self, one: Span | ToolCall, n: int) -> dict[str, Any]:
-        """Return an item, still empty. n: its number in the answer."""
+        """Return an item that is still empty. n: the item's number in the answer."""
         end = f"{self._id}_{n}" if n else self._id
         if isinstance(one, ToolCall):
             names = ("ctc", CUSTOM_CALL, INPUT) if self.is_custom(one) else ("fc", "function_call", "arguments")
@@ -429,23 +429,23 @@ class _Items:
         return isinstance(one, ToolCall) and one.name in self._customs
 
     def called(self, call: ToolCall) -> dict[str, str]:
-        """Return what a tool is called with: its arguments, or the text."""
+        """Return what a tool is called with: the arguments of a function, or the text for a custom tool."""
         return {INPUT: _input_of(call)} if self.is_custom(call) else {"arguments": call.arguments}
 
 
 def _input_of(call: ToolCall) -> str:
-    """Return the text of the one argument, or all that the model wrote where it named another argument or none."""
+    """Return the text in the argument `input`; all that the model wrote where there is no such text."""
     value = call.values().get(INPUT)
     return value if isinstance(value, str) else call.arguments
 
 
 def _status(one: Span | ToolCall, is_whole: bool) -> str:
-    """Return the status of an item: a call is whole wherever the answer ends."""
+    """Return the status of an item. A call is complete wherever the answer ends."""
     return "completed" if is_whole or isinstance(one, ToolCall) else "incomplete"
 
 
 class Stream:
-    """The events of one answer, numbered, in the order of the API. response: the whole answer, at the end."""
+    """The numbered events of one answer, in the order of the API. response: the whole answer, once it has ended."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._id, self._created_s = job, answer_id, created_s
@@ -457,14 +457,14 @@ class Stream:
         self.response: dict[str, Any] | None = None
 
     def begin(self) -> bytes:
-        """Return the response, still empty."""
+        """Return the events of the response, which is still empty."""
         response = _response(self._job, self._id, self._created_s, "in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return the events of a chunk; none where its text is held back."""
+        """Return the events of a chunk; nothing where the chunk's text is held back."""
         logprobs = self._said.piece(chunk.logprobs or [], chunk.said)
         parts = chunk.parts
         if parts is None:
@@ -476,20 +476,20 @@ class Stream:
         return events
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the end of the last item, and the response with its usage."""
+        """Return the events that end the last item, and the event of the whole response."""
         events = b"" if self._parts.items else self._part(Text(""), [])
         events += self._close(is_whole=_is_whole(outputs[0]))
         self.response = _ended(self._job, outputs, self._id, self._created_s, self._items)
         return events + self._event(f"response.{self.response['status']}", response=self.response)
 
     def fail(self, error: ForerunError) -> bytes:
-        """Return an error that occurs behind the first event."""
+        """Return the event of an error that occurs after the first event."""
         response = _response(self._job, self._id, self._created_s, "failed")
         response["error"] = {"code": status_of(error)[1] or "server_error", "message": str(error)}
         return self._event("response.failed", response=response)
 
     def _part(self, part: Part, logprobs: list[dict[str, Any]]) -> bytes:
-        """Return the events of a part: it begins a new item, or goes on with the last one."""
+        """Return the events of a part, which begins a new item or continues the last one."""
         num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
@@ -511,7 +511,7 @@ class Stream:
         return events
 
     def _close(self, *, is_whole: bool = True) -> bytes:
-        """Return the end of the open item."""
+        """Return the events that end the open item."""
         n = len(self._items)
         one = self._parts.items[n]
         item = self._begun.item(one, n) | {"status": _status(one, is_whole)}

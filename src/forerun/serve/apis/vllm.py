@@ -1,7 +1,7 @@
-"""Routes of vLLM that cut texts into tokens: /tokenize, /detokenize, /tokenizer_info.
+"""Routes of vLLM about tokens: /tokenize, /detokenize, /tokenizer_info.
 
-A body of /tokenize has a prompt or messages, as vLLM has it, or content, as llama-server has it, where special tokens
-are added on request only.
+A body of /tokenize has a prompt or messages, as in vLLM, or content, as in llama-server. With content, special tokens
+are added only on request.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _tokenize_content(texts: Reader, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _detokenize(texts: Reader, read: Given) -> Counted:
-    """Return the text of ids."""
+    """Return the text of token ids."""
     ids, num_ids = read.fields.get("tokens"), texts.tokenizer.num_ids
     if isinstance(ids, list) and len(ids) > (most := texts.max_seq_len):
         message = f"tokens has {len(ids):,} ids and the context {most:,}, so no text is as long: send them in parts"
@@ -81,11 +81,11 @@ def _detokenize(texts: Reader, read: Given) -> Counted:
         message = f"tokens={shown(ids)} is not possible: it must be a list of ids in 0 .. {num_ids - 1}"
         raise Refused(message, "tokens")
     text = texts.tokenizer.decode(ids)
-    return {"prompt": text, "content": text}, ()  # as vLLM calls it, and llama-server
+    return {"prompt": text, "content": text}, ()  # the names of vLLM and of llama-server
 
 
 def _tokenizer_info(models: Models, key: str) -> dict[str, Any]:
-    """Return what clients need that cut texts into tokens themselves; about the first model."""
+    """Return what a client needs in order to tokenize texts itself. It describes the first model."""
     llm = models.first.llm
     names = llm.tokenizer.id_to_token
     ends = [names[end] for end in sorted(llm.engine.end_ids) if end in names]
