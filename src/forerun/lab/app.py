@@ -1,6 +1,6 @@
 """The lab as a web application: the page's files, and the JSON that its widgets ask for.
 
-Whoever serves it mounts it under /lab. It needs an engine's public methods and StepReports, and nothing of a server.
+A server mounts the lab under /lab. The lab needs an engine's public methods and StepReports, and nothing of a server.
 The page's files reveal nothing about requests; the paths below /api do.
 """
 
@@ -41,7 +41,7 @@ def make_lab(llm: LLM) -> FastAPI:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Answer errors with {"error": {"message": ...}}; bodies that cannot be understood have status 400, too."""
+    """Answer errors with {"error": {"message": ...}}, and bodies that cannot be understood with status 400."""
     app.add_exception_handler(ForerunError, _refused)
     app.add_exception_handler(HTTPException, _not_there)
     app.add_exception_handler(RequestValidationError, _not_understood)

@@ -1,4 +1,4 @@
-"""Prompts that the page offers: work on which drafting pays much, and work on which it pays little."""
+"""Prompts that the page offers: work on which drafting gains much, and work on which it gains little."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt. is_chat: a message of a conversation, not the beginning of a text."""
+    """One prompt. is_chat: whether it is a message of a conversation; otherwise it is the beginning of a text."""
 
     title: str
     text: str

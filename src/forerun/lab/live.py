@@ -1,8 +1,8 @@
 """Live generation for the page: what can be chosen, and what a running engine drafts, accepts and rejects.
 
-A viewer's request runs in the engine's batch like any other; `watching` reports on it. With `race` the same prompt is
-decoded plainly *behind* it, not beside it: two requests in one batch share each pass of the target, so that neither has
-a speed of its own. The page replays both by their own clocks.
+A viewer's request runs in the engine's batch like any other, and watching.py reports on it. With `race`, the same
+prompt is decoded plainly *after* that request, not beside it. Two requests in one batch would share each pass of the
+target, so that neither would have a speed of its own. The page replays both, each by its own clock.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.get("/live")
     def live() -> dict[str, Any]:
-        """What can be chosen: the drafters that the engine was started with, the rules, and what they judge."""
+        """Return what can be chosen: the drafters of the engine, and the rules that judge their drafts."""
         return choices(llm)
 
     @router.post("/live")
     async def generate(body: dict[str, Any]) -> StreamingResponse:
-        """Generate; what cannot be honoured is refused before the first event."""
+        """Generate, and stream the events. A body that cannot be honoured is refused before the first event."""
         wish = await asyncio.to_thread(read_body, llm, body)
         request = make_request(llm, wish)
         if len(watched) >= MOST_VIEWERS:
@@ -57,7 +57,7 @@ def make_router(llm: LLM) -> APIRouter:
 
 
 class _Events(StreamingResponse):
-    """A stream that is closed when nobody reads it any more, not when its generator is collected."""
+    """A stream that closes its generator as soon as nobody reads it, instead of leaving that to garbage collection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]
@@ -76,9 +76,9 @@ async def _counted(watched: set[str], all_events: AsyncGenerator[bytes]) -> Asyn
 
 
 async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes]:
-    """Yield the events of one lane, "draft", or of both, "draft" and "plain". Closing it ends the running request.
+    """Yield the events of the lane "draft", and in a race also of the lane "plain".
 
-    If a request fails, the last event, "failed", says why.
+    Closing the generator ends the running request. If a request fails, the last event is "failed" and says why.
     """
     try:
         async with aclosing(Watch(llm, "draft", request).events()) as first:
@@ -97,7 +97,7 @@ async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes
 
 
 def choices(llm: LLM) -> dict[str, Any]:
-    """Return what the page offers; found by scanning."""
+    """Return what the page offers: the model, examples, the engine's drafters, and the rules, which a scan finds."""
     rules = [verify.find(name) for name in verify.rules()]
     is_code, has_chat = llm.opened.is_shipped, _has_chat(llm)
     return {
@@ -137,7 +137,7 @@ def _has_chat(llm: LLM) -> bool:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a viewer asks for. race: whether to decode it plainly, too."""
+    """What a viewer asks for. race: whether to decode the prompt plainly, too."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -170,7 +170,7 @@ def make_request(llm: LLM, wish: Wish) -> Request:
 
 
 def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
-    """Return the request of a wish without drafts, as long as the first one, so that times can be compared."""
+    """Return a plain request for a wish, with as many output tokens as `first` has, so that times can be compared."""
     plainly: dict[str, Any] = {"draft": NONE, "spec_length": None, "acceptance": None, "seed": first.seq.seed}
     length: dict[str, Any] = {"max_tokens": first.seq.num_output_tokens, "ignore_eos": True}
     params = dataclasses.replace(wish.params, **plainly, **length, cache_salt=_new_salt())
@@ -178,7 +178,10 @@ def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
 
 
 def _new_salt() -> str:
-    """Return a salt that hides other texts, and the lane before, from the cache and from drafters that remember."""
+    """Return a new salt. A request with a new salt finds nothing of other requests, nor of the lane before it.
+
+    The salt separates requests in the cache, and in drafters that remember texts.
+    """
     return secrets.token_hex(8)
 
 

@@ -1,4 +1,4 @@
-"""How long passes take on this machine, and a point of the landscape that is measured here."""
+"""How long passes take on this machine, and a measured point of the landscape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _TURN = threading.Lock()
 
 @dataclass
 class Measuring:
-    """What to generate, plainly and with a drafter of the engine (None = its own choice) that drafts `spec_length`."""
+    """What to generate, once plainly and once with a drafter that drafts `spec_length` tokens.
+
+    draft: a drafter of the engine; None = the engine's own choice.
+    """
 
     prompt: Annotated[str, Field(min_length=1, max_length=4000)] = "def fibonacci(n):\n"
     draft: str | None = None
@@ -36,7 +39,7 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.get("/machine")
     def machine() -> dict[str, Any]:
-        """The times of passes by their rows, the drafters, and what others have measured."""
+        """Return the times of passes by their number of rows, the drafters, and what others have measured."""
         is_pair = llm.opened.is_shipped
         return {
             "model": "the shipped model" if is_pair else llm.checkpoint.name,
@@ -51,7 +54,10 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.post("/measure")
     def measure(body: Measuring) -> dict[str, Any]:
-        """A point of the landscape: alpha, K and the speed-up, greedy, each way several times in turn."""
+        """Measure a point of the landscape, with greedy decoding: alpha, K and the speed-up.
+
+        Each way of decoding runs several times, in turn with the other.
+        """
         if not _TURN.acquire(blocking=False):
             raise CapacityError("another measurement is running: try again when it is over")
         try:
@@ -63,7 +69,7 @@ def make_router(llm: LLM) -> APIRouter:
 
 
 def passes(llm: LLM) -> dict[str, Any]:
-    """Return the curve of the target, t(rows) / t(1), and c of each drafter that has been timed."""
+    """Return the target's curve t(rows) / t(1), and the cost ratio c of each drafter that has been timed."""
     times = llm.pass_times()
     target = times.pop("")
     return {
@@ -103,7 +109,7 @@ def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
 
 
 def _tokens_per_s(output: RequestOutput) -> float:
-    """Return the tokens after the first step per second since its end: the prompt is left out."""
+    """Return the tokens per second after the end of the first step, so that the prompt does not count."""
     report = output.report
     first_s, last_s = report.first_token_at_s, report.last_token_at_s
     assert first_s is not None

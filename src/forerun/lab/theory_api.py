@@ -21,13 +21,14 @@ from forerun.theory import formulas, joint, lenience, noise, roofline as rooflin
 def roofline(
     target: str, draft: str, machine: str, batch: int, context: int, max_gamma: int, overlap: float = 0.0
 ) -> dict[str, Any]:
-    """Return c, v(gamma) for gamma = 0 .. max_gamma, and the rows up to which one more is free, in bfloat16.
+    """Return c, v(gamma) for gamma = 0 .. max_gamma, and up to how many rows a further row is free, in bfloat16.
 
-    In a mixture of experts no row is free, unless all rows choose the same experts.
+    c and v are `cost_ratio` and `verify_ratios` of forerun.theory.roofline. In a mixture of experts no row is free,
+    unless all rows choose the same experts.
 
-    target, draft: names in forerun.theory.roofline.SHAPES; machine: one in MACHINES. batch: sequences in a pass, each
-    behind `context` tokens. overlap: of the experts that rows choose, see forerun.theory.roofline.Step. Raises
-    ValueError for other names, and for steps without rows.
+    target, draft: names in forerun.theory.roofline.SHAPES. machine: a name in MACHINES there. batch: the number of
+    sequences in a pass, each with `context` tokens before its rows. overlap: how far rows choose the same experts, see
+    forerun.theory.roofline.Step. Raises ValueError for other names, and for steps without rows.
     """
     shapes, machines = roofline_of.SHAPES, roofline_of.MACHINES
     for what, name, known in (("target", target, shapes), ("draft", draft, shapes), ("machine", machine, machines)):
@@ -83,7 +84,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
     @router.post("/theory")
     def theory(body: Calls) -> dict[str, Any]:
-        """The results in the order of the calls; a value that is no finite number is null."""
+        """Return the results in the order of the calls. A value that is no finite number is null."""
         if len(body.calls) > MOST_CALLS:
             raise BadOption(f"{len(body.calls)} calls are too many: send at most {MOST_CALLS} at once")
         with turn:  # one request at a time, for numpy on small arrays holds the interpreter that the engine needs
@@ -94,7 +95,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
 
 def evaluated(call: Call, ends_s: float = math.inf) -> Any:
-    """Return a number, or nested lists of the arguments' common shape.
+    """Return the value of a call: a number, or nested lists of the arguments' common shape.
 
     ends_s: deadline on the monotonic clock. Raises BadOption.
     """
@@ -139,7 +140,7 @@ def _annotation(signature: inspect.Signature, name: str) -> str:
 
 
 def _is_whole(signature: inspect.Signature, name: str) -> bool:
-    """Return whether a parameter is an array that belongs together, such as a distribution."""
+    """Return whether a parameter is an array that is passed as a whole, such as a distribution."""
     return _annotation(signature, name).startswith(("npt.ArrayLike", "Seq["))
 
 

@@ -1,8 +1,9 @@
 """Rounds of the real verification rules on two small distributions, for people to count.
 
-Position t of a chain has the page's distributions with their ids turned on by t, so that every position accepts as
-often as the first, while a rule that reads a wrong row is seen. The rounds are the engine's: a Draft, rows of the
-target, production coins, and a rule of forerun.verify or one of the wrong rules that forerun.testing makes of it.
+At position t of a chain, the ids of both distributions are rotated by t. So every position accepts as often as the
+first, and a rule that reads the wrong row of the target shows. A round is the engine's own: a Draft, the target's rows,
+production coins, and a rule of forerun.verify. The rule may also be a wrong one that forerun.testing makes from a right
+one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MUTANTS = {mutant.name: mutant for mutant in (*testing.MUTANTS, testing.SECOND_D
 MOST_ROUNDS = 1000  # of one request: less than a second
 MOST_DRAFTED = 8
 MOST_WAIT_S, MOST_WAITING = 20.0, 8  # a waiting request holds a thread of the server
-MOST_ENUMERATED = 3  # siblings whose outcomes are all taken
+MOST_ENUMERATED = 3  # siblings for which all outcomes are enumerated
 SHAPES = {"chain": "independent", "independent": "independent", "distinct": "distinct"}  # -> how siblings are drawn
 _TURN = threading.Lock()  # one request at a time: the engine needs the interpreter, too
 _PLACES = threading.BoundedSemaphore(MOST_WAITING + 1)  # the waiting requests and the running one
@@ -42,9 +43,10 @@ _PLACES = threading.BoundedSemaphore(MOST_WAITING + 1)  # the waiting requests a
 
 @dataclass
 class Setting:
-    """Which rule judges which draft. rule: as SamplingParams.acceptance. mutant: a name of MUTANTS, None = right.
+    """Which rule judges which draft. target, draft: weights of V words.
 
-    target, draft: weights of V words. shape: a chain of `size` tokens, or `size` siblings at the first position.
+    rule: as in SamplingParams.acceptance. mutant: a name in MUTANTS, which makes the rule wrong; None = the right rule.
+    shape: "chain" for a chain of `size` tokens, otherwise how `size` siblings at the first position are drawn.
     """
 
     target: Weights
@@ -57,7 +59,7 @@ class Setting:
 
 @dataclass
 class Rounds(Setting):
-    """The rounds to run: their coins are a function of the seed and the number of the round."""
+    """The rounds to run. The coins of a round are a function of the seed and of the round's number."""
 
     first_round: Annotated[int, Field(ge=0, le=10**9)] = 0
     num_rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 250
@@ -70,7 +72,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
     @router.get("/rules")
     def rules() -> dict[str, Any]:
-        """Return the verification rules that a scan finds, and the wrong ones."""
+        """Return the verification rules, found by a scan, and the mutants that make them wrong."""
         described = [_described(verify.find(name)) for name in verify.rules()]
         return {"rules": described, "mutants": [{"name": m.name, "needs": m.needs} for m in MUTANTS.values()]}
 
@@ -95,7 +97,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Wait for the requests before this one. Raises CapacityError where too many wait, or they take too long."""
+    """Wait for earlier requests. Raises CapacityError where too many wait, or where the earlier ones take too long."""
     if not _PLACES.acquire(blocking=False):
         raise CapacityError(f"{MOST_WAITING} requests for rounds wait: try again when they are over")
     try:
@@ -124,9 +126,9 @@ def _described(rule: verify.Rule) -> dict[str, Any]:
 
 
 def counted(body: Rounds) -> dict[str, Any]:
-    """Count the words [positions][V] emitted at each position, and the rounds that accepted 0, 1, ... tokens.
+    """Count the words that rounds emit at each position, [positions][V], and the rounds that accept 0, 1, ... tokens.
 
-    The words of position t are turned back by t. Raises BadOption.
+    The ids of position t are rotated back by t. Raises BadOption.
     """
     rule, target, draw, depth = _judge(body), _table(body.target), _drafter(body), _depth(body)
     rows = [testing.dense(target((0,) * d)) for d in range(depth + 1)]
@@ -134,7 +136,7 @@ def counted(body: Rounds) -> dict[str, Any]:
     accepted = np.zeros(depth + 1, dtype=np.int64)
     num_words = len(body.target)
     for number in range(body.first_round, body.first_round + body.num_rounds):
-        # The match noise knows the position alone, so that each round uses different positions.
+        # The noise of `match` depends on the position alone, so each round uses positions of its own.
         coins = PhiloxCoins(body.seed, number * (MOST_DRAFTED + 1), number)
         path, tokens = _round(rule, draw, rows, coins)
         accepted[path] += 1
@@ -159,13 +161,13 @@ def _round(
 
 
 class _SharedNoise:
-    """Coins of a drafter that draws with the target's noise, as drafters do for requests of `match`."""
+    """Coins for a drafter that draws with the target's noise, as drafters do for requests with the rule `match`."""
 
     def __init__(self, coins: Coins) -> None:
         self._coins = coins
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Pick by the noise of the position."""
+        """Return the id that the noise of the position picks."""
         return self._coins.pick(probs, depth)
 
 
@@ -213,7 +215,7 @@ def _checked(body: Setting) -> verify.Rule:
 
 
 def _judge(body: Setting) -> testing.RuleFunction:
-    """Return the rule, or the wrong rule, that judges. Raises BadOption."""
+    """Return the rule of a setting, made wrong where the setting has a mutant. Raises BadOption."""
     rule = _checked(body)
     if body.mutant is None:
         return rule.rule
@@ -229,7 +231,10 @@ def _judge(body: Setting) -> testing.RuleFunction:
 
 
 def expected_accepted(body: Setting) -> float | None:
-    """Return the mean accepted tokens of a round: by a formula, else by taking all outcomes of one position."""
+    """Return the mean number of tokens that a round accepts; None where that takes too many outcomes.
+
+    It follows from a formula where there is one, otherwise from all outcomes of one position.
+    """
     rule, p, q = _checked(body), _probs(body.target), _probs(body.draft)
     if body.shape != "chain":
         if body.shape == "independent" and rule.name in ("ratio", "kseq"):
@@ -257,13 +262,13 @@ def _key(body: Setting) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
 
 
 class _WithoutDraws:
-    """Coins that enumerate every outcome except the last draw, for callers that want the accepted length alone."""
+    """Coins that enumerate every outcome except the final draw, for callers that need only the accepted length."""
 
     def __init__(self, coins: Coins) -> None:
         self.accept, self.draft, self.pick, self.picks = coins.accept, coins.draft, coins.pick, coins.picks
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Take the likeliest id alone."""
+        """Return the likeliest id."""
         return int(probs.weights.argmax()) if probs.point is None else probs.point
 
 
@@ -271,7 +276,7 @@ class _WithoutDraws:
 def _enumerated_acceptance(
     rule: str, target: tuple[float, ...], draft: tuple[float, ...], shape: str, size: int
 ) -> float:
-    """Return the mean number of tokens accepted at one position, by taking all outcomes."""
+    """Return the mean number of tokens accepted at one position, by enumerating all outcomes."""
     body = Setting(list(target), list(draft), rule, None, shape, size)
     judge, draw, table = _judge(body), _drafter(body), _table(body.target)
     rows = [testing.dense(table((0,) * d)) for d in range(2)]
@@ -280,9 +285,10 @@ def _enumerated_acceptance(
 
 
 def exact_tv(body: Setting) -> float | None:
-    """Return the total variation between the target and what a round emits, by taking all outcomes; None if too many.
+    """Return the total variation between the target and what a round emits, by enumerating all outcomes.
 
-    For a chain the distributions are over two tokens behind one drafted token, for siblings over one token.
+    For a chain, one token is drafted, and the distributions are over the first two output tokens. For siblings, they
+    are over the first output token. None for the rule `match`, and where there are too many outcomes.
     """
     if verify.find(body.rule).name == "match" or (body.shape != "chain" and body.size > MOST_ENUMERATED):
         return None

@@ -1,14 +1,14 @@
-"""One request that is watched: its rounds as server-sent events, while the engine goes on.
+"""The rounds of one watched request as server-sent events, while the engine goes on.
 
-The engine's thread only notes the reports of the request's steps. The event loop makes events of them, a frame at a
-time, and gives the interpreter back behind each: a thread that computes is not to wait for one that writes JSON. The
-listener ends with the request, and closing the stream ends the request.
+The engine's thread only notes the reports of the request's steps. The event loop turns the reports into events, a frame
+at a time. After each event it lets other threads run, so that no computing thread waits for one that writes JSON. When
+the request ends, its listener is removed. Closing the stream ends the request.
 
-    begin   what was asked for
-    prompt  a part of the prompt was run
-    round   one target pass: drafted nodes, coins, verdict, tokens, seconds
-    counts  the counts so far, once per frame
-    end     the text, and the request's own report
+begin   what was asked for
+prompt  a part of the prompt was run
+round   one target pass: drafted nodes, coins, verdict, tokens, seconds
+counts  the counts so far, once per frame
+end     the text, and the request's own report
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def event(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 def coins_of(detail: RoundDetail) -> dict[int, Toss]:
-    """Return the coin of each node; none where a rule tosses for more than single nodes of a tree."""
+    """Return the coin of each node; {} where the rule's coins do not belong to single nodes of the tree."""
     depths = depths_of(detail.parents)
     if depths == list(range(len(depths))):  # a chain
         return {toss.depth: toss for toss in detail.tosses}
@@ -61,7 +61,7 @@ def depths_of(parents: Seq[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that brought the request on. number: its place in the step; None while its prompt runs."""
+    """A step that advanced the request. number: the request's place in the step; None while its prompt is read."""
 
     at_s: float
     report: StepReport
@@ -69,7 +69,10 @@ class _Step:
 
 
 class Watch:
-    """A request that was made and not queued, and its events under the name of a lane. It belongs to an event loop."""
+    """The events of one request, with the name of a lane. request: made, but not queued yet.
+
+    A Watch belongs to the event loop in which it is made.
+    """
 
     def __init__(self, llm: LLM, lane: str, request: Request) -> None:
         self._llm, self._lane, self._request = llm, lane, request
@@ -77,12 +80,12 @@ class Watch:
         self._steps: deque[_Step] = deque()
         self._is_over, self._is_rung = False, False
         self._end_listening: Callable[[], None] = lambda: None
-        self._begun_s = self._prompt_s = self._last_s = 0.0  # the latter two count from the first
+        self._begun_s = self._prompt_s = self._last_s = 0.0  # the last two count from the first
         self._so_far, self._num_tokens, self._num_others = RequestReport(), 0, 0
         self._detokenizer = Detokenizer(llm.tokenizer, request.seq.tokens[: request.seq.num_prompt_tokens])
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the events from the beginning of the request to its end. Raises the error that ended it."""
+        """Yield the events of the request from its beginning to its end. Raises the error that ended the request."""
         request = self._request
         request.hear = self._hear_request
         yield event("begin", self._beginning())
@@ -133,7 +136,7 @@ class Watch:
     # --------------------------------------------------------------------------------------------- the event loop's
 
     def _frame(self) -> bytes:
-        """Return the events since the last frame; empty without any."""
+        """Return the events since the last frame; b"" where there are none."""
         events = []
         for _ in range(
             len(self._steps)
@@ -225,7 +228,7 @@ class Watch:
         return nodes
 
     def _tokens(self, num: int) -> list[dict[str, Any]]:
-        """Return the next committed tokens. Their texts add up to the output's, except for incomplete characters."""
+        """Return the next committed tokens. Their texts add up to the output's text, but for incomplete characters."""
         seq, start = self._request.seq, self._num_tokens
         self._num_tokens += num
         tokens = []
@@ -264,12 +267,12 @@ class Watch:
 
 @functools.lru_cache(1 << 16)
 def _text_of(tokenizer: Tokenizer, token: int, left: int) -> str:
-    """Return a token's text behind another token; cached, as most pairs recur."""
+    """Return a token's text after the token `left`. Texts are cached, because most pairs recur."""
     return token_text(tokenizer, token, left)
 
 
 def _origin_of_next(step: SequenceStep) -> str:
-    """Return the origin of the token that the target adds, which a stop condition may cut off."""
+    """Return the origin of the token that the target itself adds. A stop condition may cut that token off."""
     if not step.num_drafted:
         return "plain"
     return "bonus" if step.num_accepted == step.num_tested else "correction"
