@@ -1,6 +1,7 @@
-"""`python -m forerun.deploy port=8000 max_replicas=2`: the replicas of docs/use/scaling.md, until Ctrl-C.
+"""`python -m forerun.deploy port=8000 max_replicas=2`: serves the replicas of docs/use/scaling.md until Ctrl-C.
 
-Runs on the cluster of RAY_ADDRESS, else on the one that runs here, else on one of this machine alone.
+Runs on the Ray cluster of RAY_ADDRESS, or else on the cluster that runs on this machine. Where there is neither, it
+starts a cluster of this machine alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which of several replicas serves a request: one that has seen its beginning, unless it is busier than another.
+"""Which of several replicas serves a request: one that knows the request's beginning, unless it is too busy.
 
-A replica keeps the KV cache of beginnings that it has run, so requests that begin alike belong together. A new
-beginning goes to the least busy replica; among equals rendezvous hashing decides (Thaler and Ravishankar, 1998), by
-which proxies agree without asking each other. Nothing here needs Ray.
+A replica keeps the KV cache of beginnings that it has run, so requests that begin alike should go to the same replica.
+A new beginning goes to the least busy replica. Among equally busy replicas, rendezvous hashing decides (Thaler and
+Ravishankar, 1998), so that proxies agree without asking each other. Nothing here needs Ray.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def beginning(body: Any) -> str | None:
-    """Return what requests that belong together have in common; None where a body is not understood.
+    """Return the beginning of a body's request, as a text; None where the body is not understood.
 
-    For a conversation: the instructions and the first turn, so that all its turns meet, while conversations that share
-    their instructions alone are spread. For a prompt: its first BEGINNING characters or tokens.
+    Requests with the same beginning belong together. In a conversation, the beginning is the instructions and the first
+    turn. So all requests of one conversation belong together, and conversations that share only their instructions do
+    not. In a prompt, the beginning is the first BEGINNING characters or tokens.
     """
     if not isinstance(body, dict):
         return None
@@ -50,10 +51,11 @@ def _cut(part: Any) -> Any:
 
 
 def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) -> list[str]:
-    """Return the names of replicas, the one to ask first at the beginning.
+    """Return the names of the replicas in the order in which to ask them.
 
-    queues: requests that each of them has. known: the replica that has served the key before, which is first while it
-    has at most `slack` requests more than the least busy one. The others come by their queues.
+    queues: name of a replica -> its number of requests. known: the replica that has served the key before. It comes
+    first as long as it has at most `slack` requests more than the least busy replica. All others are ordered by their
+    queues.
     """
     least = min(queues.values(), default=0)
 
@@ -65,9 +67,10 @@ def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) 
 
 
 class Keys:
-    """ASGI middleware of a proxy: sets the header that says how a request begins, where its client has not set it.
+    """ASGI middleware of a proxy: sets the header that says how a request begins, unless the client has set it.
 
-    The body is read before it is passed on, because it decides where to. header: in lower case.
+    The body is read before the request is passed on, because the body decides where the request goes. header: the
+    header's name in lower case.
     """
 
     def __init__(self, app: ASGIApp, header: str) -> None:
@@ -96,7 +99,7 @@ class Keys:
 
 
 def key_of(body: bytes) -> str:
-    """Return the digest of a body's beginning; empty where it is not understood."""
+    """Return the digest of a body's beginning; '' where the body is not understood."""
     try:
         begins = beginning(json.loads(body))
     except (ValueError, RecursionError):

@@ -1,10 +1,12 @@
-"""`forerun batch --ray`: an engine on each node of a Ray cluster, one output file.
+"""`forerun batch --ray`: an engine on each node of a Ray cluster, and one output file.
 
-One process, the one that was started, reads the input and writes the output. It gives each engine a window of requests;
-a place in it is filled again as soon as an answer is there. Requests of an engine that died are asked again elsewhere,
-with the same seed; a request is never with two engines at once, so it has one line. Actors rather than Ray Data: there
-progress and repetition go by blocks of rows, whose answers come when the last one is there; here each answer is on the
-disk as soon as it ends, and no answered request is asked again.
+Only the process that was started reads the input and writes the output. It gives each engine a window of requests, and
+fills a place in the window again as soon as an answer is there. If an engine dies, its requests are asked again
+elsewhere, with the same seeds. A request is never with two engines at once, so it has one line in the output.
+
+The engines are actors. Ray Data would report progress and repeat work by blocks of rows, and the answers of a block
+would come only with its last answer. Here each answer is on the disk as soon as it ends, and no answered request is
+asked again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from forerun.serve.requests import BatchRequest
 from forerun.text.terminal import note
 
 MOST_DEATHS = 3  # per engine, without an answer between them
-NOTE_S = 30.0  # without an engine, before a line says so
+NOTE_S = 30.0  # without an engine, until a line says so
 
 
 class Engine:
@@ -58,14 +60,14 @@ class Engine:
 
 @dataclass(eq=False)
 class _Member:
-    """An engine of a pool. num_asked: requests that it is answering."""
+    """An engine of a pool. num_asked: the number of requests that the engine is answering."""
 
     engine: Any
     num_asked: int = 0
 
 
 class Pool:
-    """Engines on a cluster, `num` of them, each with `window` requests at most; a dead one is replaced."""
+    """`num` engines on a cluster, each with at most `window` requests. A dead engine is replaced."""
 
     def __init__(self, make: Callable[[], Any], num: int, window: int, numbers: Numbers) -> None:
         self._make, self._num, self._window, self._numbers = make, num, window, numbers
@@ -80,7 +82,7 @@ class Pool:
             self._start()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all of them; see `Runner.run`. Raises CapacityError where engines die without answering anything."""
+        """Answer all requests; see `Runner.run`. Raises CapacityError where engines die without answering anything."""
         try:
             waited_s = 0.0
             while True:
@@ -108,14 +110,14 @@ class Pool:
         self._starting[member.engine.__ray_ready__.remote()] = member
 
     def _wait(self, at_most_s: float) -> list[Any]:
-        """Return all references that are ready, at least one unless that takes longer than at_most_s."""
+        """Return all references that are ready, after waiting at most at_most_s for the first of them."""
         pending = [*self._starting, *self._asked]
         ready, left = ray.wait(pending, timeout=at_most_s)
         more = ray.wait(left, num_returns=len(left), timeout=0)[0] if ready and left else []
         return [*ready, *more]
 
     def _welcome(self, references: Seq[Any]) -> None:
-        """Ask engines that have loaded the model from now on. Raises BadOption where one cannot load it."""
+        """Take in the engines that have loaded the model. Raises BadOption where an engine cannot load it."""
         for reference in references:
             if (member := self._starting.pop(reference, None)) is None:
                 continue
@@ -129,7 +131,7 @@ class Pool:
                 self._mourn()
 
     def _fill(self, requests: Iterator[BatchRequest]) -> None:
-        """Ask until the windows are full, the emptiest first."""
+        """Give requests to engines, the emptiest window first, until all windows are full."""
         while self._ready and (member := min(self._ready, key=lambda m: m.num_asked)).num_asked < self._window:
             request = self._again.popleft() if self._again else next(requests, None)
             if request is None:
@@ -161,7 +163,7 @@ class Pool:
         return landed
 
     def _mourn(self) -> None:
-        """Start another engine. Raises CapacityError where that has not helped so far."""
+        """Replace an engine that has died. Raises CapacityError where too many have died since the last answer."""
         self._num_deaths += 1
         if self._num_deaths > MOST_DEATHS * self._num:
             raise CapacityError(
@@ -172,10 +174,11 @@ class Pool:
 
 
 def on_ray(num_engines: int | None, num_cpus: float | None, num_gpus: float) -> Any:
-    """Return where a batch runs: the cluster of RAY_ADDRESS, else the one that runs here, else one of this machine.
+    """Return the place where a batch runs on a Ray cluster; see `Place` in forerun.serve.batch.
 
-    num_engines: None = one for each node. num_cpus: cores of each; None = the cores of the smallest node. num_gpus: of
-    each engine.
+    The cluster is the one of RAY_ADDRESS, or else the one that runs on this machine, or else a new one of this machine
+    alone. num_engines: None = one for each node. num_cpus: cores of each engine; None = the cores of the smallest node.
+    num_gpus: GPUs of each engine.
     """
 
     @contextmanager

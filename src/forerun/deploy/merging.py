@@ -8,7 +8,10 @@ _HEAD = "# HELP "
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Join texts by the name of their replica: each metric once, with the samples of all. Every sample has a label."""
+    """Join the metrics of replicas, by the replicas' names: each metric once, with the samples of all replicas.
+
+    Every sample must have a label already.
+    """
     heads, samples = dict[str, list[str]](), dict[str, list[str]]()
     for replica, text in texts.items():
         for family in text.split(_HEAD)[1:]:

@@ -1,8 +1,8 @@
 """`forerun serve` as a Ray Serve deployment: replicas of one engine each, behind the proxies of a Ray cluster.
 
-`serve run forerun.deploy.ray:application max_replicas=4`, or `serve deploy` with the arguments in a file: both are in
-docs/use/scaling.md. Every replica runs the application of forerun.serve.app; Ray brings HTTP to it, counts its queue,
-starts and drains replicas.
+It is started by `serve run forerun.deploy.ray:application max_replicas=4`, or by `serve deploy` with the arguments in a
+file; docs/use/scaling.md describes both. Every replica runs the application of forerun.serve.app. Ray brings HTTP
+requests to it, counts its queue, and starts and drains replicas.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CALLBACK_VARIABLE, HEADER_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "forerun.deploy.ray.proxy_middleware"
 HEADER = "x-session-id"  # where HEADER_VARIABLE says nothing
 MOST_KNOWN = 65_536  # beginnings whose replica a proxy remembers
-BEYOND = 32  # requests above its limit that reach a replica and get 429: the proxy itself would let them wait
+BEYOND = 32  # requests beyond a replica's limit that still reach it and get 429; in the proxy they would wait
 
 
 def _option(default: Any, text: str, **range_: Any) -> Any:
@@ -79,36 +79,40 @@ class Scale:
 
 
 def proxy_middleware() -> list[Middleware]:
-    """Return the middleware that Ray's proxies run before they choose a replica, if CALLBACK_VARIABLE names this."""
+    """Return the middleware that Ray's proxies run before they choose a replica.
+
+    Ray calls this function if CALLBACK_VARIABLE names it.
+    """
     return [Middleware(Keys, header=os.environ.get(HEADER_VARIABLE, HEADER).lower())]
 
 
 class AffineRouter(RequestRouter):
     """Chooses replicas in the order of `affinity.order`. slack: see Scale.
 
-    A replica is as busy as this proxy has made it. Ray's cache of the replicas' reports is behind by a round trip:
-    after a burst it counts requests that are long answered, until it expires.
+    The load of a replica is the number of open requests that this proxy has sent to it. Ray's own cache of the
+    replicas' reports is a round trip late. After a burst, and until it expires, that cache counts requests that were
+    answered long ago.
     """
 
     def initialize_state(self, slack: int = 4) -> None:
-        """Set up the router; Ray calls it with the deployment's arguments."""
+        """Set up the router. Ray calls this with the deployment's arguments."""
         self._slack, self._sent = slack, Counter[ReplicaID]()
         self._known: dict[str, str] = {}  # key -> the name of its replica, the least recently used first
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Count a request; Ray calls it when one is sent, whether the replica takes it or not."""
+        """Count a request. Ray calls this when a request is sent, whether the replica takes it or not."""
         super().on_send_request(replica_id)
         self._sent[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a request as over; Ray calls it once for each."""
+        """Count a request as over. Ray calls this once for each request."""
         super().on_request_completed(replica_id, internal_request_id)
         self._sent -= Counter((replica_id,))
 
     async def choose_replicas(
         self, candidate_replicas: Seq[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return one rank for each replica: Ray takes the first with room, and asks again later if none has."""
+        """Return each replica as a rank of its own. Ray takes the first replica with room, or asks again later."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [list(candidate_replicas)]
@@ -130,27 +134,27 @@ class AffineRouter(RequestRouter):
 
 
 class Replica:
-    """A replica beside its application, which holds its services as `state.services`."""
+    """A replica, which Ray joins with its application `app`. The services are in `app.state.services`."""
 
     app: FastAPI  # Ray sets it
 
     async def check_health(self) -> None:
-        """Raise the failure of the engine; Ray asks now and then, and replaces a replica that raises."""
+        """Raise the failure of the engine. Ray calls this now and then, and replaces a replica that raises."""
         if (failure := self.app.state.services.failure) is not None:
             raise failure
 
     async def own_metrics(self) -> tuple[str, str]:
-        """Return its name, and its metrics in the format of Prometheus."""
+        """Return the replica's name, and its metrics in the format of Prometheus."""
         services = self.app.state.services
         text = await services.in_thread(services.metrics.text)
         return serve.get_replica_context().replica_id.unique_id, text.decode()
 
 
 def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) -> Any:
-    """Return the Ray Serve application of a model, for `serve.run`.
+    """Return the Ray Serve application of a model, for `serve.run`. Raises BadOption.
 
-    options: host and port belong to the proxies, see `serve.start`; api_key: None = the value of FORERUN_API_KEY where
-    a replica runs. Raises BadOption.
+    options: host and port belong to the proxies (see `serve.start`). If api_key is None, a replica takes
+    FORERUN_API_KEY from the environment in which it runs.
     """
     check(options)
 
@@ -191,7 +195,7 @@ def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) 
 
 
 class _OneId:
-    """Leaves the header x-request-id to Ray's proxy, which writes the same one."""
+    """Removes the header x-request-id from answers, because Ray's proxy writes the same header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -207,17 +211,17 @@ class _OneId:
 
 
 async def _all_metrics() -> Response:
-    """Answer with the metrics of every replica, whichever one was asked."""
+    """Answer with the metrics of every replica, whichever replica was asked."""
     handle = serve.get_deployment_handle(NAME, serve.get_replica_context().app_name)
     texts = await asyncio.to_thread(handle.broadcast("own_metrics").results)
     return Response(merged(dict(texts)), media_type=CONTENT_TYPE)
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
-    """Build the application from the arguments of `serve run`, or of a file.
+    """Build the application from the arguments of `serve run`, or from the arguments in a file.
 
-    They are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names, allow_origins and allow_hosts
-    may be separated by commas. Raises BadOption for an argument that cannot be honoured.
+    The arguments are the fields of Scale, ServerOptions, Limits and EngineConfig. served_names, allow_origins and
+    allow_hosts may be lists, or texts separated by commas. Raises BadOption for an argument that cannot be honoured.
     """
     left = dict(arguments)
     take = partial(_take, left)
@@ -234,6 +238,6 @@ def application(arguments: Mapping[str, Any]) -> Any:
 
 
 def _take(left: dict[str, Any], kind: type[Any]) -> Any:
-    """Make a dataclass of the entries of `left` that are its fields, and remove them there."""
+    """Make a dataclass from the entries of `left` that are fields of `kind`, and remove these entries from `left`."""
     given = {f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left}
     return kind(**checked(kind, given))
