@@ -1,0 +1,42 @@
+"""The processors that other programs took while something was measured: they make every ratio smaller."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_IDLE = (3, 4)  # idle and iowait, of the columns of /proc/stat
+_COUNTED = 8  # columns: those behind them, of guests, are parts of the first two
+_FEW = 0.2  # processors: what a quiet machine's services take, and where none is idle
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The seconds of all processors until now, as Linux counts them: busy, idle, and busy for this process."""
+
+    at_s: float
+    busy_s: float
+    idle_s: float
+    process_s: float
+
+    @classmethod
+    def now(cls, stat: Path = Path("/proc/stat")) -> Self | None:
+        """Return this moment; None where the system does not tell."""
+        try:
+            ticks = [int(word) for word in stat.read_text(encoding="ascii").split("\n", 1)[0].split()[1:][:_COUNTED]]
+            tick_s = 1 / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, AttributeError):
+            return None
+        idle_s = sum(ticks[column] for column in _IDLE) * tick_s
+        return cls(time.monotonic(), sum(ticks) * tick_s - idle_s, idle_s, time.process_time())
+
+    def said_since(self, begun: Moment) -> str | None:
+        """Return a sentence where other programs took processors that this one wanted, since an earlier moment."""
+        wall_s = self.at_s - begun.at_s
+        num_busy = (self.busy_s - begun.busy_s - self.process_s + begun.process_s) / wall_s
+        if num_busy < _FEW or (self.idle_s - begun.idle_s) / wall_s > _FEW:
+            return None
+        return f"Other programs kept {num_busy:.1f} processors busy, which makes the gain smaller: run it again without them."
