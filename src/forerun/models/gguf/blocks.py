@@ -1,6 +1,7 @@
-"""The types of tensors in a GGUF file; blocks of quantised types are unpacked into integers with scales of groups.
+"""The types of tensors in a GGUF file. Blocks of quantised types are unpacked into integers and scales of groups.
 
-Each weight is exactly the file's. A block is 32 or 256 weights in a row: ggml-quants.c of llama.cpp.
+Each weight is exactly the file's. A block is 32, 64 or 256 consecutive weights of a row. The layouts follow
+ggml-quants.c of llama.cpp.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Unpack = Callable[[Bytes], QuantisedRows]
 
 @dataclass(frozen=True)
 class TensorType:
-    """One type of tensors. number: its id in a file. block: weights per block, num_bytes: bytes per block.
+    """A type of tensors. number: its id in GGUF files. block: weights per block. num_bytes: bytes per block.
 
-    dtype: the type that is read. scheme, unpack: for quantised types; `unpack` takes the bytes of some rows, uint8
-    [R, blocks, num_bytes].
+    dtype: the dtype in which weights are read. scheme, unpack: for quantised types. `unpack` takes the bytes of some
+    rows, uint8 [R, blocks, num_bytes].
     """
 
     number: int
@@ -64,17 +65,17 @@ def _joined(data: Bytes, num: int = 2) -> Bytes:
 
 
 def _signed_bytes(numbers: Bytes) -> HostTensor:
-    """Return bytes as int8, each row flattened."""
+    """Return bytes read as int8, each row flattened."""
     return HostTensor.of(_rows(np.ascontiguousarray(numbers)).view(np.int8))
 
 
 def _nibbles(data: Bytes) -> Bytes:
-    """Return the low four bits of the last dimension, then the high ones: [..., 2 n]."""
+    """Return the low four bits of all bytes in the last dimension, then the high four bits of all: [..., 2 n]."""
     return np.concatenate((data & 15, data >> 4), axis=-1)
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    """Return bit i of four bytes as 16 or 0, for 32 weights."""
+    """Return the bits of four bytes as 16 or 0: bit i is the fifth bit of weight i, for 32 weights."""
     return _bits(data) << 4
 
 
@@ -116,7 +117,10 @@ def _q5_k(data: Bytes) -> QuantisedRows:
 
 
 def _two_levels(scheme: Scheme, data: Bytes, codes: Bytes) -> QuantisedRows:
-    """Unpack the 6-bit scales in bytes 4 to 15. codes: [R, blocks, ...] with the 256 weights of a block in order."""
+    """Return rows with the 6-bit scales and minimums that are packed into bytes 4 to 15 of each block.
+
+    codes: [R, blocks, ...] with the 256 weights of a block in order.
+    """
     low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
     scales = np.concatenate((low & 63, high & 15 | (low >> 6) << 4), axis=-1)
     minimums = np.concatenate((middle & 63, high >> 4 | (middle >> 6) << 4), axis=-1)
@@ -160,12 +164,15 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
 def _from_32(levels: Bytes) -> HostTensor:
-    """Return levels of 6 bits as integers from -32 on, each row flattened."""
+    """Return 6-bit integers less 32 as int8, each row flattened."""
     return HostTensor.of(_rows(levels).astype(np.int8) - np.int8(32))
 
 
 def _quarters(data: Bytes) -> Bytes:
-    """Return the pairs of bits of 64 bytes, half by half, the lowest pairs of a half first."""
+    """Return the 2-bit integers in 64 bytes, one half of the bytes after the other.
+
+    In each half, the lowest two bits of all bytes come first, then the next two bits of all bytes, and so on.
+    """
     return _joined(_parted(data, 2, 1, 32) >> _PAIRS & 3, 3)
 
 
@@ -230,7 +237,10 @@ def _bits(data: Bytes) -> Bytes:
 
 
 def _signed(digits: Bytes, signs: Bytes) -> Bytes:
-    """Return codes into a table whose upper half has the magnitudes of digits 0 to 7, the lower their negatives."""
+    """Return codes into the table that `_both_signs` returns, from digits 0 to 7 and their signs.
+
+    The upper half of the table has the magnitudes of the digits, the lower half their negatives.
+    """
     codes: Bytes = (digits | 8) ^ signs * 15
     return codes
 

@@ -1,7 +1,7 @@
 """Turn the metadata of a GGUF file into the config.json of the checkpoint that it was made from.
 
-A family's `GGUF` says how its files are read. Keys of an architecture that are unknown there go into config.json
-unchanged, where configs.py refuses what might change the function.
+A family's `GGUF` says how its files are read. Keys of an architecture that `GGUF` does not know go into config.json
+unchanged. There configs.py refuses keys that might change what the model computes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ TOLERANCE = 1e-5  # of the factors of rotary frequencies, which are stored in fl
 
 
 def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]], path: Path) -> dict[str, Any]:
-    """Return config.json. rope_factors: the contents of the ROPE_TENSORS that are there.
+    """Return the config.json of a GGUF file. rope_factors: the contents of the ROPE_TENSORS that the file has.
 
-    Raises UnsupportedModel for other architectures, and for what config.json cannot say.
+    Raises UnsupportedModel for other architectures, and for a model that config.json cannot describe.
     """
     kind, model_type, gguf = family_of(header, path)
     metadata = {
@@ -73,7 +73,7 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
 
 
 def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
-    """Return the architecture of a file, the model_type of its family, and how such files are read."""
+    """Return the architecture of a file, the model_type of its family, and how files of the family are read."""
     kind, known = text(header.metadata, "general.architecture", path), gguf_families()
     if kind not in known:
         raise UnsupportedModel(
@@ -125,7 +125,7 @@ def _plain(value: Value) -> Any:
 
 
 def _one_for_all(value: Any) -> Any:
-    """Return the item that a list by layer repeats; any other value unchanged."""
+    """Return the value that all items of a list by layer have; return any other value unchanged."""
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
@@ -184,7 +184,7 @@ def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dic
 def _longrope(
     own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the rope_scaling of longrope, whose two lists of factors are tensors of the file."""
+    """Return the rope_scaling of longrope; its two lists of factors are tensors of the file."""
     if factors.keys() != {ROPE_SHORT, ROPE_LONG}:
         raise UnsupportedModel(f"{path} has only {sorted(factors)} of {ROPE_SHORT} and {ROPE_LONG}: fetch it again")
     lists = {"short_factor": factors[ROPE_SHORT].tolist(), "long_factor": factors[ROPE_LONG].tolist()}
@@ -198,11 +198,12 @@ def _longrope(
 
 
 def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the Llama 3 rope_scaling that gives these factors, which a file holds in its place; None if none does.
+    """Return the Llama 3 rope_scaling that gives these factors; None if there is none.
 
-    High frequencies stay, low ones are divided by `factor`. Between them 1 / f = (1 - s) / factor + s, where s grows
-    with the frequency as (L freq / 2 pi - low) / (high - low), L being the original context length. That determines
-    only the ratios of L, low and high, so low is 1 as in all published models.
+    A file holds the factors in place of the scaling. High frequencies stay (factor 1), and low frequencies are divided
+    by `factor`. Between them the factor f follows from 1 / f = (1 - s) / factor + s. Here s grows with the frequency as
+    (L freq / 2 pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of
+    L, low and high, so low is taken as 1, as in all published models.
     """
     theta, head_dim = number({"rope_theta": 10000.0, **raw}, "rope_theta"), raw["head_dim"]
     if len(factors) * 2 != head_dim or not np.isfinite(factors).all() or factors.min() != 1:

@@ -1,9 +1,9 @@
 """How texts are cut into words before merges (pre-tokenisation), by the value of tokenizer.ggml.pre in a GGUF file.
 
-Names and words follow llama.cpp (llama-vocab.cpp), except in `_cased`, which follows the published pattern: it
-distinguishes upper and lower case and allows combining marks within a word. llama.cpp knows the case of ASCII letters
-only and ends words at marks, so that its ids for some texts in Hindi, or with capitals beyond ASCII, differ from those
-in training.
+Names and words follow llama.cpp (llama-vocab.cpp). An exception is `_cased`, which follows the published pattern: it
+distinguishes upper and lower case, and allows combining marks within a word. llama.cpp knows the case of ASCII letters
+only and ends words at marks, so that its ids for some texts in Hindi, or with capitals beyond ASCII, differ from the
+ids in training.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 class Cutting:
     """How texts are cut into words before merges: by each pattern in turn, as Oniguruma reads it.
 
-    whole_words: a word that is a token is that token, whatever the merges say. add_bos: whether texts begin with BOS,
-    unless the file says otherwise.
+    whole_words: whether a word that is a token becomes that token, whatever the merges say. add_bos: whether texts
+    begin with BOS, unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -55,7 +55,10 @@ def _words(digits: str, letters: str = _LETTERS, signs: str = _SIGNS, blanks: st
 
 
 def _cased(digits: str, after: str = "") -> str:
-    """Return the pattern with words by case. after: what may end a word, such as `_SHORT`."""
+    """Return the pattern that cuts words by upper and lower case.
+
+    after: a pattern that may end a word, such as `_SHORT`.
+    """
     words = [f"{_BEFORE}{_UPPER}{more}{after}" for more in (f"*{_LOWER}+", f"+{_LOWER}*")]
     return _tried(*words, digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", _LINES, _BLANKS)
 

@@ -1,8 +1,9 @@
 """The header of a GGUF file, or of the pieces of one model: metadata by key, and where each tensor lies.
 
-The `gguf` package has a reader, which is not used: it keeps an array for every string, so that a vocabulary of 49,152
-takes it 4 s (0.1 s here), and it trusts the counts and lengths of a broken file, which can keep it busy without end.
-Here nothing is read beyond the end of the file, and every number has a bound that no published file comes near.
+The `gguf` package has a reader, which is not used. It keeps an array for every string, so that it takes 4 s for a
+vocabulary of 49,152 (0.1 s here). It also trusts the counts and lengths of a broken file, which can keep it busy
+without end. Here nothing is read beyond the end of the file, and every number has a bound that no published file comes
+near.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -40,7 +41,10 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 @dataclass(frozen=True)
 class Texts:
-    """A list of texts, still in the file: a vocabulary and its merges are some 300,000, and most callers skip them."""
+    """A list of texts that is still in the file.
+
+    A vocabulary and its merges have some 300,000 texts, and most callers skip them.
+    """
 
     file: OpenFile
     start: int
@@ -69,7 +73,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What precedes the weights. metadata: texts as bytes, which may not be UTF-8. digest: of all these bytes."""
+    """The part of a file before the weights.
+
+    metadata: by key; texts are bytes, which may not be UTF-8. digest: a hash of the bytes of the header.
+    """
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, Entry]
@@ -77,7 +84,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file, which stays open until it is closed or the header is dropped.
+    """Read the header of a file. The file stays open until it is closed or the header is dropped.
 
     Raises NotFound for a file that cannot be read, UnsupportedModel for a file that is not GGUF, is broken, or holds
     unsupported types of tensors.
@@ -89,10 +96,10 @@ def read_header(path: Path) -> Header:
 
 
 def read_model(path: Path) -> Header:
-    """Read the header of a model: of a whole file, or of all its pieces, by the path of any piece.
+    """Read the header of a model that is one file or several pieces. path: the file, or any piece.
 
-    The metadata comes from the first piece; the others have little more than their numbers. Raises as `read_header`,
-    and for pieces that are missing or of another model.
+    The metadata comes from the first piece; other pieces say little more than which piece they are. Raises as
+    `read_header`, and for pieces that are missing or belong to another model.
     """
     header = read_header(path)
     count, number = _split(header, path)
@@ -135,7 +142,7 @@ def read_model(path: Path) -> Header:
 
 
 def _split(header: Header, file: Path) -> tuple[int, int]:
-    """Return how many pieces the model has, and this file's number among them from 0 on; (1, 0) for a whole file."""
+    """Return how many pieces the model has, and the number of this piece, from 0 on; (1, 0) for a whole file."""
     count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
     if type(count) is not int or type(number) is not int or count < 0 or number < 0:
         raise UnsupportedModel(
@@ -239,7 +246,7 @@ class _Reader:
         return dims, TYPES[kind], offset
 
     def _aligned(self, metadata: Mapping[str, Value]) -> int:
-        """Return where the weights begin."""
+        """Return the byte of the file where the weights begin."""
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
             self._refuse(f"sets general.alignment={alignment!r:.80}, which is no such power of two")
@@ -259,7 +266,7 @@ class _Reader:
         return Entry(self.source, tuple(reversed(dims)), kind, first + offset, num_bytes)
 
     def _refuse_cut(self, first: int, found: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
-        """Refuse a file that ends before its last tensor does; the message names the usual cause."""
+        """Refuse a file that ends before its last tensor ends; the message names the usual cause."""
         ends = [
             first + offset + math.prod(dims) // kind.block * kind.num_bytes for dims, kind, offset in found.values()
         ]
@@ -285,7 +292,7 @@ class _Reader:
         return self._take(num_bytes, where)
 
     def texts(self, num: int, where: str) -> list[bytes]:
-        """Read as many texts as `num` calls of `_text` would, which cost a microsecond each."""
+        """Read as many texts as `num` calls of `_text` would, but faster: each such call costs a microsecond."""
         texts = []
         for data, starts in self._pieces(num, where):
             texts += [data[start + 8 : end] for start, end in itertools.pairwise(starts)]
@@ -296,7 +303,7 @@ class _Reader:
             pass
 
     def _pieces(self, num: int, where: str) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield the bytes of some texts, and the offsets where the length of each begins and the last one ends."""
+        """Yield the bytes of some texts, and offsets: where each text's length begins, and where the last text ends."""
         unpack = struct.Struct("<Q").unpack_from
         while num:
             self.file.seek(self.at)

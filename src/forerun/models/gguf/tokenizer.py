@@ -1,8 +1,8 @@
 """Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint folder.
 
-Its ids are the same as llama.cpp's (llama-vocab.cpp). "gpt2" is a byte-level BPE whose texts are cut in a way of
-cuttings.py, named by tokenizer.ggml.pre; "llama" is SentencePiece's BPE, whose merges follow from the scores of tokens;
-"gemma4" is a BPE with merges that spells like SentencePiece.
+The tokenizer gives the same ids as llama.cpp (llama-vocab.cpp). Three kinds are read. "gpt2" is a byte-level BPE;
+tokenizer.ggml.pre says in which way of cuttings.py texts are cut. "llama" is SentencePiece's BPE, where the merges
+follow from the scores of tokens. "gemma4" is a BPE with merges, whose tokens spell spaces as SentencePiece does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ KEY = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is a normal one, 6 a byte
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # tokens that no merge makes
 PADDING = re.compile(r"\[PAD\d+\]")  # tokens with which converters pad a matrix
-SPACE = "\u2581"  # SentencePiece's
-# Finding the merges of SentencePiece's tokens takes time and memory with the squares of their lengths: 333 million for
-# 1,000 tokens that are each one "a" longer, in a file of 1 MB. So many squares are allowed, or so many per token.
+SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+# Finding the merges of SentencePiece's tokens takes time and memory as the sum of their squared lengths. The sum is 333
+# million for 1,000 tokens that are each one "a" longer, in a file of 1 MB. The larger of these two limits bounds it.
 MOST_SQUARES, MOST_SQUARES_PER_TOKEN = 1 << 22, 256
 
 # Texts that end an answer in published models, even where no key says so; llama.cpp stops at them.
@@ -39,7 +39,8 @@ _END_TEXTS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
 END_TEXTS = frozenset(_END_TEXTS.split())
-# A text -> sets of texts beside which it does not end an answer: harmony's <|end|> ends one message of several.
+# A text -> sets of texts. The text does not end an answer where a vocabulary has all texts of a set: harmony's <|end|>
+# ends one message of several.
 NO_END_BESIDE = {
     "<|end|>": ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"}),
     "</s>": ({"<|tool_response>"},),
@@ -53,9 +54,10 @@ NO_CUTTING = (
 
 
 def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json. num_rows: of the embedding.
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
 
-    Raises UnsupportedModel for other kinds of tokenizers and for what does not fit together.
+    num_rows: how many rows the embedding has. Raises UnsupportedModel for other kinds of tokenizers, and for metadata
+    that contradicts itself.
     """
     vocabulary = _Vocabulary.read(metadata, num_rows, path)
     try:
@@ -71,13 +73,13 @@ def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, fo
 
 
 def guesses_cutting(metadata: Mapping[str, Value]) -> bool:
-    """Whether a file does not say how texts are cut, as `NO_CUTTING` warns."""
+    """Whether a file does not say how texts are cut; `NO_CUTTING` is the warning."""
     return metadata.get(KEY + "model") == b"gpt2" and not metadata.get(KEY + "pre")
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The tokenizer in the metadata. types: one for each token."""
+    """The tokenizer in the metadata. types: the type of each token."""
 
     metadata: Mapping[str, Value]
     path: Path
@@ -119,7 +121,7 @@ class _Vocabulary:
         return backend
 
     def _vocab(self) -> dict[str, int]:
-        """Return token -> id, without padding tokens."""
+        """Map each token to its id, without padding tokens."""
         entries = zip(self.tokens, self.types, strict=True)
         return {t: i for i, (t, kind) in enumerate(entries) if kind != UNUSED or not PADDING.fullmatch(t)}
 
@@ -155,7 +157,7 @@ class _Vocabulary:
         return CUTTINGS[name]
 
     def _spaced(self) -> Tokenizer:
-        """Return a tokenizer whose tokens have SPACE for a space, with bytes for texts that are no token."""
+        """Return a tokenizer with SPACE in place of spaces, where bytes stand for characters without a token."""
         vocab, unknown = self._vocab(), self.id_of("unknown")
         backend = Tokenizer(
             models.BPE(
@@ -194,12 +196,12 @@ class _Vocabulary:
         return _merges(vocab, scores.tolist())
 
     def _strips(self, token_id: int) -> bool:
-        """Whether blanks behind an added token belong to it: true for Phi-3's roles, which no key says."""
+        """Whether blanks after an added token belong to it. They do for the roles of Phi-3, which no key says."""
         is_phi3 = self.model == "llama" and self.metadata.get("general.architecture") == b"phi3"
         return is_phi3 and self.tokens[token_id] not in ("<unk>", "<s>", "<|endoftext|>")
 
     def _add_ends(self, backend: Tokenizer) -> None:
-        """Add the tokens before and behind each text."""
+        """Let the tokenizer add the tokens before and after each text."""
         default = self.model != "gpt2" or self._cutting().add_bos
         # Published files of Gemma 4 ask for no BOS, which llama.cpp overrules.
         begins = self.model == "gemma4" or self._flag("add_bos_token", default)
@@ -211,7 +213,7 @@ class _Vocabulary:
                 raise UnsupportedModel(f"{self.path} wants a {name} token in each text and names none: fetch it again")
             ids[name] = token_id
         if ids:
-            # Not the tokens: they may hold a colon or a dollar sign, which the library would interpret.
+            # Names in place of tokens, which may hold a colon or a dollar sign that the library would interpret.
             single = [f"<{name}>" if name in ids else "" for name in ("bos", "eos")]
             backend.post_processor = processors.TemplateProcessing(
                 single=" ".join(filter(None, [single[0], "$A", single[1]])),
@@ -246,7 +248,10 @@ class _Vocabulary:
         return sorted({i for i in named if i is not None} | set(known.values()))
 
     def id_of(self, name: str) -> int | None:
-        """Return the id of the token that a key names; None without such a key. SentencePiece has three by default."""
+        """Return the id of the token that a key of the metadata names; None without such a key.
+
+        SentencePiece has ids for three of these tokens by default.
+        """
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.model == "llama" else {}
         value = self.metadata.get(f"{KEY}{name}_token_id", defaults.get(name))
         if value is None or (isinstance(value, int) and value in (-1, 0xFFFFFFFF)):  # arrays compare item by item
@@ -273,10 +278,11 @@ class _Vocabulary:
 
 
 def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str]]:
-    """Return every way to make a token from two, the best score first, as SentencePiece merges.
+    """Return every way to make a token from two tokens, the best score first, as SentencePiece merges.
 
-    Of equal scores SentencePiece takes the pair that comes first in the text, so that a run of blanks, whose tokens
-    have one score in published files, grows from its beginning. Sorting longer tokens first has the same effect here.
+    Of pairs with equal scores, SentencePiece takes the pair that comes first in the text. Tokens of blanks have one
+    score in published files, so a run of blanks grows from its beginning. Sorting longer tokens first has the same
+    effect here.
     """
     pairs = [
         (-scores[i], -len(token), i, cut)
