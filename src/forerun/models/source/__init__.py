@@ -1,7 +1,7 @@
 """The sources that models are read from: config, small files, and weights one at a time.
 
-Each file format is one module of this folder, found by scanning. It defines `recognises(path) -> bool`, which looks
-only at names and first bytes, and `open_source(path) -> Source`.
+Each file format is one module of this folder, found by scanning. The module defines `recognises(path) -> bool`, which
+looks only at names and first bytes, and `open_source(path) -> Source`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?"
 
 @dataclass(frozen=True)
 class Stored:
-    """Where and how a tensor is stored. dtype: the type that `Source.blocks` yields. scheme: None = not quantised.
+    """Where and how a tensor is stored. dtype: the dtype that `Source.blocks` yields. scheme: None = not quantised.
 
-    was: in words, the kind of a quantised matrix that few or no operators compute with, for which `blocks` yields
-    numbers. floats: the scheme of a matrix of 8-bit floats, for operators that pack it.
+    was: the kind of a quantised matrix in words, if few or no operators compute with it, so that `blocks` yields
+    numbers. floats: the scheme of a matrix of 8-bit floats, for operators that pack such a matrix.
     """
 
     file: Path
@@ -42,8 +42,8 @@ class Stored:
 class Source(Protocol):
     """A model on the disk. Opening it reads config.json; no weight is read before `blocks` is asked for it.
 
-    folder: where config.json, tokenizer.json, tokenizer_config.json, generation_config.json and chat templates are. A
-    format that has them inside of one large file writes them to a folder of the cache.
+    folder: the folder with config.json, tokenizer.json, tokenizer_config.json, generation_config.json and chat
+    templates. A format that has these inside of one large file writes them to a folder of the cache.
     """
 
     folder: Path
@@ -51,11 +51,11 @@ class Source(Protocol):
 
     @property
     def names(self) -> Any:
-        """The format's names of tensors, as naming.Names; None = as checkpoints of the family are published."""
+        """The tensor names of the format, as naming.Names; None = as checkpoints of the family are published."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Every weight by its name in the files. Reads only headers."""
+        """Every weight by its name in the files. Only headers are read."""
 
     def check(self, with_tokenizer: bool) -> None:
         """Raise UserError for faults that file names show: no weights, foreign weights, a foreign tokenizer."""
@@ -63,7 +63,7 @@ class Source(Protocol):
     def blocks(self, name: str) -> Iterator[HostTensor]:
         """Yield the rows of a tensor in order, at most BLOCK_BYTES at a time.
 
-        They may be views of the file: drop each block before you ask for the next.
+        A block may be a view of the file: drop it before you ask for the next.
         """
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Source(Protocol):
 
 
 class Wrapped:
-    """The part of a source that is another source's: all but its tensors."""
+    """A source that takes everything but its tensors from another source."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -95,13 +95,13 @@ class QuantisedSource(Source, Protocol):
     """A format with quantised tensors, which have a scheme."""
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return a quantised tensor as it is stored; `blocks` has the same weights as numbers."""
+        """Return a quantised tensor as it is stored; `blocks` yields the same weights as numbers."""
 
 
 def open_source(path: Path) -> Source:
     """Open the model at a path, by the first format that recognises it.
 
-    Raises NotFound or UnsupportedModel where none does, with advice for the files that are there.
+    Raises NotFound or UnsupportedModel where no format does, with advice for the files that are there.
     """
     files = sorted(file for folder in __path__ for file in Path(folder).glob("[!_]*.py"))
     formats = (importlib.import_module(f"{__name__}.{file.stem}") for file in files)

@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp reads them: config, tokenizer and weights in one file, or in pieces, mostly quantised.
 
-The small files of a checkpoint folder are written to a folder of the cache, FORERUN_CACHE_DIR or else
-~/.cache/forerun, named by a hash of the file's header. Weights are read from the file on demand.
+The small files of a checkpoint folder are written to a folder of the cache (FORERUN_CACHE_DIR, or else
+~/.cache/forerun), which is named by a hash of the file's header. Weights are read from the file on demand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUFFIX = ".gguf"
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 VERSION = 3  # of the written files: increased with every change of their content
 MOST_NEXT_BLOCKS = 64  # multi-token prediction blocks
-COPIES = 4  # of a block's float32 weights are in memory at most while it is unpacked
+COPIES = 4  # copies of a block's float32 weights in memory at most, while the block is unpacked
 
 
 def recognises(path: Path) -> bool:
@@ -43,7 +43,7 @@ def recognises(path: Path) -> bool:
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Return enough first bytes to recognise a GGUF file; none of an unreadable file."""
+    """Return the first bytes of a file, enough to recognise GGUF; no bytes where the file is unreadable."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC))
@@ -54,7 +54,8 @@ def _first_bytes(path: Path) -> bytes:
 class GgufFile:
     """One model, by its file or any of its pieces. Opening it reads everything before the weights.
 
-    header: used in place of the file's. beside: prefixes of the names of tensors that are no part of the model.
+    header: a header to use in place of the file's own. beside: prefixes of the names of tensors that are no part of the
+    model.
     """
 
     def __init__(self, path: Path, header: Header | None = None, beside: tuple[str, ...] = ()) -> None:
@@ -77,14 +78,14 @@ class GgufFile:
 
     @cached_property
     def folder(self) -> Path:
-        """See `Source.folder`; written where it is missing."""
+        """See `Source.folder`. The folder is written if it is missing."""
         key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
         key += b"".join(factors.tobytes() for factors in self._rope_factors.values())
         name = f"gguf/{hashlib.sha256(key).hexdigest()[:32]}"
         return kept_folder(name, SMALL_FILES, self._write_small_files, f"the tokenizer of {self.path}")
 
     def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`: opening the file has checked everything; only a warning is left."""
+        """See `Source.check`. Opening the file has checked everything; here only a warning may be written."""
         if with_tokenizer and guesses_cutting(self._header.metadata):
             LOG.warning(NO_CUTTING, self.path)
 
@@ -105,7 +106,7 @@ class GgufFile:
 
     @cached_property
     def next_tensors(self) -> Mapping[str, Stored]:
-        """Like `tensors`: the tensors of multi-token prediction blocks, and others beside the model."""
+        """Like `tensors`, for tensors that are no part of the model, as in multi-token prediction blocks."""
         return {name: self._stored(entry) for name, entry in self._header.tensors.items() if self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
@@ -113,7 +114,7 @@ class GgufFile:
         return name.startswith(self._beside)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """See `Source.blocks`: rows of a quantised tensor are dequantised to float32."""
+        """See `Source.blocks`. Rows of a quantised tensor are dequantised to float32."""
         inner = name.split(".", 2)[-1]
         offset = self._gguf.stored_offset if "norm" in name and not inner.startswith(self._gguf.as_stored) else 0.0
         for rows in self._whole(name):
@@ -170,10 +171,10 @@ class GgufFile:
         return numbers.reshape(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
 
     def _rows_of_a_head(self, name: str) -> int:
-        """Return the rows of a head of q and k that the file has in llama's order; 1 for all other tensors.
+        """Return how many rows a head has, for q and k that a file has in llama.cpp's order; 1 for all other tensors.
 
-        That order alternates the rows of the two halves of a head, because llama.cpp rotates neighbours where published
-        checkpoints rotate row i and row i + head_dim / 2.
+        llama.cpp's order alternates the rows of the two halves of a head, because llama.cpp rotates neighbouring rows
+        together. Published checkpoints rotate row i together with row i + head_dim / 2.
         """
         is_turned = self._gguf.turned and (".attn_q." in name or ".attn_k." in name)
         return int(self.config["head_dim"]) if is_turned else 1
@@ -199,9 +200,9 @@ class GgufFile:
 
 
 def _each_expert(header: Header) -> Header:
-    """Return a header with a tensor for each expert, ffn_up_exps.0 ..., in place of a stacked one, ffn_up_exps.
+    """Return a header with one tensor for each expert (ffn_up_exps.0 ...) in place of a stacked tensor (ffn_up_exps).
 
-    The gate of a shared expert is a matrix of one row.
+    The gate of a shared expert becomes a matrix of one row.
     """
     tensors = dict[str, Entry]()
     for name, entry in header.tensors.items():
@@ -220,7 +221,7 @@ def _each_expert(header: Header) -> Header:
 
 
 def _next_blocks(config: Mapping[str, Any], header: Header, gguf: Gguf) -> tuple[str, ...]:
-    """Return the prefixes of tensor names in the blocks behind the model's last."""
+    """Return the prefixes of tensor names in the blocks after the model's last block."""
     num = 0 if gguf.next_blocks is None else header.metadata.get(f"{gguf.architecture}.{gguf.next_blocks}", 0)
     first = config.get("num_hidden_layers")
     if type(num) is not int or type(first) is not int or not 0 <= num <= MOST_NEXT_BLOCKS:
@@ -235,5 +236,5 @@ def _turned_back(rows: Array, turned: int) -> Array:
 
 
 def open_source(path: Path) -> GgufFile:
-    """Return the source of a file."""
+    """Return the source of a GGUF file."""
     return GgufFile(path)

@@ -1,8 +1,8 @@
 """Folders as `save_pretrained` writes them: config.json, the tokenizer's files, and weights in safetensors.
 
 A header is read once, and tensors by their offsets, see safetensors_file.py. A quantised matrix is several tensors, see
-packings.py; matrices of 8-bit floats, and matrices whose inputs are in another order than their groups, are given as
-numbers.
+packings.py. Matrices whose inputs are in another order than their groups become numbers, and so do matrices of 8-bit
+floats where the operators do not pack them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def recognises(path: Path) -> bool:
 
 
 class SafetensorsFolder:
-    """A folder of model.safetensors, or of the shards that its index names."""
+    """A folder with model.safetensors, or with the shards that its index names."""
 
     names = None
 
@@ -65,9 +65,9 @@ class SafetensorsFolder:
 
     @cached_property
     def _entries(self) -> Mapping[str, Entry]:
-        """Every tensor of the files, without old checkpoints' rotary buffers, which follow from config.json.
+        """Every tensor of the files, without the rotary buffers of old checkpoints, which follow from config.json.
 
-        AutoModel saves no LM head and no prefix; its names get the prefix that they have in a whole model.
+        Files that AutoModel saved have no LM head, and their tensor names lack a prefix. The prefix is added here.
         """
         self._open = [OpenFile(path) for path in self._files()]
         entries = {name: entry for file in self._open for name, entry in read_header(file).items()}
@@ -114,7 +114,10 @@ class SafetensorsFolder:
         )
 
     def _groups(self, name: str, num_in: int, group: int) -> npt.NDArray[np.int64] | None:
-        """Return the group of each input; None where they are in order. Raises ValueError for a group out of range."""
+        """Return the group of each input; None where the inputs are in the order of their groups.
+
+        Raises ValueError for a group out of range.
+        """
         groups, usual = self._entries[name].whole().values.astype(np.int64), np.arange(num_in) // group
         if name.endswith("weight_g_idx") and bool((groups == -1).any()):  # as where no order was found
             return None
@@ -152,9 +155,9 @@ class SafetensorsFolder:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """Map each name to how its tensor is stored.
+        """The stored form of each tensor, by name.
 
-        Raises NotFound for a missing file, UnsupportedModel for a broken one, for integer and 8-bit types of an
+        Raises NotFound for a missing file, UnsupportedModel for a broken one, for integer and 8-bit dtypes in an
         unquantised checkpoint, and for quantised matrices that are not read.
         """
         taken = {name for parts in self.matrices.values() for name in parts.names.values()}
@@ -202,7 +205,7 @@ class SafetensorsFolder:
             yield HostTensor.of(widened(numbers, scales, first, spans))
 
     def _float_rows(self, name: str) -> Iterator[tuple[HostTensor, HostTensor, int]]:
-        """Yield some rows of a matrix of 8-bit floats, all of its scales, and the first row's number."""
+        """Yield some rows of a matrix of 8-bit floats, all scales of the matrix, and the number of the first row."""
         matrix = self._floats[name]
         scales = self._entries[matrix.scales].whole()
         if not scales.is_finite():
@@ -228,7 +231,7 @@ class SafetensorsFolder:
         parts = self.matrices[name]
         num_out, num_in = parts.shape
         step = max(1, BLOCK_WEIGHTS // num_in // 32) * 32
-        whole = dict[str, HostTensor]()  # parts whose every row has weights of each output
+        whole = dict[str, HostTensor]()  # parts without a row for each output: read once, as a whole
 
         def read(part: str, rows: slice, columns: slice) -> HostTensor:
             entry = self._entries[parts.names[part]]
@@ -261,9 +264,10 @@ open_source = SafetensorsFolder
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A quantised matrix. names: of its parts in the files. shapes: of its parts, and the numbers in weight_shape.
+    """A quantised matrix. names: the names of its parts in the files.
 
-    groups: int64, the group of each input; None = the inputs are in the order of their groups.
+    shapes: the shapes of its parts; for the part weight_shape, the numbers that it holds. groups: int64, the group of
+    each input; None = the inputs are in the order of their groups.
     """
 
     layout: Layout
@@ -276,9 +280,9 @@ class Parts:
 
 @dataclass(frozen=True)
 class FloatParts:
-    """A matrix of 8-bit floats. scales: the name of their tensor. spans: rows and columns that share a scale.
+    """A matrix of 8-bit floats. scales: the name of the tensor with its scales.
 
-    names: of all its tensors. scheme: see `Floats.scheme`.
+    spans: how many rows and columns share a scale. names: the names of all its tensors. scheme: see `Floats.scheme`.
     """
 
     shape: tuple[int, int]
@@ -289,7 +293,7 @@ class FloatParts:
 
 
 def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-    """Yield a tensor under its name, or, where it stacks all experts, each expert's part as NAME.0, NAME.1 ..."""
+    """Yield a tensor under its name. Where it stacks all experts, yield each expert's part as NAME.0, NAME.1 ..."""
     stacked = STACKED.fullmatch(name)
     if stacked is None or len(entry.shape) != STACKED_SIZES[stacked[2]]:
         yield name, entry
