@@ -16,10 +16,11 @@ from forerun.models.naming import Gguf, Names
 class Family(Protocol):
     """The interface of a file of this folder.
 
-    A family may have `NAMES`, its published tensor names where they are not the usual ones, or `names(spec)` where they
-    depend on the model; `GGUF`, if there are such files; and `CODE`, the class that published checkpoints bring along,
-    if it computes the same as forerun. `RUN_BY` is the method that runs its checkpoints, where they are no models by
-    themselves. A family of multimodal checkpoints reads the spec of its text model's family.
+    A family may have more. `NAMES`: its published tensor names, where they are not the usual ones. `names(spec)`: the
+    same, where names depend on the model. `GGUF`: how its GGUF files are read, if there are such files. `CODE`: the
+    class that published checkpoints bring along, if it computes the same as forerun. `RUN_BY`: the method that runs its
+    checkpoints, where they are no models by themselves. A family of multimodal checkpoints reads a spec of its text
+    model's family.
     """
 
     def read(self, raw: Mapping[str, Any]) -> Spec: ...
@@ -54,7 +55,10 @@ def names_of(spec: Spec) -> Names | None:
 
 
 def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
-    """Return the tensor names of a checkpoint with this config.json, which reads as `spec`; None = same as ours."""
+    """Return the published tensor names of a checkpoint; None = same as ours.
+
+    raw: its config.json. spec: the spec that was read from `raw`.
+    """
     kind = raw.get("model_type")
     if kind == spec.model_type or kind not in model_types():
         return names_of(spec)
@@ -75,7 +79,7 @@ def run_by(raw: Mapping[str, Any]) -> str | None:
 
 @cache
 def gguf_families() -> Mapping[str, tuple[str, Gguf]]:
-    """Map general.architecture to the model_type of the family with such GGUF files, and how they are read."""
+    """Map general.architecture to the model_type of the family with such GGUF files, and how these files are read."""
     families = {}
     for name in model_types():
         gguf = getattr(family(name), "GGUF", None)

@@ -1,7 +1,7 @@
-"""Gemma 2 (google/gemma-2-2b, -9b, -27b): norms also behind both parts, capped scores and logits, alternating windows.
+"""Gemma 2 (google/gemma-2-2b, -9b, -27b): norms also after both parts, capped scores and logits, alternating windows.
 
-The first layer and every second after it have a window. Norms add 1 to their stored weights, and embeddings are scaled
-by the square root of their width.
+The first layer and every second layer after it have a window. Norms add 1 to their stored weights, and embeddings are
+scaled by the square root of their width.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def scale_and_window(deepest: int, own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the window, and the scale of scores, which llama.cpp's files leave out.
+    """Return the keys of config.json for the window and the scale of scores. llama.cpp's files leave the scale out.
 
-    The scale goes by head size, except in the model of so many layers.
+    The scale follows from the head size. In the model with `deepest` layers, it follows from the hidden size divided by
+    the number of heads.
     """
     of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
     scalar = of_rows if own.get("block_count") == deepest else own.get("attention.key_length", 256)
@@ -45,7 +46,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS, AGAIN, nullable=CAPS)
     configs.gelu_only(c)
     num, bias = size(c, "num_hidden_layers"), flag(c, "attention_bias")

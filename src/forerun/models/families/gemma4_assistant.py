@@ -1,8 +1,8 @@
-"""The assistants of Gemma 4 (google/gemma-4-E2B-it-assistant and others), drafters without keys and values.
+"""Gemma 4's assistants (google/gemma-4-E2B-it-assistant and others), drafters without keys and values of their own.
 
-Their blocks are Gemma 4's, and each reads the keys and values of the target's last layer of the same kind. Their input
-is made from the embedding and the hidden state of the target's last token, and their output is projected to the width
-of the target's rows. They are no models by themselves: the drafter `assistant` runs them.
+Their blocks are Gemma 4's, and each block reads the keys and values of the target's last layer of the same kind. Their
+input is made from the embedding and the hidden state of the target's last token. Their output is projected to the
+target's hidden size. They are no models by themselves: the drafter `assistant` runs them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = Names(
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return Gemma 4's keys without keys and values, and the width of the target's rows."""
+    """Return the keys of Gemma 4 for layers that have no keys and values of their own, and the target's hidden size."""
     width, num, heads = (own.get(key) for key in ("embedding_length_out", "block_count", "attention.head_count_kv"))
     if type(width) is not int or type(num) is not int or not 0 < num <= len(tensors):
         raise UnsupportedModel(

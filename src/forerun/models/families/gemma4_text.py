@@ -1,9 +1,9 @@
 """Text models of Gemma 4 (google/gemma-4-31B, -26B-A4B, -E2B, -E4B): Gemma 3 with two head sizes and norms of values.
 
-Layers with a window have small heads, the others large heads, whose rotary positions turn a part. Scores are not
-scaled. Large heads may use their keys as values, before norm and rotation. The last layers may read the keys and values
-of an earlier layer. E2B and E4B have per-layer embeddings, 26B-A4B has experts beside each feed-forward part.
-Where transformers and llama.cpp agree, this follows both; neither adds one to the norms' weights.
+Layers with a window have small heads, the others have large heads, and only a part of a large head is rotated. Scores
+are not scaled. Large heads may use their keys, before norm and rotation, as values. The last layers may read the keys
+and values of an earlier layer. E2B and E4B have per-layer embeddings. 26B-A4B has experts beside each feed-forward
+part. Where transformers and llama.cpp agree, this file follows both; neither adds 1 to the weights of norms.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def _by_layer(value: Any, num: int) -> list[Any]:
 
 
 def _turned_part(own: Own) -> float:
-    """Return the rotated share of a head: the pairs whose frequency factor is 1, where the others' is huge."""
+    """Return the rotated share of a head.
+
+    Rotated pairs have the frequency factor 1, all other pairs have a huge factor.
+    """
     stored = own.get(ROPE_FREQS)
     factors: list[float] = stored if isinstance(stored, list) else []
     num = sum(factor == 1 for factor in factors)
@@ -75,7 +78,10 @@ def _turned_part(own: Own) -> float:
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further keys of config.json: llama.cpp lists heads and windows by layer, large heads under usual keys."""
+    """Return further keys of config.json.
+
+    llama.cpp lists heads and windows by layer, and has the sizes of large heads under the usual keys.
+    """
     num, shared = own.get("block_count"), own.get("attention.shared_kv_layers", 0)
     local = own.get("attention.sliding_window_pattern")
     if type(num) is not int or type(shared) is not int or not isinstance(local, list) or len(local) != num:
@@ -157,7 +163,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = configs.understood(raw, (SHARED_KEYS - {*configs.TURNED}) | OWN_KEYS, DEFAULTS)
     configs.gelu_only(c)
     seen = c.get("use_bidirectional_attention")
@@ -211,20 +217,20 @@ def _layer_input(raw: Raw, c: Raw, norm: Norm) -> LayerInput | None:
 
 
 def _heads(c: Filled, i: int, kind: str) -> tuple[int, int, int]:
-    """Return the number of query heads, of key-value heads, and the head size of a layer."""
+    """Return the number of query heads, the number of key-value heads, and the head size of a layer."""
     given = c.get("per_layer_config")
     fits = given is None or (isinstance(given, Mapping) and all(str(key).isdecimal() for key in given))
     configs.require(fits, c, "per_layer_config", "a mapping of numbers of layers")
-    own: Any = {}
+    sizes: Any = {}
     if given is not None:
-        own = {int(key): found for key, found in given.items()}.get(i) or {}
-        known = isinstance(own, Mapping) and own.keys() <= {"head_dim", "num_key_value_heads"}
+        sizes = {int(key): found for key, found in given.items()}.get(i) or {}
+        known = isinstance(sizes, Mapping) and sizes.keys() <= {"head_dim", "num_key_value_heads"}
         configs.require(known, c, "per_layer_config", "head_dim and num_key_value_heads of layers")
     elif kind == FULL:
-        own = {"head_dim": c[GLOBAL[0]]}
+        sizes = {"head_dim": c[GLOBAL[0]]}
         if flag(c, "attention_k_eq_v") and GLOBAL[1] in c:
-            own["num_key_value_heads"] = c[GLOBAL[1]]
-    return configs.head_sizes(Filled({**c, **own}, {}))
+            sizes["num_key_value_heads"] = c[GLOBAL[1]]
+    return configs.head_sizes(Filled({**c, **sizes}, {}))
 
 
 def _rope(c: Filled, kind: str, head_dim: int) -> Rope:

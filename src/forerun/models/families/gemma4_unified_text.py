@@ -1,4 +1,4 @@
-"""Text model of Gemma 4 12B: Gemma 4's without experts and per-layer embeddings."""
+"""Text model of Gemma 4 12B: like the text models of other Gemma 4, without experts and per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LACKING = ("enable_moe_block", gemma4_text.INPUT)
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     configs.require(not flag(raw, LACKING[0]), raw, LACKING[0], "false")
     configs.require(not raw.get(LACKING[1]), raw, LACKING[1], "0")
     said = {key: value for key, value in raw.items() if value is not None or key not in USUAL}

@@ -1,6 +1,6 @@
-"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): norms also behind both parts; half of a head rotates, in neighbour pairs.
+"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): norms also after both parts; half of a head rotates, in neighbour pairs.
 
-Its files join gate and up. The older glm-4-9b-chat-hf is another family, glm, without those norms.
+The files join gate and up. The older glm-4-9b-chat-hf belongs to another family, glm, which lacks those norms.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = configs.understood(raw, SHARED_KEYS | {"attention_bias"}, DEFAULTS, nullable={"partial_rotary_factor"})
     full_attention_only(c)
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")

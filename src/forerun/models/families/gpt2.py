@@ -1,4 +1,7 @@
-"""GPT-2: layer norms, learned positions, biases everywhere, plain GELU. Its files join and transpose matrices."""
+"""GPT-2: layer norms, learned positions, biases everywhere, plain GELU.
+
+Its files join q, k and v, and transpose the matrices of layers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ USUAL = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_posit
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     hidden, heads, num = size(c, "n_embd"), size(c, "n_head"), size(c, "n_layer")
     configs.require(hidden % heads == 0, c, "n_head", f"a divisor of {hidden}")

@@ -1,7 +1,7 @@
 """LFM2 (LFM2-350M, -1.2B, -2.6B): most layers are short convolutions between two gates, the others attention.
 
 Older files give the feed-forward width before it is cut to two thirds, and list the layers with attention by number.
-The norm behind the last layer is called `embedding_norm`.
+The norm after the last layer is called `embedding_norm`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ GGUF_KEYS = {
 
 
 def conv_keys(kind: str, own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the config.json keys for layers, from the tensors of a GGUF file."""
+    """Return the keys of config.json for the kinds of layers, from the tensors of a GGUF file."""
     num = own.get("block_count")
     if type(num) is not int or not 0 < num <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -84,7 +84,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     if "block_ff_dim" in c:
         configs.agree(c, "intermediate_size", c["block_ff_dim"], "block_ff_dim")
@@ -115,7 +115,10 @@ def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
 
 
 def layer_kinds(c: Filled) -> list[str]:
-    """Return the kind of each layer, from `layer_types` or the attention layers' numbers; without both all are full."""
+    """Return the kind of each layer, from `layer_types` or from the numbers of the layers with attention.
+
+    Where both are missing, all layers have full attention.
+    """
     num = size(c, "num_hidden_layers")
     numbers = c.get(NUMBERS, list(range(num)))
     fits = isinstance(numbers, list) and all(type(i) is int and 0 <= i < num for i in numbers)
@@ -127,7 +130,10 @@ def layer_kinds(c: Filled) -> list[str]:
 
 
 def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
-    """Return the spec of a model with both kinds of layers. fed: a layer's feed-forward part or experts, as a block."""
+    """Return the spec of a model with both kinds of layers.
+
+    fed: a function that returns the feed-forward part or the experts of a layer, as a block.
+    """
     heads, eps, rope = configs.head_sizes(c), number(c, "norm_eps"), configs.rope_of(c)
     configs.agree(c, "theta", rope.theta, "rope_theta")
     norm, per_head = Norm(eps=eps), Norm(eps=eps, span="head")
@@ -139,7 +145,7 @@ def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 
 
 def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return config.json of a model with both kinds of layers, without its feed-forward parts."""
+    """Return the config.json of a model with both kinds of layers, without the keys of its feed-forward parts."""
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = Recurrence("short_conv", 3)
     r = next((block.recurrence for block in spec.blocks if block.recurrence is not None), usual)

@@ -1,7 +1,7 @@
-"""LFM2 with experts (LFM2-8B-A1B): behind the first layers a row takes a few of many small feed-forward parts.
+"""LFM2 with experts (LFM2-8B-A1B): after the first layers, each row takes a few of many small feed-forward parts.
 
-The scores of experts are sigmoids. A stored bias is added for the choice alone; chosen experts are weighted by their
-scores without it.
+The scores of experts are sigmoids. A stored bias is added to the scores only for the choice of experts. Chosen experts
+are weighted by their scores without the bias.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ SIGMOID = 2  # expert_gating_func
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Add that shares sum to 1, which files may leave out and llama.cpp always does."""
+    """Return further keys of config.json.
+
+    The shares of the chosen experts sum to 1: llama.cpp always does this, and files may leave it out.
+    """
     if own.get("expert_gating_func") != SIGMOID:
         raise UnsupportedModel(
             f"a GGUF file of lfm2moe sets expert_gating_func={own.get('expert_gating_func')!r:.80}, which forerun does "
@@ -72,7 +75,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp, experts = Mlp(size(c, "intermediate_size")), _experts_of(c)
     num_dense = size(c, NUM_DENSE, least=0)

@@ -11,7 +11,10 @@ from forerun.models.naming import Gguf, Own, biases_of
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Add biases and the window. Files of Mistral have the same architecture; a sliding window marks them."""
+    """Return the keys for biases and the window.
+
+    Files of Mistral have the same architecture; they are recognised by a sliding window.
+    """
     window = own.get("attention.sliding_window")
     kind = {"model_type": "mistral", "sliding_window": window} if window else {}
     biases = biases_of(tensors, attention_bias="attn_q", mlp_bias="ffn_gate")
@@ -22,7 +25,7 @@ GGUF = Gguf("llama", more=_more, turned=True)
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
     defaults, honoured = {"max_position_embeddings": 2048}, {"attention_bias", "mlp_bias"}

@@ -1,4 +1,4 @@
-"""Marian: translation models (Opus-MT). BART's layers with sinusoidal positions, and no norm of embeddings."""
+"""Marian: translation models (Opus-MT) with BART's layers, sinusoidal positions, and no norm after the embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AGAIN = {"decoder_vocab_size": "vocab_size"}
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     configs.require(raw.get(SHARES, True) is True, raw, SHARES, "true")
     positions = Positions(size(raw, "max_position_embeddings"), kind="sinusoidal")
     return bart.spec_of({key: value for key, value in raw.items() if key != SHARES}, positions, None, AGAIN)

@@ -1,4 +1,4 @@
-"""Ministral 3, Devstral 2 and their kin: Llama with YaRN, whose queries grow with their position."""
+"""Ministral 3, Devstral 2 and their kin: Llama with YaRN, where queries are scaled up as positions grow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from forerun.models import configs
 from forerun.models.configs import Raw, number, plain_spec, same_window, size
 from forerun.models.naming import Gguf, Own
 
-BETA = "llama_4_scaling_beta"  # of the growth, a key of the rotary positions
-AGAIN = "max_position_embeddings"  # repeated there
+BETA = "llama_4_scaling_beta"  # how fast queries grow; a key of the rotary positions
+AGAIN = "max_position_embeddings"  # rotary positions may repeat it
 USUAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
               "mscale_all_dim": 1.0, "mscale": 1.0, BETA: 0.1}  # fmt: skip
 DEFAULTS = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8}
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Tell Mistral Small 3 apart: its files have the same architecture, without YaRN and growth."""
+    """Return further keys of config.json.
+
+    Files of Mistral Small 3 have the same architecture without YaRN. They get plain rotary positions, and queries that
+    do not grow.
+    """
     window = own.get("attention.sliding_window")
     plain = {"rope_parameters": {"rope_type": "default"}} if "rope.scaling.type" not in own else {}
     return {**plain, **({"sliding_window": window} if window else {})}
@@ -29,7 +33,7 @@ GGUF = Gguf("mistral3", more=_more, turned=True, yarn={"attention.temperature_sc
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     keys = ("rope_parameters", "rope_scaling")
     if not any(raw.get(key) for key in keys):
         raw = {**raw, "rope_parameters": USUAL_ROPE}

@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: Llama with a sliding window, here a mask over the whole cache, in every layer."""
+"""Mistral 7B and its kin: Llama with a sliding window in every layer. The window is a mask over the whole cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DEFAULT_WINDOW = 4096  # tokens; the first release's window, whose config leaves
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     window = DEFAULT_WINDOW
     is_off = raw.get("sliding_window", window) is None
     per_layer = same_window(raw, None if is_off else size({"sliding_window": window, **raw}, "sliding_window"))

@@ -16,7 +16,10 @@ TEXTS = ("mistral", "ministral3")
 
 
 def read(raw: Raw) -> Spec:
-    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json.
+
+    Raises UnsupportedModel for a key that would change what the text model computes.
+    """
     configs.refuse_unknown(raw, KEYS)
     text = configs.text_part(raw, {"model_type": "mistral"})
     configs.require(text["model_type"] in TEXTS, text, "model_type", f"one of {list(TEXTS)} in text_config")

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms behind its parts instead of before them, and norms over all heads of q and k at once."""
+"""OLMo 2: Llama with norms after its parts instead of before them; q and k are normed over all heads at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GGUF = Gguf("olmo2", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     full_attention_only(raw)
     bias = flag(raw, "attention_bias")
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v; the upper layers may have a sliding window."""
+"""Qwen 2 and 2.5: Llama with biases on q, k and v. The upper layers may have a sliding window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_lay
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     defaults = {"max_position_embeddings": 32768}
     return plain_spec(raw, honoured=WINDOW_KEYS, defaults=defaults, qkv_bias=True, windows=qwen_windows(raw))
 

@@ -1,4 +1,4 @@
-"""Qwen 2.5 VL, which sees images and videos: only its text model, which is the same as in Qwen 2 VL.
+"""Qwen 2.5 VL, which sees images and videos. Only its text model is read, which is the same as in Qwen 2 VL.
 
 Its GGUF files have the architecture of Qwen 2 VL.
 """

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts (Qwen1.5-MoE-A2.7B): a shared expert with a separate gate counts for every row."""
+"""Qwen 1.5 and 2 with experts (Qwen1.5-MoE-A2.7B): every row also takes a shared expert, which has its own gate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SHARED = "shared_expert_intermediate_size"
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Add the shared expert's size, which older files leave out: the feed-forward size."""
+    """Return the window and the shared expert's size.
+
+    Where a file leaves that size out, as older files do, it is the feed-forward size.
+    """
     size = own.get("expert_shared_feed_forward_length", own.get("feed_forward_length"))
     return {**window_of(own), SHARED: size}
 
@@ -33,7 +36,7 @@ GGUF = Gguf("qwen2moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     given = raw.get("layer_types") is not None or not flag(raw, "use_sliding_window")
     require(given, raw, "use_sliding_window", "false where layer_types does not say which layers have a window")
     spec = plain_spec(

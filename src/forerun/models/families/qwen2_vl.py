@@ -1,7 +1,7 @@
-"""Qwen 2 VL, which sees images and videos: only its text model, which is a Qwen 2.
+"""Qwen 2 VL, which sees images and videos. Only its text model is read, which is a Qwen 2.
 
-A token has three positions, and each rotates one section of a head. In a text the three are equal, so that sections
-change nothing, and rotary positions are the usual ones.
+A token has three positions, and each position rotates one section of a head. In a text all three are equal, so sections
+change nothing and rotary positions are the usual ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ GGUF = Gguf("qwen2vl", more=sections_of, by_more=frozenset({"rope.dimension_sect
 
 
 def read(raw: Raw) -> Spec:
-    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json.
+
+    Raises UnsupportedModel for a key that would change what the text model computes.
+    """
     part = raw.get("text_config")
     is_tied = flag(raw, TIED) or (isinstance(part, Mapping) and flag(part, TIED))  # as in transformers 5
     return text_model({**raw, TIED: is_tied}, USUAL, THETA, _read)
@@ -50,9 +53,9 @@ write = qwen2.write  # of the text model by itself
 
 
 def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Spec]) -> Spec:
-    """Read the text model, which config.json describes in text_config, among its other keys (as in old files), or both.
+    """Read the text model from text_config, from the other keys of config.json (as in old files), or from both.
 
-    usual, theta: values of missing keys. read_text: reads the keys of the text model alone.
+    usual, theta: the values of missing keys. read_text: a function that reads the keys of the text model alone.
     """
     kind = f"{raw.get('model_type')}_text"
     beside = {key: value for key, value in raw.items() if key not in {*SEEN, "text_config", "model_type", TIED}}
@@ -73,7 +76,7 @@ def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Sp
 
 
 def _plainly_turned(text: Raw, theta: float) -> Raw:
-    """Return the keys with the rotary positions of text, after a check of their sections."""
+    """Return the text model's keys with plain rotary positions, after a check of the sections."""
     half = configs.head_sizes(Filled(text, {}))[2] // 2
     ropes = {key: part for key in ROPES if isinstance(part := text.get(key), Mapping)}
     for part in (text, *ropes.values()):

@@ -20,7 +20,7 @@ NORMED = "use_qk_norm"  # always true
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     bias = flag(raw, "attention_bias")
     require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     return plain_spec(

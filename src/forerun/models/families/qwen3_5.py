@@ -17,12 +17,18 @@ KEYS = {"model_type", "text_config", "vision_config", "tie_word_embeddings", "to
 
 
 def read(raw: Raw) -> Spec:
-    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json.
+
+    Raises UnsupportedModel for a key that would change what the text model computes.
+    """
     return read_text(raw, "qwen3_5_text", qwen3_5_text.read)
 
 
 def read_text(raw: Raw, model_type: str, read: Callable[[Raw], Spec]) -> Spec:
-    """Return the spec of the text model in a checkpoint with vision. model_type, read: of its family."""
+    """Return the spec of the text model in a checkpoint with vision.
+
+    model_type: the model_type that the text model must have. read: the function that reads its config.
+    """
     is_tied = configs.flag(raw, "tie_word_embeddings")  # transformers takes a missing key as false
     text = configs.text_of({**raw, "tie_word_embeddings": is_tied}, KEYS, model_type, {})
     return read(text)

@@ -1,7 +1,7 @@
 """Text models of Qwen 3.5 with experts (Qwen3.5-35B-A3B): many small feed-forward parts and a shared one in a layer.
 
-A row takes the experts with the largest softmax, whose shares sum to 1. Published files have one tensor of all experts,
-files that transformers writes have one of each expert.
+Each row takes the experts with the largest softmax, and their shares sum to 1. Published files have one tensor for all
+experts. Files that transformers writes have one tensor for each expert.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     configs.require(c["norm_topk_prob"] is True, c, "norm_topk_prob", "true")
     configs.require(c.get("decoder_sparse_step", 1) == 1, c, "decoder_sparse_step", "1")
@@ -69,13 +69,13 @@ def read(raw: Raw) -> Spec:
 
 
 def experts_of(c: Filled) -> Experts:
-    """Return the experts of a layer, a shared one among them."""
+    """Return the experts of a layer, including the shared expert."""
     each, shared = Mlp(size(c, "moe_intermediate_size")), Mlp(size(c, SHARED))
     return Experts(*numbers_of(c), each, shared, shared_gate=True, normalise=configs.flag(c, "norm_topk_prob"))
 
 
 def expert_sizes(spec: Spec) -> dict[str, Any]:
-    """Return the keys that `experts_of` reads, but for norm_topk_prob."""
+    """Return the keys that `experts_of` reads, except norm_topk_prob."""
     experts = without_experts(spec)[1]
     return {
         "num_experts": experts.num,

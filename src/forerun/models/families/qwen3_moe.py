@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Qwen3-30B-A3B): in place of a feed-forward part, each row takes a few of many small ones."""
+"""Qwen 3 with experts (Qwen3-30B-A3B): in place of one feed-forward part, each row takes a few of many small ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GGUF = Gguf("qwen3moe", keys=EXPERT_SIZES, more=_more, names=Names(OUTER, "blk.{
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     bias = flag(raw, "attention_bias")
     configs.require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     spec = plain_spec(
@@ -91,7 +91,10 @@ def write(spec: Spec) -> Raw:
 
 
 def without_experts(spec: Spec) -> tuple[Spec, Experts]:
-    """Return the decoder with a feed-forward part in each layer, and its experts. Raises UnsupportedModel for none."""
+    """Return the spec with a dense feed-forward part in every layer, and the experts by themselves.
+
+    Raises UnsupportedModel where there are no experts, or where layers have different experts.
+    """
     kinds = {block.experts for block in spec.blocks if block.experts is not None}
     if len(kinds) != 1:
         raise UnsupportedModel(

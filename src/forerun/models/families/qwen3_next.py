@@ -1,6 +1,6 @@
-"""Qwen3-Next (Qwen3-Next-80B-A3B, Qwen3-Coder-Next): layers of both kinds as Qwen 3.5's, with experts.
+"""Qwen3-Next (Qwen3-Next-80B-A3B, Qwen3-Coder-Next): the two kinds of layers of Qwen 3.5, with experts.
 
-Files join q, k, v and z of a recurrent layer, and its b and a, key head by key head.
+For a recurrent layer, files join q, k, v and z in one tensor, and b and a in another, key head by key head.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     return mixed(hybrid(c, "qwen3_next", lambda i: Block(mlp=mlp)), c, experts_of(c))

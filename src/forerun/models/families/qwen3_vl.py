@@ -1,4 +1,4 @@
-"""Qwen 3 VL (dense), which sees images and videos: only its text model, which is a Qwen 3 without windows."""
+"""Qwen 3 VL (dense), which sees images and videos. Only its text model is read, which is a Qwen 3 without windows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json.
+
+    Raises UnsupportedModel for a key that would change what the text model computes.
+    """
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 
 

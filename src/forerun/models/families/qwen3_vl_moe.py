@@ -1,7 +1,7 @@
-"""Qwen 3 VL with experts (Qwen3-VL-30B-A3B), which sees images and videos: only its text model.
+"""Qwen 3 VL with experts (Qwen3-VL-30B-A3B), which sees images and videos. Only its text model is read.
 
-It is a Qwen 3 with experts. Published files have one tensor for all experts, stored as inputs x outputs; transformers 5
-writes it the other way round, under the same name.
+The text model is a Qwen 3 with experts. Published files have one tensor for all experts, stored as inputs x outputs.
+transformers 5 writes this tensor as outputs x inputs, under the same name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read the text model's spec from config.json. Raises UnsupportedModel for a key that would change the function."""
+    """Read the text model's spec from config.json.
+
+    Raises UnsupportedModel for a key that would change what the text model computes.
+    """
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 
 

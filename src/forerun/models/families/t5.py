@@ -1,6 +1,7 @@
-"""T5: an encoder and a decoder whose attention has a learned bias by distance, root mean square norms, no scaling.
+"""T5: an encoder and a decoder with root mean square norms. Attention adds a learned bias by distance to its scores.
 
-Version 1.1 (and mT5 and Flan-T5, which are the same) has a gated feed-forward part, and an untied LM head.
+Scores are not scaled. Version 1.1 (and mT5 and Flan-T5, which are the same) has a gated feed-forward part, and an
+untied LM head.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def names(spec: Spec) -> Names:
     )
 
 
-ACTS: Mapping[str, tuple[Act, bool, str]] = {  # by feed_forward_proj; the last is its name in dense_act_fn
+ACTS: Mapping[str, tuple[Act, bool, str]] = {  # by feed_forward_proj: activation, gated, dense_act_fn
     "relu": ("relu", False, "relu"),
     "gelu": ("gelu", False, "gelu"),
     "silu": ("silu", False, "silu"),
@@ -69,7 +70,7 @@ USUAL = {"relative_attention_num_buckets": 32, "relative_attention_max_distance"
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     configs.require(c["feed_forward_proj"] in list(ACTS), c, "feed_forward_proj", f"one of {list(ACTS)}")
     act, gated, name = ACTS[c["feed_forward_proj"]]

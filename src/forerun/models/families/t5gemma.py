@@ -1,4 +1,4 @@
-"""T5Gemma: an encoder and a decoder with Gemma 2's layers, each with its token embedding and width.
+"""T5Gemma: an encoder and a decoder with Gemma 2's layers, each with its own token embedding and width.
 
 Scores and logits are capped, and half of the layers have a window, which in the encoder reaches to both sides.
 """
@@ -53,7 +53,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change the function."""
+    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
     configs.refuse_unknown(raw, KEYS | INERT)
     vocab, parts = size(raw, "vocab_size"), dict[str, Filled]()
     for name in ("encoder", "decoder"):
@@ -90,7 +90,10 @@ def _part(raw: Raw, vocab: int) -> Filled:
 
 
 def _attentions(c: Filled, sees: Any) -> list[Attention]:
-    """Return the self-attention of each layer. A window to both sides counts the row itself once."""
+    """Return the self-attention of each layer.
+
+    A window that reaches to both sides is one larger than `sliding_window`, because it also counts the row itself.
+    """
     bias, window = flag(c, "attention_bias"), size(c, "sliding_window") + (sees == "all")
     attention = Attention(
         *configs.head_sizes(c),
@@ -142,7 +145,7 @@ def write(spec: Spec) -> Raw:
 
 
 def _written(spec: Spec, blocks: Seq[Block]) -> Raw:
-    """Return the config of one side. blocks: its self-attention blocks."""
+    """Return the config of the encoder or of the decoder. blocks: its self-attention blocks."""
     attentions = [block.attention for block in blocks if block.attention is not None]
     first = attentions[0]
     window = next((a.window for a in attentions if a.window is not None), None)
