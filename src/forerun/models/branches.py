@@ -1,8 +1,8 @@
-"""The rows of a tree of texts in a runner's cache, for one slot, so that no token of the tree is run twice.
+"""The cache rows of a tree of beams, for one slot of a runner, so that no token of the tree is run twice.
 
-The rows of the committed tokens but the last are kept. Behind them the tree's rows are pending: first the row of the
-last committed token (the tree's base), then nodes in the order in which they were run. When the base moves on, rows
-become kept; rows of abandoned texts are dropped.
+The rows of all committed tokens but the last are kept. After them come the tree's pending rows: first the row of the
+last committed token (the tree's base), then the rows of other nodes in the order in which they were run. When the base
+moves on, its former rows become kept; rows of abandoned beams are dropped.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from forerun.types import Hypotheses
 
 
 class Branches:
-    """The pending rows of one slot by node of its tree. base: the node whose row is the first behind the kept ones."""
+    """The pending cache rows of one slot, by node of its tree. base: the node of the first row after the kept rows."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
         self.base = -1
 
     def forget(self, base: int) -> None:
-        """Start over: the cache holds no pending rows, and has kept the rows of all committed tokens but the last."""
+        """Start over. The cache holds no pending rows, and has kept the rows of all committed tokens but the last."""
         self.rows, self.base = {}, base
 
     def missing(self, tree: Hypotheses) -> list[int]:
@@ -30,9 +30,9 @@ class Branches:
         return [node for node in tree.live() if node not in self.rows]
 
     def run(self, slot: int, tree: Hypotheses, nodes: Seq[int], last_token: int) -> Run:
-        """Return the run of these nodes, each behind its parent, whose row is pending or part of the run.
+        """Return the run of these nodes. The row of each node's parent is pending, or part of the run.
 
-        last_token: the last committed one, which is the token of the base.
+        last_token: the last committed token, which is the token of the base.
         """
         first = len(self.rows)
         places = {node: first + i for i, node in enumerate(nodes)}
@@ -44,15 +44,15 @@ class Branches:
         return Run(slot, tokens, "all", parents)
 
     def add(self, nodes: Seq[int]) -> None:
-        """Record that a run of these nodes was written behind the pending rows."""
+        """Record that a run of these nodes was written after the pending rows."""
         for node in nodes:
             self.rows[node] = len(self.rows)
 
     def settle(self, tree: Hypotheses) -> tuple[list[int], Held]:
         """Follow the tree's base and tips; return the rows to keep, and the rows that stay pending.
 
-        Rows are kept from the old base up to the new one, up to the first missing row; if one is missing, none stays
-        pending.
+        Rows are kept from the old base on, as far as the parent of the new base. If one of these rows is missing, rows
+        are kept only up to it, and no row stays pending.
         """
         moved = [self.base, *tree.path(tree.base, self.base)]
         kept = [self.rows[node] for node in moved[:-1] if node in self.rows]

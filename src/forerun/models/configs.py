@@ -1,10 +1,10 @@
 """Shared code to read config.json: sizes, rotary positions, and the refusal of unknown keys.
 
-Policy: a key that would change the function and is not honoured is refused by name. Each architecture names the keys
-it honours; INERT_KEYS, and keys that begin with an underscore, are known not to change inference; any other key must
-be absent, null, false or empty, or have a value that changes nothing (NEUTRAL). Numbers have bounds that no published
-model comes near. A file may state a fact under two keys if they agree; a key that is left out contradicts nothing.
-Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
+Policy: a key that would change what the model computes, and is not honoured, is refused by name. Each architecture
+names the keys that it honours. INERT_KEYS, and keys that begin with an underscore, are known not to change inference.
+Any other key must be absent, null, false or empty, or have a value that changes nothing (NEUTRAL). Numbers have bounds
+that no published model comes near. A file may state a fact under two keys if they agree; a missing key contradicts
+nothing. Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
 `rope_parameters` + `layer_types` + `dtype` (transformers 5).
 """
 
@@ -27,7 +27,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _by_key(*groups: tuple[T, str]) -> dict[str, T]:
-    """Return values by key. groups: of a value and the keys that have it."""
+    """Map keys to values. groups: pairs of a value and the keys that have it."""
     return {key: value for value, keys in groups for key in keys.split()}
 
 
@@ -38,7 +38,7 @@ SHARED_KEYS = _words(
 )
 
 # Training, bookkeeping, the shape of Python return values, and defaults for sampling, which forerun reads from
-# generation_config.json only where it says so. pretraining_tp splits matrices and computes the same function. A block
+# generation_config.json only where it says so. pretraining_tp splits matrices and changes no result. A block
 # for multi-token prediction is no part of the model (next_tokens.py). "forerun" names a head's method and tokenizer.
 INERT_KEYS = _words(
     "architectures transformers_version name_or_path auto_map use_cache cache_implementation initializer_range "
@@ -58,7 +58,7 @@ INERT_KEYS = _words(
     "mtp_num_hidden_layers forerun"
 )
 
-CAUSAL = _words("is_causal causal attention.causal")  # keys whose value false changes the function
+CAUSAL = _words("is_causal causal attention.causal")  # keys that change what is computed where they are false
 # Values that change nothing, by key of config.json or by GGUF key without the architecture.
 NEUTRAL: Mapping[str, tuple[float | bool, ...]] = _by_key(
     ((True,), f"{' '.join(CAUSAL)} is_decoder"),
@@ -77,7 +77,7 @@ NEUTRAL: Mapping[str, tuple[float | bool, ...]] = _by_key(
     ),
     ((0, 1), "expert_group_count expert_group_used_count expert_weights_scale"),
 )
-# Values that change nothing in rotary positions of a kind that does not have the key.
+# Values that change nothing where a kind of rotary positions does not have the key.
 NEUTRAL_ROPE: Mapping[str, tuple[float, ...]] = {"factor": (1,), "attention_factor": (1,), "mscale": (1,)}
 
 ROPE_KINDS = {
@@ -90,14 +90,14 @@ ROPE_KINDS = {
                            "long_factor"}),
 }  # fmt: skip
 LISTS = ("short_factor", "long_factor")  # one number for each pair of rotated dimensions
-# Keys of rotary positions that may be left out. A missing factor is the context length over that in training.
+# Keys of rotary positions that may be left out. A missing factor is the context length, divided by the one in training.
 MAY_LACK = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
-# Written keys that matter to training alone.
+# Keys that are written although they matter to training alone.
 UNTRAINED = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
 # For families to which transformers gives a default padding id, which may lie beyond a small vocabulary.
 UNPADDED = {"pad_token_id": None}
 LAYER_KINDS = ("full_attention", "sliding_attention")
-TURNED = ("rope_theta", "partial_rotary_factor")  # keys of all kinds of rotary positions; may stand outside of them
+TURNED = ("rope_theta", "partial_rotary_factor")  # of all kinds of rotary positions; may stand outside of them
 ACTS: Mapping[str, Act] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -135,9 +135,10 @@ RANGES: Mapping[str, tuple[float, float]] = _by_key(
 
 
 class Filled(dict[str, Any]):
-    """The keys of config.json, with usual values for keys that are missing or null; `said` has the file's keys alone.
+    """The keys of config.json, with usual values for keys that are missing or null.
 
-    Only `said` may contradict something. nullable: keys whose null means "none", so that it is kept.
+    said: the keys that the file itself sets; only these can contradict anything. nullable: keys that keep a null,
+    because it means "none" there.
     """
 
     def __init__(self, raw: Raw, usual: Raw, nullable: Collection[str] = ()) -> None:
@@ -146,7 +147,7 @@ class Filled(dict[str, Any]):
         self.said: Raw = said
 
     def also(self, **usual: Any) -> Filled:
-        """Return a copy with usual values of more keys."""
+        """Return a copy with usual values for more keys."""
         return Filled(self.said, {**usual, **self}, self.said.keys())
 
 
@@ -157,10 +158,11 @@ def understood(
     again: Mapping[str, str] | None = None,
     nullable: Collection[str] = (),
 ) -> Filled:
-    """Fill in what config.json leaves out. Raises UnsupportedModel for keys that are not honoured, and contradictions.
+    """Return config.json with usual values for missing keys.
 
-    usual: values that a family's published files leave out. again: keys that repeat another key -> that key.
-    nullable: see Filled.
+    honoured: the keys that the family reads. usual: the values of keys that a family's published files leave out.
+    again: maps a key to the key that it repeats. nullable: see Filled. Raises UnsupportedModel for keys that are not
+    honoured, and for contradictions.
     """
     again = again or {}
     refuse_unknown(raw, {*honoured, *again})
@@ -171,7 +173,7 @@ def understood(
 
 
 def agree(c: Filled, key: str, value: object, other: str) -> None:
-    """Raise UnsupportedModel where config.json contradicts, under `key`, the value that the key `other` gave."""
+    """Raise UnsupportedModel where config.json sets `key` to anything but `value`, which comes from the key `other`."""
     said = c.said.get(key)
     if said is not None and value is not None and said != value:
         raise UnsupportedModel(
@@ -189,11 +191,11 @@ def plain_spec(
     turns_parts: bool = False,
     **more: Any,
 ) -> Spec:
-    """Return the spec of a decoder like Llama's from config.json; `more` are the fields of one family.
+    """Return the spec of a decoder like Llama's from config.json. more: the fields of `Plain` that the family sets.
 
     honoured: keys of config.json that the family reads itself. defaults: values of keys that its published files leave
-    out. again: keys that repeat others, see `understood`. turns_parts: whether the family may rotate a part of a head.
-    Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
+    out. again: keys that repeat others, see `understood`. turns_parts: whether the family may rotate only a part of a
+    head. Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
     """
     c = understood(raw, SHARED_KEYS | frozenset(honoured), {"rms_norm_eps": 1e-6, **(defaults or {})}, again)
     require(is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
@@ -216,13 +218,19 @@ def plain_spec(
 
 
 def spec_of(c: Filled, model_type: str, blocks: Iterable[Block], norm: Norm, **more: Any) -> Spec:
-    """Return the spec of these blocks, whose sizes are under the usual keys; `more` are the fields of one family."""
+    """Return the spec of a model with these blocks; its other sizes are read under the usual keys.
+
+    more: further fields of Spec that the family sets.
+    """
     sizes = size(c, "vocab_size"), size(c, "hidden_size"), size(c, "max_position_embeddings")
     return Spec(model_type, *sizes, tuple(blocks), norm, **{"tied": flag(c, "tie_word_embeddings"), **more})
 
 
 def text_of(raw: Raw, honoured: Collection[str], kind: str, usual: Raw) -> Raw:
-    """Return the `text_part` of a multimodal config.json whose text model must be of this kind."""
+    """Return the part of a multimodal config.json about its text model, see `text_part`. kind: its model_type.
+
+    Raises UnsupportedModel for a text model of another kind, and for keys that are not honoured.
+    """
     refuse_unknown(raw, honoured)
     text = text_part(raw, {"model_type": kind, **usual})
     require(text["model_type"] == kind, text, "model_type", f"{kind!r} in text_config")
@@ -230,7 +238,7 @@ def text_of(raw: Raw, honoured: Collection[str], kind: str, usual: Raw) -> Raw:
 
 
 def text_part(raw: Raw, usual: Raw) -> Raw:
-    """Return the part of a multimodal config.json about its text model. usual: values of missing keys.
+    """Return the part of a multimodal config.json about its text model. usual: the values of missing keys.
 
     `tie_word_embeddings` is taken from the whole config, as transformers does.
     """
@@ -241,12 +249,15 @@ def text_part(raw: Raw, usual: Raw) -> Raw:
 
 
 def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return config.json of a decoder like Llama's, which old and new versions of transformers and others read."""
+    """Return the config.json of a decoder like Llama's, for old and new versions of transformers and other programs."""
     return {**usual_config(spec, architecture), "hidden_act": "silu", **rope_config(Plain.of(spec).rope)}
 
 
 def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the sizes in config.json of a decoder with equal blocks. Raises UnsupportedModel for any other."""
+    """Return the keys of config.json for the sizes of a decoder whose blocks have equal sizes.
+
+    Raises UnsupportedModel where blocks have several sizes, or where there is no final norm.
+    """
     sizes = {(a.heads, a.kv_heads, a.head_dim, mlp.size) for b in spec.blocks if (a := b.attention) and (mlp := b.mlp)}
     if len(sizes) != 1 or spec.final_norm is None:
         raise UnsupportedModel(f"a {spec.model_type} checkpoint cannot say blocks of several sizes")
@@ -256,7 +267,10 @@ def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def sizes_config(spec: Spec, architecture: str, a: Attention, eps: str = "rms_norm_eps", **more: int) -> dict[str, Any]:
-    """Return the sizes in config.json. a: what attention is like. eps: the key of the norms'. more: further sizes."""
+    """Return the keys of config.json for a model's sizes.
+
+    a: the attention of its blocks. eps: the key for the epsilon of its norms. more: further sizes.
+    """
     return {
         "architectures": [architecture],
         "model_type": spec.model_type,
@@ -274,7 +288,10 @@ def sizes_config(spec: Spec, architecture: str, a: Attention, eps: str = "rms_no
 
 
 def rope_config(rope: Rope | None, head_dim: int | None = None) -> dict[str, Any]:
-    """Return the keys of config.json for rotary positions. head_dim: for a family that may rotate a part of a head."""
+    """Return the keys of config.json for rotary positions.
+
+    head_dim: the head size, for a family that may rotate only a part of a head.
+    """
     rope = rope or Rope()
     turned = {} if head_dim is None else {"partial_rotary_factor": share(rope.dims or head_dim, head_dim)}
     return {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope), **turned}
@@ -298,7 +315,7 @@ def rope_scaling(rope: Rope) -> dict[str, Any] | None:
 
 
 def head_sizes(c: Filled) -> tuple[int, int, int]:
-    """Return the number of query heads, of key-value heads, and the head size."""
+    """Return the number of query heads, the number of key-value heads, and the head size."""
     heads, hidden = size(c, "num_attention_heads"), size(c, "hidden_size")
     c = c.also(num_key_value_heads=heads)
     kv_heads = size(c, "num_key_value_heads")
@@ -312,7 +329,7 @@ def head_sizes(c: Filled) -> tuple[int, int, int]:
 
 
 def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
-    """Raise UnsupportedModel for keys that are set, may change the function, and are not read."""
+    """Raise UnsupportedModel for keys that are set, are not honoured, and may change what the model computes."""
     known = {key for key in raw if key in honoured or key in INERT_KEYS or key.startswith("_")}
     unknown = [key for key, value in raw.items() if key not in known and not _is_neutral(value, key)]
     if not unknown:
@@ -330,9 +347,11 @@ def refuse_unknown(raw: Raw, honoured: Collection[str]) -> None:
 
 
 def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | None = None) -> Rope:
-    """Return the rotary positions from `rope_parameters`, or `rope_theta` and `rope_scaling`; both have to agree.
+    """Return the rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
 
-    turned_of: the head size, for a family that may rotate a part of it. names: what the family calls the TURNED keys.
+    Where config.json has both forms, they must agree. turned_of: the head size, for a family that may rotate only a
+    part of a head. names: maps the TURNED keys to the family's names for them outside of `rope_parameters` and
+    `rope_scaling`.
     """
     names = names or dict(zip(TURNED, TURNED, strict=True))
     ropes = {key: part for key in ("rope_parameters", "rope_scaling") if (part := c.get(key))}
@@ -351,15 +370,16 @@ def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | 
 
 
 def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
-    """Return the rotary positions of each kind of layer, for families where they differ. names: theta's key by kind.
+    """Return the rotary positions of each kind of layer, for families where kinds differ.
 
-    Where `rope_parameters` is missing, `rope_scaling` belongs to full attention.
+    names: maps each kind to the key that has its theta outside of `rope_parameters`. Where `rope_parameters` is
+    missing, `rope_scaling` belongs to full attention.
     """
     both, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     fits = isinstance(both, Mapping) and isinstance(old, Mapping) and not (both and old)
     fits = fits and all(kind in names and isinstance(part or {}, Mapping) for kind, part in both.items())
     require(fits, c, "rope_parameters", f"a mapping for each of {list(names)}, without rope_scaling beside it")
-    # transformers 4 reads a kind that is called type there, and transformers 5 does not.
+    # transformers 4 also reads the kind under the key `type` there; transformers 5 does not.
     require("type" not in old or "rope_type" in old, c, "rope_scaling", "one whose kind is called rope_type")
     ropes = {}
     for kind, name in names.items():
@@ -370,7 +390,10 @@ def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
 
 
 def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
-    """Return the rotary positions of `rope`, a part of config.json. c: all of it. turned_of: see `rope_of`."""
+    """Return the rotary positions that `rope`, a part of config.json, describes.
+
+    c: the whole config.json. turned_of: see `rope_of`.
+    """
     rope = given(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     require(rope.get("type", kind) == kind, rope, "type", f"{shown(kind)}, as rope_type is")
@@ -430,7 +453,7 @@ def _factors(rope: Raw, key: str, dims: int) -> tuple[float, ...]:
 def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
     """Return the sliding window of each layer in tokens; () where every layer attends to everything.
 
-    `layer_types` decides where it is given; without it the layers from `first` on have the window.
+    `layer_types` decides which layers have the window. Where it is missing, the layers from `first` on have the window.
     """
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -448,20 +471,23 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
 
 
 def layer_kinds(c: Filled, usual: list[str], kinds: tuple[str, str]) -> list[str]:
-    """Return the kind of each layer, of two. usual: where `layer_types` does not say; the first kind must be there."""
+    """Return the kind of each layer, which is one of two kinds; the first kind must occur.
+
+    usual: the kinds of the layers where `layer_types` is missing.
+    """
     c = c.also(layer_types=usual)
-    found = c["layer_types"]
-    fits = isinstance(found, list) and len(found) == len(usual) and all(kind in kinds for kind in found)
+    listed = c["layer_types"]
+    fits = isinstance(listed, list) and len(listed) == len(usual) and all(kind in kinds for kind in listed)
     require(fits, c, "layer_types", f"a list of {len(usual)} entries out of {list(kinds)}")
-    require(kinds[0] in found, c, "layer_types", f"such that some layer has {kinds[0]}")
-    return list(found)
+    require(kinds[0] in listed, c, "layer_types", f"such that some layer has {kinds[0]}")
+    return list(listed)
 
 
 def same_window(raw: Raw, window: int | None) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, equal in all; () where there is none.
+    """Return the sliding window of each layer, in a family where all layers have the same window; () = no window.
 
-    Raises UnsupportedModel for `layer_types` with full attention beside a window: transformers ignores them in such a
-    family.
+    Raises UnsupportedModel where `layer_types` has full attention although there is a window, because transformers
+    ignores `layer_types` in such a family.
     """
     by_layer = windows(raw, size(raw, "num_hidden_layers"), window)
     if window is not None and (not by_layer or None in by_layer):
@@ -473,14 +499,14 @@ def same_window(raw: Raw, window: int | None) -> tuple[int | None, ...]:
 
 
 def full_attention_only(raw: Raw) -> None:
-    """Raise UnsupportedModel for `layer_types` other than full attention; for families without a sliding window."""
+    """Raise UnsupportedModel where `layer_types` has other kinds than full attention, for families without a window."""
     kinds = raw.get("layer_types") or []
     fits = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     require(fits, raw, "layer_types", "'full_attention' in every layer")
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
-    """Return an integer of config.json, between `least` and its LARGEST; it may be written as 4096.0."""
+    """Return an integer of config.json, from `least` to the key's LARGEST. It may be written as 4096.0."""
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -489,7 +515,7 @@ def size(raw: Raw, key: str, least: int = 1) -> int:
 
 
 def number(raw: Raw, key: str) -> float:
-    """Return a number of config.json, which must be within its range."""
+    """Return a number of config.json, which must be within the key's RANGES."""
     value, (least, most) = raw.get(key), RANGES[key]
     fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
     require(fits, raw, key, f"a number in {least} .. {most:g}")
@@ -497,7 +523,7 @@ def number(raw: Raw, key: str) -> float:
 
 
 def whole(number: float) -> float:
-    """Return a number, rounded to an int where it is within 1e-6 of it, as published files have it."""
+    """Return a number, as an int where it is within 1e-6 of an int, as published files have it."""
     return round(number) if abs(number - round(number)) < 1e-6 else number
 
 
@@ -507,7 +533,7 @@ def act_name(act: Act) -> str:
 
 
 def flag(raw: Raw, key: str) -> bool:
-    """Return a boolean of config.json; absent is false."""
+    """Return a boolean of config.json; a missing key is false."""
     value = raw.get(key)
     require(value is None or isinstance(value, bool), raw, key, "true or false")
     return bool(value)
@@ -524,13 +550,13 @@ def require(ok: bool, raw: Raw, key: str, what: str) -> None:
 
 
 def gelu_only(c: Raw) -> None:
-    """Raise UnsupportedModel for another activation than Gemma's."""
+    """Raise UnsupportedModel for any activation but Gemma's."""
     for key in ("hidden_activation", "hidden_act"):
         require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
 
 
 def act_of(c: Raw, key: str, acts: Mapping[str, Act] = ACTS) -> Act:
-    """Return an activation. Raises UnsupportedModel for one of another name."""
+    """Return the activation that a key names. Raises UnsupportedModel for a name that is not in `acts`."""
     require(c[key] in list(acts), c, key, f"one of {list(acts)}")
     return acts[c[key]]
 
@@ -541,17 +567,17 @@ def is_silu(act: object) -> bool:
 
 
 def _is_neutral(value: object, key: str) -> bool:
-    name = key.partition(".")[2]  # behind the architecture
+    name = key.partition(".")[2]  # after the architecture's name
     if value is None or value in ("", [], {}) or (value is False and not {key, name} & CAUSAL):
         return True
     return any(_is_one_of(value, NEUTRAL.get(known, ())) for known in (key, name))
 
 
 def _is_one_of(value: object, values: Collection[object]) -> bool:
-    """Whether a number or a flag is among `values`; true is not 1."""
+    """Whether a number or a flag is among `values`. Here true is not equal to 1."""
     return any(value == other and (value is True) == (other is True) for other in values)
 
 
 def given(raw: Raw) -> dict[str, Any]:
-    """Return the keys that are not null."""
+    """Return a mapping without its null values."""
     return {key: value for key, value in raw.items() if value is not None}

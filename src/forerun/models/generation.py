@@ -1,11 +1,12 @@
 """The generation settings of a checkpoint: the ids that end an output, and the sampling values its makers suggest.
 
-End ids are always applied. The suggested sampling values are the defaults of a request (`Opened.usual_fields`);
+End ids are always applied. The suggested sampling values are the defaults of a request (`Opened.usual_fields`), unless
 generation_config="none" leaves them out.
 
-Policy, as for config.json: a key that would change the output and is not honoured is refused by name. SAME are
-honoured, beside do_sample, stop_strings, suppress_tokens and bad_words_ids; INERT and NEUTRAL change nothing; any other
-key must be absent, null, false or empty.
+The policy is the same as for config.json: a key that would change the output and is not honoured is refused by name.
+The keys of SAME are honoured, and so are do_sample, stop_strings, suppress_tokens and bad_words_ids. The keys of INERT
+change nothing, and the keys of NEUTRAL change nothing with their neutral value. Any other key must be absent, null,
+false or empty.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ def sampling_fields(
 ) -> dict[str, Any]:
     """Return the fields of SamplingParams that generation_config.json sets. config: config.json.
 
-    do_sample=false becomes temperature 0, stop_strings become stop; suppress_tokens and bad words of one token become
-    biases of minus infinity. A minimum of tokens without a maximum lifts our default limit, which may lie below it. A
-    value that is not implemented and would change the output, or has the wrong type or range, makes an UnsupportedModel
-    that goes to `refuse`, and the other fields stay; without `refuse` it is raised.
+    do_sample=false becomes temperature 0, and stop_strings become stop. suppress_tokens and bad words of one token
+    become biases of minus infinity. Where there is a minimum number of tokens and no maximum, our default maximum is
+    lifted, because it may be below the minimum. A value makes an UnsupportedModel if it has the wrong type or range, or
+    would change the output in a way that is not implemented. The error goes to `refuse`, and the other fields stay;
+    without `refuse` it is raised.
     """
     raw, name = given(small.json(FILE)), FILE
     if not raw:  # then config.json forces tokens, as in transformers
@@ -95,8 +97,8 @@ def sampling_fields(
 def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
     """Return the ids that end the output: from generation_config.json, config.json and tokenizer_config.json.
 
-    raw: config.json. Ids outside of its vocabulary are left out: they never come, and some files say -1 for none.
-    Raises UnsupportedModel for values that are no ids.
+    raw: config.json. Ids outside of its vocabulary are left out, because they never occur; some files write -1 for no
+    id. Raises UnsupportedModel for values that are no ids.
     """
     num_ids, ids = _num_ids(raw), frozenset[int]()
     for file, source in ((FILE, small.json(FILE)), ("config.json", raw)):
@@ -109,10 +111,11 @@ def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
 
 
 def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
-    """Return the first ids of a decoder's text in an encoder-decoder: the start token, and a token forced behind it.
+    """Return the ids that begin an encoder-decoder's output: the start token, and after it a forced token, if any.
 
-    generation_config.json wins over config.json, given as `raw`, and alone forces tokens where it is there. Where
-    neither names a start it is bos_token_id, as in transformers. Raises UnsupportedModel where there is none.
+    raw: config.json. generation_config.json wins over it for the start token. Where neither file names a start token,
+    bos_token_id is used, as in transformers. Where generation_config.json exists, only that file can force a token.
+    Raises UnsupportedModel where there is no start token.
     """
     file = small.json(FILE)
     forced = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
@@ -131,7 +134,7 @@ def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
 
 
 def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
-    """Return the fields that a known key sets. Raises UnsupportedModel for a value that it cannot have."""
+    """Return the fields that a known key sets. Raises UnsupportedModel for a value that the key cannot have."""
     if key in SAME:
         # A request may ask for no token; a model that suggests it would never answer.
         _require(key != "max_new_tokens" or value != 0, key, value, where, "at least 1, or None")
@@ -143,7 +146,7 @@ def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
 
 
 def _forbidden_ids(key: str, value: Any, where: str, num_ids: int | None) -> frozenset[int]:
-    """Return the ids that a key forbids everywhere. Raises UnsupportedModel for a value that it cannot have."""
+    """Return the ids that a key forbids everywhere. Raises UnsupportedModel for a value that the key cannot have."""
     if key == "suppress_tokens":
         return _ids(value, key, where, "a list of ids", num_ids)
     if key != "bad_words_ids":
@@ -186,7 +189,7 @@ def _checked(key: str, field: str, value: Any, where: str) -> Any:
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
-    """Return the texts of one text or a list of texts."""
+    """Return stop_strings as a tuple: a file has one text or a list of texts."""
     _require(isinstance(value, str | list), "stop_strings", value, where, "a text or a list of texts")
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -195,7 +198,7 @@ def _texts(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
-    """Return the id of tokenizer_config.json's eos_token; none where no id has that text, so that it never comes."""
+    """Return the id of tokenizer_config.json's eos_token; the empty set where no id has its text."""
     where, named = f"tokenizer_config.json in {small.folder}", small.json("tokenizer_config.json")
     token = named.get("eos_token")
     text = token["content"] if isinstance(token, Mapping) and "content" in token else token
@@ -210,7 +213,7 @@ def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
 
 
 def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
-    """Yield (id, text) for the entries of added_tokens_decoder, whose keys are ids as texts."""
+    """Yield (id, text) for each entry of added_tokens_decoder, where ids are written as texts."""
     entries = {} if decoder is None else decoder
     ok = isinstance(entries, Mapping) and all(
         token_id.isdecimal() and isinstance(entry, Mapping) for token_id, entry in entries.items()
@@ -221,7 +224,7 @@ def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
 
 
 def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> frozenset[int]:
-    """Return the ids of a list that the model has. num_ids: of the vocabulary; None = unknown."""
+    """Return the ids of a list, without ids outside of the vocabulary. num_ids: its size; None = unknown."""
     _require(isinstance(value, list) and all(type(i) is int for i in value), key, value, where, what)
     return frozenset(i for i in value if i >= 0 and (num_ids is None or i < num_ids))
 

@@ -1,7 +1,7 @@
 """Map a model's name to its folder or file: on this machine, or from the hub in huggingface_hub's cache.
 
-Only files that are read here are fetched from the hub, small ones first, so that a bad checkpoint is refused before its
-weights are fetched. huggingface_hub is imported when a hub id is met, never for a folder.
+Only files that forerun reads are fetched from the hub, small files first, so that a bad checkpoint is refused before
+its weights are fetched. huggingface_hub is imported when a hub id is met, never for a folder.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True)
     """Return the folder or file that `name` means, fetched from the hub into the cache where necessary.
 
     name: a name of data/models.toml; else a path; where no such path exists, a hub id org/name[@revision]. A Path is
-    always a path. A hub id with :FILE.gguf behind it, or with a type such as :Q4_K_M that one file's name ends with,
-    means that file, which is fetched whole; all pieces of a split file are fetched, and the first one is returned.
-    config_only: fetch config.json alone. weights=False: fetch all but the weights, see `fetch_weights`. Without a
-    network, a complete snapshot in the cache is used as it is.
+    always a path. A hub id may name one file: by :FILE.gguf after it, or by a type such as :Q4_K_M that the name of one
+    file ends with. Such a file is fetched whole. Of a split file, all pieces are fetched, and the first piece is
+    returned. config_only: fetch config.json alone. weights=False: fetch all but the weights, see `fetch_weights`.
+    Without a network, a complete snapshot in the cache is used as it is.
 
-    Raises NotFound for what is not there or cannot be had, UnsupportedModel for repositories without readable
-    weights, CapacityError for a full disk.
+    Raises NotFound for a model that does not exist or cannot be fetched, UnsupportedModel for repositories without
+    readable weights, CapacityError for a full disk.
     """
     name = hub_id_of(name) if isinstance(name, str) else name
     known = named.find(name)
@@ -102,7 +102,7 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True)
 
 
 def fetch_weights(name: str, path: Path) -> None:
-    """Fetch the weights that belong to small files of the hub. path: what `locate` returned for this name.
+    """Fetch the weights of a hub model after its small files. path: the path that `locate` returned for this name.
 
     The weights are of the same commit as the small files, even if the branch has moved since. Raises as `locate`.
     """
@@ -114,9 +114,10 @@ def fetch_weights(name: str, path: Path) -> None:
 def fetch_files(name: str, choose: Choose) -> Path | None:
     """Return the cache folder with some files of a hub id org/name[@revision]; None where `name` can only be a path.
 
-    It serves repositories that are no checkpoint, such as a drafter's head. `choose` gets the names of all files,
-    raises for an unwanted repository before anything is fetched, and returns the files to fetch beside config.json,
-    which must be there. Without a network, the files that are in the cache are used. Raises as `locate` does.
+    This serves repositories that are no checkpoint, such as a drafter's head. choose: a function that gets the names of
+    all files, and returns the files to fetch beside config.json, which must be there. The function raises for an
+    unwanted repository, before anything is fetched. Without a network, the files that are in the cache are used. Raises
+    as `locate` does.
     """
     name = hub_id_of(name)
     model = _as_hub_model(name) if "/" in name else None
@@ -139,7 +140,7 @@ def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
 
 
 def _missing(name: str, folder: Path) -> str:
-    """Return the message for a name that can only be a path, and does not exist."""
+    """Return the message for a name that can only be a path that does not exist."""
     near = difflib.get_close_matches(name.lower(), named.named_models(), n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     if "://" in name:
@@ -152,7 +153,11 @@ def _kind(name: str) -> str:
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name means a model of the hub: by its form, or because only the hub has it, and no such path exists."""
+    """Whether a name means a model of the hub.
+
+    A named model does if only the hub has it. Any other name does if it has the form of a hub id and no such path
+    exists.
+    """
     is_path = named.find(name) is None and os.path.exists(name)
     return isinstance(name, str) and not is_path and _as_hub_model(name) is not None
 
@@ -192,7 +197,7 @@ class _HubModel:
     revision: str
 
     def fetch(self, config_only: bool) -> Path:
-        """See `locate`, without the weights; raises whatever huggingface_hub raises, too."""
+        """Fetch all but the weights, see `locate`. Whatever huggingface_hub raises is raised, too."""
         try:
             commit, sizes = self.listing()
         except Exception as error:
@@ -212,7 +217,7 @@ class _HubModel:
         return folder
 
     def fetch_weights(self, folder: Path) -> None:
-        """See `fetch_weights` of this file; raises whatever huggingface_hub raises, too."""
+        """Fetch the weights, see the function `fetch_weights`. Whatever huggingface_hub raises is raised, too."""
         try:
             commit, sizes = self.listing()
             if commit != folder.name:
@@ -231,7 +236,7 @@ class _HubModel:
             self.download(name, commit)
 
     def fetch_files(self, choose: Choose) -> Path:
-        """See `fetch_files` of this file; raises whatever huggingface_hub raises, too."""
+        """Fetch some files, see the function `fetch_files`. Whatever huggingface_hub raises is raised, too."""
         try:
             commit, sizes = self.listing()
         except Exception as error:
@@ -273,25 +278,31 @@ class _HubModel:
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
     def download(self, name: str, revision: str) -> Path:
-        """Return the path of one file in the cache; a file that is cached under this commit needs no request."""
+        """Return the path of one file in the cache, where it is fetched first if it is missing.
+
+        A file that is cached under this commit needs no request.
+        """
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(self.id, name, revision=revision, library_name="forerun"))
 
     def _revision_to_ask(self, commit: str) -> str:
-        """Return the commit if the cache maps the revision to it, else the revision, so that the cache learns."""
+        """Return the commit if the cache maps the revision to it.
+
+        Otherwise return the revision, so that the cache learns the commit.
+        """
         cached = self._cached()
         return commit if cached is not None and cached.name == commit else self.revision
 
     def _cached(self) -> Path | None:
-        """Return the snapshot of the revision at the last request, if its config.json is in the cache."""
+        """Return the cached snapshot that the revision meant at the last request; None without its config.json."""
         from huggingface_hub import try_to_load_from_cache
 
         config = try_to_load_from_cache(self.id, CONFIG, revision=self.revision)
         return Path(config).parent if isinstance(config, str) else None
 
     def _refuse(self, sizes: Mapping[str, Any], commit: str, config_only: bool) -> None:
-        """Refuse a checkpoint by its listing, before anything is fetched but the file that says why."""
+        """Refuse a checkpoint by the names of its files. Only the file that says why is fetched before."""
 
         def read(name: str) -> Mapping[str, Any]:
             return read_json(self.download(name, commit))
@@ -317,7 +328,7 @@ class _HubModel:
 
 @dataclass(frozen=True)
 class _HubFile:
-    """A GGUF file of a hub model, or all its pieces. wanted: a file name, or the type that names end with."""
+    """A GGUF file of a hub model, or all its pieces. wanted: the file's name, or the type that its name ends with."""
 
     model: _HubModel
     wanted: str
@@ -331,7 +342,10 @@ class _HubFile:
         return self.model.revision
 
     def fetch(self, config_only: bool) -> Path:
-        """See `locate`; raises whatever huggingface_hub raises, too. The config is in the file, so it is fetched."""
+        """Fetch the whole file, see `locate`. The config alone cannot be fetched, because it is inside the file.
+
+        Whatever huggingface_hub raises is raised, too.
+        """
         from huggingface_hub import try_to_load_from_cache
 
         try:
@@ -354,7 +368,7 @@ class _HubFile:
         """Do nothing: the weights are in the file."""
 
     def _choose(self, names: Collection[str]) -> list[str]:
-        """Return the name of the file, or of its pieces in order. Raises NotFound for no model, or several."""
+        """Return the name of the file, or of its pieces in order. Raises NotFound where no file, or several, match."""
         files = sorted(name for name in names if name.lower().endswith(".gguf"))
         ending = re.compile(rf"(?:.*[-._/])?{re.escape(self.wanted)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
         matches = [self.wanted] if self.wanted in files else [name for name in files if ending.fullmatch(name)]
@@ -371,7 +385,7 @@ class _HubFile:
         return pieces
 
     def _cached(self) -> Path | None:
-        """Return the file in the snapshot of the revision at the last request; None where it is not cached."""
+        """Return the file in the cached snapshot of the revision; None where it is not cached."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -383,7 +397,7 @@ class _HubFile:
 
 
 def _holds(folder: Path, config_only: bool) -> bool:
-    """Whether a snapshot has the small files without which a model cannot run."""
+    """Whether a snapshot has the small files that a model needs to run. config_only: whether it has config.json."""
     return all((folder / name).exists() for name in (CONFIG, TOKENIZER)[: 1 if config_only else 2])
 
 

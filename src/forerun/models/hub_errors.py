@@ -46,7 +46,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_offline(error: BaseException) -> bool:
-    """Whether no server answered: no network, or offline mode. A second try would wait for the same result."""
+    """Whether no server answered, because there is no network or in offline mode. A second try would fail, too."""
     return is_unreachable(error) and all(_status(link) is None for link in _chain(error))
 
 

@@ -19,9 +19,9 @@ LOG = logging.getLogger(__name__)
 
 
 def kept_folder(name: str, files: Collection[str], write: Callable[[Path], None], what: str) -> Path:
-    """Return the folder `name` of the cache; `write` fills a new folder if one of its files is missing.
+    """Return the folder `name` of the cache. Where one of `files` is missing, `write` fills a new folder first.
 
-    what: its content in words. Raises CapacityError where nothing can be written anywhere.
+    what: the content of the folder in words. Raises CapacityError where nothing can be written anywhere.
     """
     folder = cache_folder() / name
     if _is_whole(folder, files):
@@ -57,7 +57,7 @@ def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]
         try:
             started.rename(folder)
         except OSError:
-            if not _is_whole(folder, files):  # a cache cleaner left a part of it; else another process was faster
+            if not _is_whole(folder, files):  # a cache cleaner left a part; a whole one is another process's
                 shutil.rmtree(folder, ignore_errors=True)
                 started.rename(folder)
     finally:

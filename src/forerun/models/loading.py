@@ -39,8 +39,8 @@ DTYPES = ("float32", "bfloat16")
 class Checkpoint:
     """A loaded model. opened: the checkpoint that it was loaded from.
 
-    tokenizer: None where it was not asked for, or is missing. quantization: the option that it was loaded with.
-    stored: the types of the matrices in its files, in words.
+    tokenizer: None where it was not asked for, or is missing. quantization: the option that the model was loaded with.
+    stored: the dtypes of the matrices in its files, in words.
     """
 
     opened: OpenedCheckpoint
@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """The folder of its small files."""
+        """The folder of the checkpoint's small files."""
         return self.opened.folder
 
     @property
@@ -97,18 +97,19 @@ def load_checkpoint(
     """Load a checkpoint as `save_pretrained` writes it; the tokenizer, if asked for, is read before any weight.
 
     name: a folder, or a hub id org/name[@revision], see `locate`; or an opened checkpoint. dtype: "float32",
-    "bfloat16", a torch type, or "auto": bfloat16 with the native operators, float32 with others on a CPU, the
-    checkpoint's type elsewhere. ops: None = the reference operators; a function gets the spec and returns operators.
-    ignore_config_keys: keys of config.json to read as missing. quantization: int8 or int4[:group=N][:again]: matrices
-    are rounded while they are read, "auto" = where that pays for a draft model; operators that do not pack such weights
-    get the rounded values in `dtype`. max_seq_len: tokens of the longest text, for rotary positions that depend on it,
-    see `blocks.reaching`.
+    "bfloat16", a torch type, or "auto". With "auto" it is bfloat16 with the native operators, float32 with other
+    operators on a CPU, and the checkpoint's dtype elsewhere. ops: the operators, or a function that gets the spec and
+    returns operators; None = the reference operators. ignore_config_keys: keys of config.json to read as missing.
+    quantization: int8 or int4[:group=N][:again] rounds matrices while they are read; "auto" rounds them where that pays
+    for a draft model. Operators that do not pack such weights get the rounded values in `dtype`. max_seq_len: the
+    number of tokens of the longest text, for rotary positions that depend on it, see `blocks.reaching`.
 
-    One tensor at a time is read. Operators that pack weights get tensors one by one, each freed once it is packed;
-    others get all of them, each read into its final place. The peak is the model itself and some 20 MB.
+    Tensors are read one at a time. Operators that pack weights get tensors one by one, and each is freed once it is
+    packed. Other operators get all tensors, each read into its final place. The peak of memory is the model itself and
+    some 20 MB.
 
-    Raises NotFound for a missing checkpoint, BadOption for one that is no model by itself, UnsupportedModel where it
-    would be computed wrongly, CapacityError where the disk or the memory cannot hold it.
+    Raises NotFound for a missing checkpoint, BadOption for a checkpoint that is no model by itself, UnsupportedModel
+    where it would be computed wrongly, CapacityError where the disk or the memory cannot hold it.
     """
     opened = name
     if not isinstance(opened, OpenedCheckpoint):
@@ -146,9 +147,9 @@ def load_checkpoint(
 
 
 def packed_schemes(ops: Operators, dtype: str) -> Callable[[Scheme], bool]:
-    """Return the test for quantised matrices that are packed as they are stored: none of them with float32.
+    """Return the function that says whether matrices of a scheme are packed as they are stored.
 
-    Packed products round their inputs to int8.
+    With float32 no matrices are, because packed products round their inputs to int8.
     """
     return ops.packs_scheme if dtype == "bfloat16" else Operators().packs_scheme
 
@@ -165,7 +166,10 @@ def _give_freed_memory_back() -> None:
 
 
 def checked(source: Source, spec: Spec, path: Path) -> Spec:
-    """Return the spec `as_stored`. Raises UnsupportedModel unless the source has exactly the tensors of the spec."""
+    """Return the spec from `as_stored`, after a check of all tensors.
+
+    Raises UnsupportedModel unless the source has exactly the tensors of that spec.
+    """
     spec = as_stored(source, spec)
     check_shapes(stored_shapes(source, spec), weight_shapes(spec), str(path), in_one_file=path.is_file())
     return spec
@@ -174,8 +178,8 @@ def checked(source: Source, spec: Spec, path: Path) -> Spec:
 def as_stored(source: Source, config: Spec) -> Spec:
     """Return the spec, untied where the file stores an LM head that differs from the tied embedding.
 
-    transformers 5 writes such files and uses the head; transformers 4 uses the embedding. So files of other versions
-    are ambiguous: raises UnsupportedModel.
+    transformers 5 writes such files and uses the head; transformers 4 uses the embedding. So such a file is ambiguous
+    unless it says that transformers 5 or later wrote it, and UnsupportedModel is raised.
     """
     if not config.tied or not {HEAD, EMBEDDING} <= source.tensors.keys() or same(source, HEAD, EMBEDDING):
         return config
@@ -189,7 +193,7 @@ def as_stored(source: Source, config: Spec) -> Spec:
 
 
 def stored_shapes(source: Source, config: Spec) -> dict[str, tuple[int, ...]]:
-    """Map each name to its shape, without an LM head that is stored beside its tied embedding."""
+    """Map each tensor's name to its shape. An LM head that is stored beside its tied embedding is left out."""
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
     return {name: shape for name, shape in shapes.items() if name != HEAD or not (config.tied and EMBEDDING in shapes)}
 

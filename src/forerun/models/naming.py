@@ -1,8 +1,8 @@
-"""The map from published tensor names to the names of blocks.weights ("ours"), as data.
+"""The map from published tensor names to our names, which `blocks.weights` defines, as data.
 
-Most families publish the usual names. The others declare in `NAMES` which published tensor holds which of our tensors:
-renamed, fused, transposed, or head by head. `GGUF` does the same for llama.cpp's files, and says which metadata keys
-become which keys of config.json.
+Most families publish their tensors under our names. The others declare in `NAMES` which published tensor holds which of
+our tensors, and how: renamed, fused, transposed, or ordered by head. `GGUF` declares the same for llama.cpp's files,
+and also which metadata keys become which keys of config.json.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Rows = TypeVar("Rows", HostTensor, QuantisedRows)
 class Fused:
     """One published tensor that holds several of our matrices (`parts`), one below the other.
 
-    transposed: it is stored as inputs x outputs. either_way: or as outputs x inputs, where it has that shape. by_head:
-    rows are ordered by head: the first head of each part comes first. in_turn: rows alternate: the first row of each
-    part comes first. by_key_head: rows are ordered by key head of a recurrence, and within each by q, k, and the value
-    heads in each part. squeezed: it has an extra middle dimension of size 1, as torch's convolution weights have.
+    transposed: the tensor is stored as inputs x outputs. either_way: a tensor that has the shape outputs x inputs is
+    stored that way. by_head: rows are ordered by head, and within a head by part. in_turn: rows alternate: row 0 of
+    each part, then row 1 of each part, and so on. by_key_head: rows are ordered by the key heads of a recurrence, and
+    within a key head by part. A part that joins q, k and v has first q, then k, then v there. squeezed: the tensor has
+    an extra middle dimension of size 1, as torch's convolution weights have.
     """
 
     parts: tuple[str, ...]
@@ -44,14 +45,15 @@ class Fused:
 
 @dataclass(frozen=True)
 class Names:
-    """Published names of modules -> ours, both without `.weight` and `.bias`.
+    """A map from published module names to ours, both without `.weight` and `.bias`.
 
     outer: the modules outside of blocks. block: the prefix of names inside a block, {} being its number. inner: what
-    follows that prefix, {} being an expert's number; another module has our name. prefix: what may stand before any
-    name. ignored: suffixes of tensors that are no weights; beside: prefixes of tensors outside of the text model.
-    ours_at: the prefix of our blocks, {} being their number: the published number times step, plus first. more: names
-    of other blocks. exact: whole names of tensors that may be stored as one row of a matrix. bare: names in `inner`
-    that name a tensor and not a module; they stand for our `.weight`, or for `.bias` where they alone end so.
+    follows that prefix, {} being an expert's number. A module that is not listed is published under our name. prefix:
+    what may stand before any name. ignored: suffixes of tensors that are no weights. beside: prefixes of tensors
+    outside of the text model. ours_at: the prefix of our blocks; {} is the published number times step, plus first.
+    more: maps for other blocks. exact: whole names of tensors that may be stored as one row of a matrix. bare: names in
+    `inner` that name tensors, not modules. A bare name is our `.bias` if it ends in `_bias` and our name does not, else
+    our `.weight`.
     """
 
     outer: Mapping[str, str]
@@ -69,12 +71,12 @@ class Names:
 
     @property
     def only_renames(self) -> bool:
-        """Whether each published tensor is one of our tensors, stored as ours is."""
+        """Whether published tensors differ from ours in their names alone."""
         plain = not self.exact and not self.bare and all(isinstance(how, str) for how in self.inner.values())
         return plain and all(names.only_renames for names in self.more)
 
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
-        """Return our names of the parts of a published tensor, and how it holds them; None for an unknown name."""
+        """Return our names of the tensors that a published tensor holds, and how; None for an unknown name."""
         if name in self.exact:
             return [self.exact[name]], Fused((self.exact[name],))
         module, _, ending = name.removeprefix(self.prefix).rpartition(".")
@@ -103,7 +105,7 @@ class Names:
         return None if known is None else known[0]
 
     def _theirs(self, module: str, ending: str = "weight") -> tuple[str, bool] | None:
-        """Return the published name of our module, and whether it already names the tensor with this ending."""
+        """Return the published name of our module, and whether it is a tensor's whole name (bare, see Names)."""
         outer = {ours: theirs for theirs, ours in self.outer.items()}
         if module in outer:
             return outer[module], False
@@ -150,7 +152,7 @@ def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, st
 
 
 SAID = "mtp_num_hidden_layers"  # in config.json: the number of multi-token prediction blocks (next_tokens.py)
-NEXT = ("mtp.", "model.mtp.", "model.mtp_")  # prefixes of their tensors
+NEXT = ("mtp.", "model.mtp.", "model.mtp_")  # prefixes of the tensors of these blocks
 USUAL = Names({}, "model.layers.{}.", {}, beside=NEXT)  # for files with our names
 
 
@@ -162,10 +164,11 @@ def says_next_tokens(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors lies. rows: its rows of the published tensor, in our order; None = all of them.
+    """The place of one of our tensors in a published tensor.
 
-    num_rows: the rows that the published tensor must have. is_row: it is the only row of a published matrix.
-    squeezed: see Fused.
+    name: the published tensor. rows: the published rows that make up our tensor, in our order; None = all rows.
+    num_rows: how many rows the published tensor must have. is_row: our tensor is the only row of a published matrix.
+    transposed, squeezed: see Fused.
     """
 
     name: str
@@ -177,10 +180,10 @@ class Place:
 
 
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
-    """Map each of our names to where its tensor lies; a tensor with an unknown name keeps it.
+    """Map each of our names to the place of its tensor. A tensor with an unknown name keeps the name, or is ignored.
 
-    published: names, or a mapping from them to stored tensors, whose shapes decide about tensors that may be stored
-    either way round.
+    published: the published names, or a mapping from these names to stored tensors. The shapes of stored tensors decide
+    which way round a tensor is stored (`Fused.either_way`).
     """
     where, shapes = dict[str, Place](), weight_shapes(spec)
     for name in published:
@@ -209,7 +212,7 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
 
 
 def _is_unread(name: str, spec: Spec) -> bool:
-    """Whether a tensor makes keys or values for a block that reads another block's: files have it, nothing uses it."""
+    """Whether nothing uses a tensor, because its block reads the keys and values of another block."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
     a = spec.blocks[int(match[1])].attention if match is not None and int(match[1]) < spec.num_layers else None
     return a is not None and a.shares_kv_of is not None
@@ -235,7 +238,10 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield the row numbers of each part; the part with q, k and v has these one below the other."""
+    """Yield the row numbers of each part, for `Fused.by_key_head`.
+
+    The part that joins q, k and v gets all rows of q first, then all rows of k, then all rows of v.
+    """
     recurrences = {block.recurrence for block in spec.blocks if block.recurrence is not None}
     if len(recurrences) != 1:
         yield from ([] for _ in sizes)  # nothing asks for these tensors
@@ -291,7 +297,10 @@ class NamedSource(Wrapped):
 
 
 def placed(stored: Stored, place: Place) -> Stored:
-    """Return the stored form of one of our tensors; the whole published one, where its rows do not fit its parts."""
+    """Return how one of our tensors is stored, with our shape.
+
+    Where the published tensor has an unexpected number of rows, its whole shape is returned.
+    """
     shape = stored.shape[::-1] if place.transposed else stored.shape
     if place.rows is not None and shape[:1] != (place.num_rows,):
         return replace(stored, shape=shape)
@@ -307,7 +316,10 @@ def part_of(matrix: QuantisedMatrix, rows: list[int]) -> QuantisedMatrix:
 
 
 def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterator[Rows]:
-    """Yield the wanted rows (None = all) out of blocks of all rows, reading anew for each ascending run of rows."""
+    """Yield the wanted rows (None = all) of a tensor that is read in blocks, from its first row to its last.
+
+    The tensor is read again for each ascending run of wanted rows.
+    """
     if rows is None:
         yield from read()
         return
@@ -317,7 +329,7 @@ def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterat
 
 
 def _ascending(blocks: Iterator[Rows], rows: list[int]) -> Iterator[Rows]:
-    """Yield the wanted rows, which ascend, out of blocks of all rows."""
+    """Yield the wanted rows, which must ascend, from blocks that together have all rows."""
     first = at = 0
     for block in blocks:
         end = first + len(block)
@@ -367,7 +379,7 @@ def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> di
 
 
 def _stacked(tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """Stack the tensors of single experts into one of all experts, where published files have that."""
+    """Stack the tensors of single experts into one tensor of all experts, where published files have such a tensor."""
     single, parts = dict[str, HostTensor](), dict[str, list[HostTensor]]()
     for name, tensor in tensors.items():
         if STACKED.fullmatch(name.rpartition(".")[0]):
@@ -398,7 +410,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = Fused(("mlp.gate_proj", "mlp.up_proj"))
 NEOX_NAMES = ("attn_norm", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
 NEOX_INNER: Mapping[str, str | Fused] = {**{name: INNER[name] for name in NEOX_NAMES}, "attn_qkv": Fused(QKV)}
-# Names of the norms where they are also behind both parts of a block.
+# Names of the norms in families that also have a norm after each part of a block.
 NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -435,7 +447,7 @@ SIZES = {
 def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
     """Return the names of a text model in a multimodal checkpoint, as both generations of transformers write them.
 
-    more: modules of its blocks that Llama does not have. beside: the other parts of the checkpoint.
+    more: modules of the text model's blocks that Llama does not have. beside: the other parts of the checkpoint.
     """
     inner = {name: name for how in (*INNER.values(), *more) if isinstance(name := how, str)}
     outer = {ours: ours.removeprefix("model.") for ours in OUTER.values()}
@@ -448,7 +460,10 @@ def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
 
 
 def nested_at(at: Callable[[str], Names], beside: Collection[str]) -> Names:
-    """Return the names of a text model in a multimodal checkpoint, where `at` returns them behind a beginning."""
+    """Return the names of a text model in a multimodal checkpoint.
+
+    at: a function that gets a prefix and returns the text model's names with that prefix. beside: see `nested`.
+    """
     plain = at("language_model.model.")
     return replace(
         plain,
@@ -458,7 +473,7 @@ def nested_at(at: Callable[[str], Names], beside: Collection[str]) -> Names:
     )
 
 
-Own = Mapping[str, Any]  # an architecture's keys, without its name before them
+Own = Mapping[str, Any]  # the metadata keys of an architecture, without the architecture's name before them
 More = Callable[[Own, Collection[str]], dict[str, Any]]
 
 
@@ -471,14 +486,15 @@ def nothing_more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 class Gguf:
     """How GGUF files of a family are read.
 
-    architecture: general.architecture. keys: metadata keys -> keys of config.json. more: makes further keys of
-    config.json from the metadata and the tensor names; by_more: metadata keys that only `more` reads. names: of
-    tensors. turned: q and k store the rows of the two halves of a head alternately. stored_offset: added to the weights
-    of norms in the file, except those whose names inside a block begin with one of as_stored. turned_part: the key of
-    config.json for the share of a head that is rotated, where it may be less than all. takes_factors: whether `more`
-    gets the factors of rotary frequencies among the metadata, as a list under ROPE_FREQS. rounds_yarn: whether YaRN's
-    frequencies are rounded to whole dimensions, which files do not say. yarn: metadata keys -> keys of YaRN's scaling.
-    next_blocks: the key for how many of the last blocks are multi-token prediction blocks; None = no key.
+    architecture: the value of general.architecture. keys: metadata keys -> keys of config.json. more: makes further
+    keys of config.json from the metadata and the tensor names. by_more: metadata keys that only `more` reads. names:
+    the names of tensors. turned: q and k store the rows of the two halves of a head alternately. stored_offset: the
+    number that the file has added to the weights of norms. as_stored: beginnings of the names, inside a block, of norms
+    without this offset. turned_part: the key of config.json for the rotated share of a head, where it may be less than
+    all. takes_factors: whether `more` also gets the factors of rotary frequencies, as a list under ROPE_FREQS.
+    rounds_yarn: whether YaRN's frequencies are rounded to whole dimensions; files do not say so. yarn: metadata keys ->
+    keys of YaRN's scaling. next_blocks: the metadata key for the number of multi-token prediction blocks, which are the
+    last blocks of a file; None = no key.
     """
 
     architecture: str
@@ -500,10 +516,13 @@ ROPE_FREQS = "rope_freqs.weight"  # factors of rotary frequencies: Llama 3's, Ge
 
 
 def has_bias(tensors: Collection[str], module: str) -> bool:
-    """Whether the first block's module has a bias, by its name in GGUF files."""
+    """Whether a module of the first block has a bias. module: its name in GGUF files."""
     return f"blk.0.{module}.bias" in tensors
 
 
 def biases_of(tensors: Collection[str], **modules: str) -> dict[str, Any]:
-    """Return true for each key of config.json whose module has a bias. modules: by key, their names in GGUF files."""
+    """Return true for each key of config.json whose module has a bias.
+
+    modules: for each key, the module's name in GGUF files.
+    """
     return {key: True for key, module in modules.items() if has_bias(tensors, module)}

@@ -1,9 +1,10 @@
 """The multi-token prediction (MTP) block that lies in the files of its model.
 
-It is one more block of the model: published files call it `mtp.layers.0.` where a block of the model is called
-`model.layers.0.`, and GGUF files count it as the last. Before it, a projection joins a token's embedding with the
-hidden state of the token before, each behind a norm, and a norm follows (Gloeckle et al. 2024; DeepSeek-V3, arXiv
-2412.19437, eq. 21 to 24). So its weights are read under the names of the model's blocks, as a head of the model.
+The block is built like the model's blocks. Published files call it `mtp.layers.0.` where a block of the model is called
+`model.layers.0.`; GGUF files count it as the last block. Before it, a token's embedding and the hidden state of the
+token before are normed, and a projection joins them. A norm follows the block (Gloeckle et al. 2024; DeepSeek-V3, arXiv
+2412.19437, eq. 21 to 24). So the weights of the block are read under the names of the model's blocks, as a head of the
+model.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from forerun.models.source import QuantisedSource, Source, Stored, Wrapped
 from forerun.ops.quantised import QuantisedMatrix
 
 INPUT, NORM = "input", "model.norm"
-# Modules before and behind the block: names in published files, and in GGUF files behind the block's number.
+# Modules before and after the block -> our names. FOLDER: as published files name them, after one of PREFIXES. GGUF: as
+# GGUF files name them, after the block's number.
 FOLDER = {"fc": INPUT, "pre_fc_norm_embedding": SIDES[0], "pre_fc_norm_hidden": SIDES[1], "norm": NORM}
 PREFIXES = ("mtp.", "model.mtp.")
 GGUF = {"eh_proj": INPUT, "enorm": SIDES[0], "hnorm": SIDES[1], "shared_head_norm": NORM}
@@ -41,21 +43,24 @@ GGUF = {"eh_proj": INPUT, "enorm": SIDES[0], "hnorm": SIDES[1], "shared_head_nor
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The MTP block of a checkpoint. decoder: it alone, as a model that ends with its norm. source: by our names."""
+    """The MTP block of a checkpoint.
+
+    decoder: the block alone, as a model that ends with the norm after the block. source: its tensors, by our names.
+    """
 
     decoder: Spec
     source: Source
 
     @property
     def side_offset(self) -> float:
-        """The offset of the stored weights of the norms before the projection, as in the model's other norms."""
+        """The offset that is added to the stored weights of the norms before the projection, as in other norms."""
         return (self.decoder.final_norm or Norm()).offset
 
 
 def find(opened: OpenedCheckpoint) -> NextTokens | None:
-    """Return the MTP block of a checkpoint; None where its files have none, or one that is computed differently.
+    """Return the MTP block of a checkpoint; None where the files hold no block, or one that is computed differently.
 
-    Its files must be there: fetch them before, for a hub model.
+    The files must be on this machine: fetch the weights of a hub model first.
     """
     source, spec = opened.source, opened.spec
     if source is None:
@@ -75,9 +80,10 @@ def find(opened: OpenedCheckpoint) -> NextTokens | None:
 
 
 def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Names | None) -> dict[str, HostTensor]:
-    """Return the weights of a block under the names that `find` reads in a folder. names: of the model's tensors.
+    """Return the weights of an MTP block under the names that `find` reads in a folder.
 
-    weights: by our names: the block as layer 0, its norm, and the modules before it.
+    weights: the block's weights by our names: the block as layer 0, the modules before it, and the norm after it.
+    names: the published names of the model's tensors.
     """
     names = names or USUAL
     outer, offset = {ours: theirs for theirs, ours in FOLDER.items()}, (decoder.final_norm or Norm()).offset
@@ -96,10 +102,10 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
 
 
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a copy of a safetensors folder with this block in place of any other, in a separate shard.
+    """Write a copy of a safetensors folder with this MTP block, in a separate shard, in place of any other MTP block.
 
-    tensors: the block's, see `published_block`. Shards from an earlier copy stay, so that a run may write the block
-    again and again.
+    tensors: the block's tensors, see `published_block`. Shards that an earlier call copied are not copied again, so
+    that a run may write the block again and again.
     """
     assert original.source is not None
     source, single = original.source.folder, original.source.folder / SINGLE
@@ -128,7 +134,7 @@ def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[s
 
 
 def _write(file: Path, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a file atomically."""
+    """Write a safetensors file atomically."""
     partial = file.with_name(f"{file.name}.partial")
     safetensors_file.write(partial, tensors, {"format": "pt"})
     partial.replace(file)
@@ -139,7 +145,10 @@ def _without_block(entries: Mapping[str, safetensors_file.Entry]) -> dict[str, s
 
 
 def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) -> None:
-    """Copy a shard without its block, unless an earlier copy is there, which has its shard's modification time."""
+    """Copy a shard without the tensors of an MTP block.
+
+    Nothing is copied where an earlier copy is there. It is recognised by the shard's modification time.
+    """
     kept, changed_ns = _without_block(entries), shard.stat().st_mtime_ns
     is_whole, is_there = len(kept) == len(entries), to.exists() and to.stat().st_mtime_ns == changed_ns
     if is_whole and not (is_there and to.stat().st_size == shard.stat().st_size):
@@ -165,7 +174,8 @@ def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
 class _Renamed(Wrapped):
     """The tensors of an MTP block under the names that the model's blocks have in the same files.
 
-    theirs: these names -> names in the files. outer: our names of the modules around the block -> names in the files.
+    theirs: the name that such a block would have -> the tensor's name in the files. outer: our name of a tensor around
+    the block -> its name in the files.
     """
 
     def __init__(self, source: Source, tensors: Mapping[str, Stored], theirs: dict[str, str], outer: dict[str, str]):
@@ -174,7 +184,10 @@ class _Renamed(Wrapped):
 
     @classmethod
     def of(cls, source: Source, spec: Spec, names: Names) -> _Renamed | None:
-        """Find the block among the tensors of a source; None where it has none, or several. names: of its tensors."""
+        """Find the MTP block among the tensors of a source. names: the published names of the model's tensors.
+
+        Returns None where there is no block, or several, or a block with its own embedding or LM head.
+        """
         tensors: Mapping[str, Stored] = getattr(source, "next_tensors", None) or source.tensors
         theirs, outer = dict[str, str](), dict[str, str]()
         is_gguf = source.names is not None
@@ -203,7 +216,7 @@ class _Renamed(Wrapped):
 
     @cached_property
     def joining(self) -> Mapping[str, Stored]:
-        """The tensors before and behind the block, by our names."""
+        """The tensors before and after the block, by our names."""
         return {ours: self._tensors[theirs] for ours, theirs in self._outer.items()}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:

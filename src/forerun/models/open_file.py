@@ -15,8 +15,8 @@ from forerun.host_tensor import Array, empty
 class OpenFile:
     """A file that is opened at the first read, and closed when its weights are in memory or it is garbage-collected.
 
-    It is not mapped into memory, where pages that were read would stay resident. A read after `close` opens it again.
-    Raises OSError as `open` does.
+    The file is not mapped into memory, because pages that were read would stay resident. A read after `close` opens the
+    file again. Raises OSError as `open` does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,14 +39,17 @@ class OpenFile:
         return self.stream.fileno()
 
     def read(self, start: int, num_bytes: int) -> Array:
-        """Return the bytes from `start` on, uint8; fewer where the file ends before."""
+        """Return the bytes from `start` on, uint8; fewer than `num_bytes` where the file ends earlier."""
         numbers = empty((num_bytes,), np.uint8)
         self.stream.seek(start)
         num_read = self.stream.readinto(numbers)  # type: ignore[attr-defined]
         return numbers[:num_read]
 
     def read_whole(self, start: int, num_bytes: int) -> Array:
-        """Return as many bytes from `start` on, uint8. Raises UnsupportedModel where the file has become shorter."""
+        """Return exactly `num_bytes` bytes from `start` on, uint8.
+
+        Raises UnsupportedModel where the file has become shorter.
+        """
         numbers = self.read(start, num_bytes)
         if len(numbers) < num_bytes:
             raise UnsupportedModel(f"{self} has become shorter while it was read: fetch it again")

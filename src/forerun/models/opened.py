@@ -1,6 +1,6 @@
 """A checkpoint before its weights are read: a folder, a file or a model of the hub, opened once.
 
-Each of its small files is read at the first request, and kept. `load_checkpoint` loads opened checkpoints.
+Each small file is read at the first request, and kept in memory. `load_checkpoint` loads opened checkpoints.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from forerun.text.tokenizer import Tokenizer
 class OpenedCheckpoint:
     """The small files of a checkpoint, read and checked. It holds no weights.
 
-    asked: its name as a caller gave it. path: of its folder or file. raw: config.json without ignored keys. spec: the
-    same, read by its family. source: where its tensors are; None = they are in memory, or nowhere. small: its small
-    files; None = the source's. original: for a model in memory with the sizes of a checkpoint on disk, that
-    checkpoint, for whatever else lies in its files.
+    asked: the name of the checkpoint as a caller gave it. path: the path of its folder or file. raw: config.json
+    without ignored keys. spec: `raw` as read by its family. source: where the tensors are; None = they are in memory,
+    or nowhere. small: the small files; None = the small files of the source. original: the checkpoint on disk from
+    which this model was made in memory, if both have the same sizes. Other parts of its files are read from there.
     """
 
     original: OpenedCheckpoint | None = None
@@ -65,8 +65,8 @@ class OpenedCheckpoint:
         """Open a folder, a file or a model of the hub; everything but the weights is fetched.
 
         config_only: only config.json is fetched and read; `name` may then be that file. with_tokenizer: whether to
-        refuse a tokenizer that is not readable here. Raises UserError for all faults of its small files; NotFound where
-        a necessary file or the weights are missing.
+        refuse a tokenizer that is not readable here. Raises UserError for all faults of the small files, and NotFound
+        where a necessary file or the weights are missing.
         """
         if config_only and Path(name).suffix == ".json" and Path(name).is_file():
             raw = without(read_json(Path(name)), ignore_config_keys)
@@ -77,7 +77,7 @@ class OpenedCheckpoint:
         opened = cls(name, path, raw, read_config(raw, path), source, SmallFiles(None) if config_only else None)
         if not config_only:
             _ = opened.end_ids
-            if not opened.is_of_hub:  # whose listing was looked through
+            if not opened.is_of_hub:  # the names in its listing are checked already
                 source.check(with_tokenizer)
         return opened
 
@@ -85,14 +85,14 @@ class OpenedCheckpoint:
     def in_memory(
         cls, config: Any, tokenizer: Tokenizer | None = None, end_ids: Collection[int] = (), name: str = "model"
     ) -> OpenedCheckpoint:
-        """Return a model that was made in memory as if it had been opened. config: its sizes, such as a Spec."""
+        """Return a model that was made in memory, as an opened checkpoint. config: its sizes, such as a Spec."""
         raw = {"eos_token_id": sorted(end_ids)}
         opened = cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
         opened.tensors = {}
         return opened
 
     def as_model(self) -> OpenedCheckpoint:
-        """Return this checkpoint. Raises BadOption where it can only draft for another model."""
+        """Return this checkpoint. Raises BadOption for a checkpoint that can only draft for another model."""
         if (method := run_by(self.raw)) is not None:
             raise BadOption(
                 f"{shown(str(self.asked))} is no model by itself, but drafts for one: name its target, and it as the "
@@ -101,7 +101,7 @@ class OpenedCheckpoint:
         return self
 
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
-        """Return the opened form of a model that is made from this one in memory. tokenizer: None = this one's."""
+        """Return a model that is made from this one in memory, as an opened checkpoint. tokenizer: None = the same."""
         small = self.small if tokenizer is None else self.small.with_tokenizer(tokenizer)
         widened = OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)
         if (spec.hidden_size, spec.vocab_size) == (self.spec.hidden_size, self.spec.vocab_size):
@@ -110,12 +110,12 @@ class OpenedCheckpoint:
 
     @property
     def name(self) -> str:
-        """The name to show: the folder's or the file's, or the hub id."""
+        """The name to show: the name of the folder or the file, or the hub id."""
         return str(self.asked) if self.is_of_hub else self.path.resolve().name
 
     @cached_property
     def is_of_hub(self) -> bool:
-        """Whether it is named as a model of the hub, whose weights may still have to be fetched."""
+        """Whether the checkpoint is named as a model of the hub. Its weights may still have to be fetched."""
         return self.source is not None and is_hub_id(self.asked)
 
     @cached_property
@@ -149,20 +149,26 @@ class OpenedCheckpoint:
 
     @property
     def stored_dtype(self) -> str:
-        """The type that config.json names, float32 where it names none."""
+        """The dtype that config.json names; float32 where it names none."""
         named = str(self.raw.get("dtype") or self.raw.get("torch_dtype"))
         return named if named in HELD_AS else "float32"
 
     @cached_property
     def weights(self) -> Source:
-        """The tensors under the names of blocks.weights. Raises as `Source.tensors`, and where there are no files."""
+        """The tensors under the names of blocks.weights.
+
+        Raises as `Source.tensors`, and UnsupportedModel where there are no files.
+        """
         if self.source is None:
             raise UnsupportedModel(f"{self.asked} has no weights: name {refusals.WANTED}")
         return under_our_names(self.source, self.spec)
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """The weights' headers, else the tensors that config.json implies; loading explains unreadable headers."""
+        """The headers of the weights. Where they cannot be read, the tensors that config.json implies.
+
+        Loading will explain why headers are unreadable.
+        """
         try:
             headers = {} if self.source is None else self.weights.tensors
         except (UserError, OSError):
@@ -171,7 +177,7 @@ class OpenedCheckpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hex digest that identifies a model at any quantisation: of its sizes, norms and biases, in bfloat16.
+        """A hex digest of a model's sizes, norms and biases, in bfloat16. It identifies the model at any quantisation.
 
         Quantised files leave vectors unchanged. Raises as `weights`.
         """
@@ -184,12 +190,12 @@ class OpenedCheckpoint:
         return digest.hexdigest()
 
     def fetch_weights(self) -> None:
-        """Fetch the weights of a model of the hub, of the commit that was opened. Raises as `locate`."""
+        """Fetch the weights of a hub model, at the commit that was opened. Raises as `locate`."""
         if self.is_of_hub:
             fetch_weights(str(self.asked), self.path)
 
     def close(self) -> None:
-        """Close the files with weights, which are in memory now."""
+        """Close the files with weights, once the weights are in memory."""
         if self.source is not None:
             self.source.close()
 
@@ -200,7 +206,7 @@ def spec_of(name: str | Path) -> Spec:
 
 
 def under_our_names(source: Source, spec: Spec) -> Source:
-    """Return the source under the names of blocks.weights; wrapped if it has other names or a next-token block."""
+    """Return a source with the names of blocks.weights. A source with other names or a next-token block is wrapped."""
     names = source.names or published_names(source.config, spec)
     if naming.says_next_tokens(source.config):
         names = naming.USUAL if names is None else replace(names, beside=(*names.beside, *naming.NEXT))
@@ -213,9 +219,9 @@ def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any
 
 
 def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
-    """Read config.json by the family that it names. Raises UnsupportedModel for what would be computed wrongly.
+    """Read config.json with the family that it names. Raises UnsupportedModel for what would be computed wrongly.
 
-    path: the folder or file that it comes from, where that is known.
+    path: the folder or file of config.json, where it is known.
     """
     try:
         refusals.refuse_code(raw, model_types(), computes(raw))
@@ -229,7 +235,10 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
 
 
 def said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """Return the tensors that config.json implies; embedding and LM head are dense in most quantised checkpoints."""
+    """Return the tensors that config.json implies.
+
+    Embedding and LM head are taken as dense, as in most quantised checkpoints.
+    """
     file = Path("config.json")
     return {w.name: Stored(file, w.shape, "float32", _said_scheme(w, raw)) for w in weights(config)}
 

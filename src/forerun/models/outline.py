@@ -19,8 +19,9 @@ from forerun.ops.quantised import Scheme
 class Outline:
     """A checkpoint, and the quantization with which it is to be loaded.
 
-    raw: its config.json. schemes: of the matrices that will be quantised, by name. is_made: it is made from another
-    model in memory, whose weights it shares or, with a quantization, rounds.
+    raw: the checkpoint's config.json. schemes: the schemes of the matrices that will be quantised, by name. is_made:
+    whether the model is made in memory from another model. Such a model shares the other model's weights, or rounds
+    them where there is a quantization.
     """
 
     raw: Mapping[str, Any]
@@ -38,22 +39,26 @@ class Outline:
     ) -> Outline:
         """Return the outline of a checkpoint; only the headers of its weights are read.
 
-        Without the weights, config.json says how matrices are quantised, as far as it does. packs: whether the
-        operators compute with a scheme's integers. Raises BadOption as `load_checkpoint` would.
+        Where the weights are not there, config.json says how matrices are quantised, as far as it can. packs: whether
+        the operators compute with a scheme's integers. Raises BadOption as `load_checkpoint` would.
         """
         if quantization == AUTO:
             quantization = usual_rounding(opened.tensors, packs)
         return cls(opened.raw, opened.spec, quantization, _schemes(opened.tensors, opened.spec, quantization))
 
     def widened(self, config: Spec) -> Outline:
-        """Return the outline of a model that is made from this one in memory; its weights are dense until then."""
+        """Return the outline of a wider model that is made from this model in memory. config: the wider model's spec.
+
+        Its weights are dense before they are quantised.
+        """
         schemes = _schemes(said_tensors(config, {}), config, self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
 
     def made(self, quantization: str | None, layers: Seq[int] | None, config: Spec | None = None) -> Outline:
-        """Return the outline of a model made from this one: rounded, or some of its layers. layers: None = all.
+        """Return the outline of a model made from this model in memory: rounded, or with only some of its layers.
 
-        config: the spec, for layers that stand beside this model's layers.
+        layers: the layers that it has; None = all. config: its spec, if its layers stand beside this model's; None =
+        this model's spec with these layers.
         """
         if config is None:
             config = self.config if layers is None else self.config.only(layers)

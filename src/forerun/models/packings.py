@@ -1,9 +1,9 @@
 """How GPTQ, AWQ, FP8, MXFP4 and compressed-tensors store matrices: which tensors belong together, and their meaning.
 
-config.json chooses the layout (`layout_of`). A `Layout` stores a matrix as codes, scales and zero points, in
-tensors that share the matrix's name; nothing is rounded on the way to QuantisedRows. `Floats` stores floats of 8 bits
-and scales, which no operator computes with, so they become numbers. Sources: AutoGPTQ's and AutoAWQ's packers of 2024,
-compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the model card of gpt-oss for MXFP4.
+config.json chooses the layout (`layout_of`). A `Layout` stores a matrix as codes, scales and zero points, in tensors
+that share the matrix's name; nothing is rounded on the way to QuantisedRows. `Floats` stores 8-bit floats and scales;
+for operators that do not compute with these, they become float32 numbers. Sources: AutoGPTQ's and AutoAWQ's packers of
+2024, compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the model card of gpt-oss for MXFP4.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of quantised matrices. codes: the name of the tensor with the integers. parts: of the others."""
+    """A layout of quantised matrices. codes: the last part of the name of the tensor with integers.
+
+    parts: the last parts of the other tensors' names.
+    """
 
     method: str
     codes: str
@@ -45,9 +48,9 @@ class Layout:
     types: frozenset[str] = INTEGERS  # of the tensor with the integers
 
     def matrix_of(self, name: str, dtype: str) -> tuple[str, dict[str, str]] | None:
-        """Return the name of the matrix whose integers this tensor has, and its parts' names; None for other tensors.
+        """Return the name of the matrix whose integers a tensor holds, and its parts' names; None for other tensors.
 
-        An MXFP4 matrix stacks all experts, and is called by the name of its tensor.
+        An MXFP4 matrix stacks all experts, and has the name of the tensor with its integers.
         """
         if dtype not in self.types:
             return None
@@ -60,7 +63,10 @@ class Layout:
         return f"{prefix}.weight", {part: f"{prefix}.{part}" for part in (self.codes, *sorted(self.parts))}
 
     def scheme_of(self, shapes: Shapes, scales: str) -> tuple[tuple[int, int], Scheme]:
-        """Return the shape and scheme of a matrix; scales: their type in the file. Raises ValueError, saying why."""
+        """Return the shape and scheme of a matrix. scales: the dtype of its scales in the file.
+
+        Raises ValueError, saying why.
+        """
         if self.method == "MXFP4":
             return _blocks_of_floats(shapes, scales), MXFP4
         if scales not in SCALE_DTYPES:
@@ -73,7 +79,7 @@ class Layout:
         return (num_out, num_in), Scheme(bits, group, "zero", SCALE_DTYPES[scales], zero=zero)
 
     def rows(self, scheme: Scheme, shapes: Shapes, num_in: int, chosen: range, read: Read) -> QuantisedRows:
-        """Read some rows of a matrix; they begin at a multiple of 32."""
+        """Read the chosen rows of a matrix. The first row must be a multiple of 32."""
         if self.method == "MXFP4":
             some = slice(chosen.start, chosen.stop)
             pairs = read("blocks", some, ALL).values
@@ -89,8 +95,9 @@ class Layout:
 class Floats:
     """Matrices of FLOAT8 with one scale per matrix, per row, or per block.
 
-    scales: possible names of the tensor with scales; each matrix has one of them. others: names of tensors that round
-    inputs, and are not needed. block: rows and columns that share a scale; None = the shape of the scales says it.
+    scales: possible names of the tensor with scales; each matrix has one of them. others: names of tensors for rounding
+    inputs, which are not needed. block: how many rows and columns share a scale; None = the shape of the scales says
+    it.
     """
 
     method: str
@@ -110,9 +117,9 @@ class Floats:
 
     @staticmethod
     def scheme(num_in: int, group: int, scales: str) -> Scheme | None:
-        """Return the scheme of a matrix for operators with 8-bit floats; None = groups do not divide a row.
+        """Return the scheme of a matrix for operators with 8-bit floats; None where groups do not divide a row.
 
-        group: columns that share a scale. scales: their type in the file.
+        group: how many columns share a scale. scales: the dtype of the scales in the file.
         """
         return None if num_in % group else Scheme(8, group, "zero", SCALE_DTYPES[scales], zero=0, floats=True)
 
@@ -120,20 +127,27 @@ class Floats:
 def floats(
     numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int], scheme: Scheme
 ) -> QuantisedRows:
-    """Return some rows of a matrix of `Floats`; see `widened`."""
+    """Return some rows of a matrix of `Floats` as they are stored; see `widened` for the parameters."""
     row_scales = scales[np.arange(first, first + len(numbers)) // spans[0]]
     return QuantisedRows(scheme, np.ascontiguousarray(numbers.values), row_scales, np.zeros(row_scales.shape, np.uint8))
 
 
 def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int]) -> Float32:
-    """Return some rows of a matrix of `Floats` in float32. numbers: [R, I], from row `first` on. scales: [O', I']."""
+    """Return some rows of a matrix of `Floats` in float32.
+
+    numbers: [R, I], the stored rows from row `first` on. scales: [O', I'], all scales of the matrix. spans: how many
+    rows and columns share a scale.
+    """
     rows = np.arange(first, first + len(numbers)) // spans[0]
     columns = np.arange(numbers.shape[1]) // spans[1]
     return numbers.float32() * scales.float32()[rows][:, columns]
 
 
 def in_order(rows: QuantisedRows, groups: npt.NDArray[np.int64]) -> Float32:
-    """Return float32 weights whose inputs are in another order than their groups. groups: int64 [I], of each input."""
+    """Return the float32 weights of a matrix whose inputs are in another order than their groups.
+
+    groups: int64 [I], the group of each input.
+    """
     assert rows.zeros is not None
     zeros = rows.zeros.astype(np.float32)
     return (rows.codes.astype(np.float32) - zeros[:, groups]) * rows.scales.float32()[:, groups]
@@ -159,8 +173,8 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
 def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False) -> Scheme | None:
     """Return the scheme of a layer's matrices according to config.json, for a plan without the weights; None = dense.
 
-    is_expert: whether they belong to experts; only experts are MXFP4. Of several groups of settings the one with the
-    most bits counts. Raises as `layout_of`.
+    is_expert: whether the matrices belong to experts; only experts are MXFP4. Where config.json has several groups of
+    settings, the group with the most bits counts. Raises as `layout_of`.
     """
     layout = layout_of(raw)
     if not isinstance(layout, Layout) or layout.may_permute:
@@ -188,7 +202,7 @@ class _Settings:
     values: Mapping[str, Any]
 
     def want(self, name: str, *allowed: object, why: str = "is not read") -> Any:
-        """Return a setting, which must have one of these values. Raises UnsupportedModel, naming it."""
+        """Return a setting, which must have one of these values. Raises UnsupportedModel, naming the setting."""
         value = self.values.get(name)
         if value not in allowed:
             raise UnsupportedModel(f"config.json sets {name}={value!r:.60} in {self.where}, which {why}: {_WAY_OUT}")
@@ -196,7 +210,10 @@ class _Settings:
 
 
 def _gptq(settings: _Settings) -> Layout:
-    """Read GPTQ: desc_act=true puts inputs into groups by g_idx; version 1 stores a zero point less one."""
+    """Read the settings of GPTQ. With desc_act=true, g_idx says the group of each input.
+
+    Version 1 stores zero points minus 1.
+    """
     permutes = settings.want("desc_act", False, True, None)
     version = settings.want("checkpoint_format", None, "gptq", "gptq_v2")
     bits = settings.want("bits", 4, 8)
@@ -213,7 +230,10 @@ def _awq(settings: _Settings) -> Layout:
 
 
 def _fp8(settings: _Settings) -> Floats:
-    """Read FP8: DeepSeek's with blocks, whose scales end with _inv but are multiplied by; vLLM's with one scale."""
+    """Read the settings of FP8. DeepSeek's files have one scale per block, vLLM's files one per matrix.
+
+    The names of DeepSeek's scales end with _inv, but weights are multiplied by them.
+    """
     settings.want("activation_scheme", None, "dynamic", "static")
     block = settings.values.get("weight_block_size")
     is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
@@ -297,7 +317,10 @@ _READERS: Mapping[str, Callable[[_Settings], Layout | Floats]] = {
 
 
 def _sizes_qweight(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
-    """Read sizes. GPTQ packs words along inputs [I / 8, O], AWQ along outputs [I, O / 8]; scales: [I / group, O]."""
+    """Return the number of outputs, the number of inputs, the bits and the group size, for GPTQ and AWQ.
+
+    GPTQ packs words along inputs [I / 8, O], AWQ along outputs [I, O / 8]. scales: [I / group, O].
+    """
     bits = layout.bits or 4
     per_word = 32 // bits
     rows, columns = shapes["qweight"]
@@ -309,7 +332,10 @@ def _sizes_qweight(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
 
 
 def _sizes_packed(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
-    """Read the sizes. compressed-tensors packs words along inputs [O, I * bits / 32], zero points along outputs."""
+    """Return the number of outputs, the number of inputs, the bits and the group size, for compressed-tensors.
+
+    Words are packed along inputs [O, I * bits / 32], zero points along outputs.
+    """
     num_out, num_words = shapes["weight_packed"]
     num_groups = shapes["weight_scale"][1]
     _want(shapes, "weight_scale", (num_out, num_groups))
@@ -334,7 +360,10 @@ _SIZES = {"qweight": _sizes_qweight, "weight_packed": _sizes_packed, "weight": _
 
 
 def _blocks_of_floats(shapes: Shapes, scales: str) -> tuple[int, int]:
-    """Read sizes. MXFP4 has two codes in a byte, the first in its lower half: [O, I / 32, 16]; scales: [O, I / 32]."""
+    """Return the number of outputs and the number of inputs of an MXFP4 matrix.
+
+    A byte has two codes, the first in its lower half: [O, I / 32, 16]. scales: [O, I / 32].
+    """
     num_out, num_groups, num_bytes = shapes["blocks"]
     if num_bytes != MXFP4.group // 2 or scales not in BYTES:
         raise ValueError(f"its blocks have {num_bytes} bytes, and its scales the type {scales}")
@@ -358,7 +387,7 @@ ALL = slice(None)
 
 
 def unpack(words: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]:
-    """Return the integers of int32 words [R, C] as uint8 [R, C * 32 / bits], lowest bits first."""
+    """Return the integers in int32 words [R, C] as uint8 [R, C * 32 / bits], lowest bits first."""
     if bits == 8 and sys.byteorder == "little":
         return np.ascontiguousarray(words).view(np.uint8)
     shifts = np.arange(0, 32, bits, dtype=np.int32)
@@ -366,7 +395,7 @@ def unpack(words: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]:
 
 
 def pack(integers: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
-    """Undo `unpack`; a last word is filled with zeros."""
+    """Return integers packed into int32 words, as `unpack` reads them. The last word is filled with zeros."""
     per_word = 32 // bits
     missing = -integers.shape[-1] % per_word
     whole = np.pad(integers, ((0, 0), (0, missing))).astype(np.uint32)
@@ -402,7 +431,7 @@ def _rows_packed(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, 
 
 
 def _rows_int(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
-    """Read rows of int8, which starts at -128, as uint8, which starts at 0."""
+    """Read rows of int8 codes, which start at -128, as uint8 codes, which start at 0."""
     rows = slice(chosen.start, chosen.stop)
     scales = read("weight_scale", rows, ALL)
     zeros = np.full(scales.shape, 128, np.uint8)

@@ -54,7 +54,7 @@ class QuantisingSource(Wrapped):
         return QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._rows, name, stored.scheme), place)
 
     def _rows(self, name: str, scheme: Scheme) -> Iterator[QuantisedRows]:
-        """Round the rows of a matrix to the scheme."""
+        """Yield the rows of a matrix, rounded to the scheme."""
         step = max(1, BLOCK_WEIGHTS // self.tensors[name].shape[1])
         for block in self.source.blocks(name):
             for first in range(0, len(block), step):
@@ -68,7 +68,7 @@ class QuantisingSource(Wrapped):
 
 
 def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantization) -> dict[str, Stored]:
-    """Return the tensors of a source as they are after rounding. Raises as `QuantisingSource`."""
+    """Return the tensors of a source as they will be after rounding. Raises as `QuantisingSource`."""
     rounded = {weight.name: weight for weight in weights(spec) if is_rounded(weight)}
     after = dict(tensors)
     for name, stored in tensors.items():
@@ -95,8 +95,8 @@ def usual_rounding(tensors: Mapping[str, Stored], packs: Callable[[Scheme], bool
 
     packs: whether the operators compute with a scheme's integers.
 
-    A pass over large weights takes as long as their bytes take to come from memory. A small model's weights stay in the
-    processor's caches, and calls and barriers take the time.
+    A pass over large weights takes as long as it takes to read them from memory, so fewer bytes make it faster. The
+    weights of a small model stay in the processor's caches, and the time goes to calls and barriers.
     """
     matrices = [stored for stored in tensors.values() if len(stored.shape) == 2]
     num_weights = sum(math.prod(stored.shape) for stored in matrices)

@@ -1,7 +1,7 @@
 """Refusals of checkpoints that forerun does not read, each in one sentence that says how to get a readable one.
 
 A checkpoint is judged by the names of its files, in a folder or in the hub's listing. Nothing here reads a weight, so
-that a bad name is refused before.
+that a bad checkpoint is refused before its weights are read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def refuse_path(path: Path) -> NoReturn:
 def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -> None:
     """Raise where there is no model.safetensors and no index of shards, with advice for the files that are there.
 
-    where: the folder or hub id, for messages. read: returns the object in a JSON file of this name.
+    where: the folder or hub id, for messages. read: a function that returns the object in a JSON file of this name.
     """
     if SINGLE in names or INDEX in names:
         return
@@ -92,9 +92,9 @@ def names_in(folder: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the files that an index names.
+    """Return the names of the files that an index lists.
 
-    Raises NotFound for a name that is no plain file name: a path, `..`, nothing, or control characters.
+    Raises NotFound for a name that is no plain file name: a path, `..`, an empty name, or one with control characters.
     """
     places = read_json(index).get("weight_map")
     names = list(places.values()) if isinstance(places, Mapping) else []
@@ -114,9 +114,9 @@ def refuse_without_tokenizer(names: Collection[str], where: str) -> None:
 
 
 def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
-    """Raise where there are only the files of a slow tokenizer, which can be converted.
+    """Raise where a slow tokenizer is the only one, with advice on how to convert it.
 
-    A folder without any tokenizer is a model of token ids, which may stand for something else than text.
+    A folder without any tokenizer is not refused: it is a model of ids that may stand for something other than text.
     """
     slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt") if name in names]
     if TOKENIZER in names or not slow:
@@ -129,9 +129,10 @@ def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
 
 
 def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | None = None) -> None:
-    """Raise where config.json names the checkpoint's own code for its model, or any code for an unknown type.
+    """Raise where config.json names code of the checkpoint for its model, or any code for an unknown model_type.
 
-    computed: the class that published checkpoints of the type name, if it computes the same as forerun does.
+    known: the model_types that forerun reads. computed: the class that published checkpoints of this model_type name,
+    if forerun computes the same as that class.
     """
     auto_map = raw.get("auto_map")
     classes = auto_map if isinstance(auto_map, Mapping) else {}
@@ -149,10 +150,13 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | 
 
 
 def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise where a quantiser left its own file instead of a key in config.json, naming the method if it does."""
+    """Raise where a quantiser wrote a file of its own in place of a key in config.json.
+
+    The message names the method, if the file names it.
+    """
     left = sorted(QUANTISERS.keys() & set(names))
     if left and CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):
-        return  # which says it all
+        return  # config.json says how weights are quantised
     for name in left:
         method = read(name).get(QUANTISERS[name])
         said = f" ({QUANTISERS[name]}={shown(method)})" if method is not None else ""
@@ -160,7 +164,7 @@ def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -
 
 
 def quantised_tensor(name: str, file: Path, dtype: str) -> UnsupportedModel:
-    """Return the refusal of a tensor whose type no unquantised checkpoint has."""
+    """Return the error for a tensor whose dtype no unquantised checkpoint has."""
     return UnsupportedModel(f"{name} in {file} has type {dtype}, {_QUANTISED}")
 
 

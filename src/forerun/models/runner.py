@@ -1,4 +1,4 @@
-"""A model at work: packs runs of new tokens into one ragged batch, runs it, and hands out logits by run.
+"""A model at work: it packs runs of new tokens into one ragged batch, runs the batch, and hands out logits by run.
 
 The same class runs target and draft model, so that a prompt chunk, a plain step, the verification of a draft and a
 drafter's catching up are one operation.
@@ -34,13 +34,14 @@ NO_NUMBERS = -1  # in place of the largest logit's id, where logits are not fini
 class Run(NamedTuple):
     """New tokens of one sequence for one pass.
 
-    parents [n]: each token's parent, as an index into the slot's pending rows followed by the run's rows, -1 = the kept
-    rows; None = a chain behind all rows that are there. pending: the rows stay pending (KVCache.hold), so that the next
-    run of the slot continues behind them; without it that run overwrites them, unless `keep` comes before.
-    logits: of every row, of the last row only, or of none. best_only: only the id of the largest logit of these rows is
-    wanted; only where the runner `finds_best`. draws: for each of these rows how the device is to draw from it, and
-    asked: ids whose probabilities are wanted with it; only where the runner `draws_rows`. vectors: by row of the run,
-    what the first layer gets in place of its token's embedding [H]; the token must be a valid id all the same.
+    parents [n]: the parent of each token, as an index that counts the slot's pending rows and then the run's rows; -1 =
+    the kept rows. None = the tokens are a chain after all rows of the slot. pending: whether the run's rows stay
+    pending (KVCache.hold), so that the next run of the slot continues after them. Otherwise the next run overwrites
+    them, unless `keep` comes before it. logits: whether logits are wanted of every row, of the last row only, or of
+    none. best_only: of the wanted rows, only the id of the largest logit is wanted; the runner must have `finds_best`.
+    draws: how the device is to draw from each wanted row. asked: for each draw, ids whose probabilities are also
+    wanted. Draws need a runner with `draws_rows`. vectors: by row of the run, the vector [H] that the first layer gets
+    in place of the token's embedding; the token must be a valid id all the same.
     """
 
     slot: int
@@ -54,18 +55,23 @@ class Run(NamedTuple):
     asked: Seq[Seq[int]] = ()
 
     def behind(self, num_pending: int) -> Seq[int]:
-        """Return the parents, for a chain too."""
+        """Return the parents of the run's rows, also where they are a chain.
+
+        num_pending: how many rows of the slot are pending.
+        """
         return range(num_pending - 1, num_pending - 1 + len(self.tokens)) if self.parents is None else self.parents
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One pass: hidden [T, H] after the final norm; rows[b] = rows of run b.
+    """The results of one pass.
 
-    logits[b] [wanted rows, ids], on the host; or best[b] [wanted rows] for a run with best_only (NO_NUMBERS where
-    logits are not finite), or drawn[b] [wanted rows] and best[b] for a run with draws. taps: by k, the residual stream
-    before layer k of every row, float32 [T, H], for the layers in Runner.taps. runs: the runs of the pass. num_experts:
-    experts that some row chose, averaged over the layers with experts; 0 = no layer has any.
+    hidden: the hidden states [T, H] after the final norm. rows[b]: the rows of run b among them. logits[b] [wanted
+    rows, ids]: the logits of run b, on the host. A run with best_only has best[b] [wanted rows] in their place: the ids
+    of the largest logits, or NO_NUMBERS where logits are not finite. A run with draws has drawn[b] [wanted rows], the
+    distributions, and best[b]. forward_s: the duration of the pass. taps: for each layer k of Runner.taps, the residual
+    stream of every row before layer k, float32 [T, H]. runs: the runs of the pass. num_experts: how many experts were
+    chosen by some row, averaged over the layers with experts; 0 = no layer has any.
     """
 
     hidden: Any
@@ -82,12 +88,13 @@ class Scores:
 class Runner:
     """A model with its KV cache and its vocabulary.
 
-    num_ids: ids that have a token; matrix rows beyond it are padding. holes: ids below num_ids without a token. Both
-    get probability 0: they are cut off, or set to -inf. A draft model may have fewer rows than its target has ids: its
-    logits end where its rows do, and ids beyond the end of a distribution have probability 0. layers: the layers to
-    run, ascending; None = all. The final norm and the LM head read the output of the last of them, so that a model can
-    draft for itself. taps: inner layers whose rows every pass returns; may be set later. head_rows: read only so many
-    first rows of the LM head; None = all. has_experts: whether rows choose experts in some layer.
+    num_ids: the number of ids; matrix rows beyond it are padding. holes: ids below num_ids without a token. Padding and
+    holes get probability 0: the logits of padding are cut off, the logits of holes are set to -inf. The LM head of a
+    draft model may have fewer rows than its target has ids. Then its logits end where these rows end, and ids beyond
+    the end of a distribution have probability 0. layers: the layers to run, ascending; None = all. The final norm and
+    the LM head read the output of the last of them, so that a model can draft for itself. taps: inner layers; each pass
+    returns the hidden states before them. They may be set later. head_rows: compute only so many first rows of the LM
+    head; None = all. has_experts: whether some layer has experts.
     """
 
     def __init__(
@@ -121,7 +128,7 @@ class Runner:
         self.holes = [i for i in self._all_holes if i < self.width]
 
     def forward(self, runs: Seq[Run]) -> Scores:
-        """Reserve cache rows, run every token once. No row is kept until `cache.keep` says so.
+        """Reserve cache rows, and run every token once. No cache row is kept until `cache.keep` is called.
 
         Raises CapacityError where the pool is exhausted.
         """
@@ -151,7 +158,7 @@ class Runner:
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, passed.taps, runs, num_experts, probs)
 
     def _drawn(self, hidden: Any, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
-        """Return the distributions that the device draws from, by run; write their likeliest ids into best."""
+        """Return the distributions that the device draws from, by run, and write the likeliest ids into `best`."""
         draws = [draw for run in runs for draw in run.draws]
         asked = [ids for run in runs for ids in run.asked or [()] * len(run.draws)]
         assert self._drawer is not None
@@ -171,7 +178,7 @@ class Runner:
 
     @property
     def draws_rows(self) -> bool:
-        """Whether the device can draw from rows, so that their logits stay off the host."""
+        """Whether the device can draw tokens from output rows, so that their logits stay off the host."""
         return not self.holes and self._drawer is not None
 
     @property
@@ -187,14 +194,14 @@ class Runner:
     def run_ahead(
         self, runs: Seq[Run], lengths: Seq[int], stops: Seq[Stop] = (), layer_rows: Seq[Any] = (), draws: Seq[Draw] = ()
     ) -> RanAhead:
-        """Return the continuation of each run, in one call; only where this `finds_best`.
+        """Return the continuation of each run, in one call. The runner must have `finds_best`.
 
-        Feeds the run's tokens, then its new tokens one by one: run b gets `lengths[b]` new tokens, and all but the last
-        are fed. Their cache rows are reserved here, and not kept. stops: for each run when it ends earlier, () = never.
-        layer_rows: the target's rows behind each layer [T, H], from which a head makes the runs' vectors; () = the runs
-        have vectors. draws: for each run how its tokens are drawn, if it `draws_ahead`; () = the likeliest tokens.
-        Raises CapacityError where the pool is exhausted, InternalError where logits are not finite or a tree is
-        pending.
+        The model is fed the run's tokens, then its new tokens one by one. Run b gets `lengths[b]` new tokens, and all
+        of them but the last are fed. Their cache rows are reserved here, and not kept. stops: for each run, when it
+        ends earlier; () = never. layer_rows: the target's hidden states after each layer that a head reads, [T, H]
+        each. The head makes the vectors of the runs from them; () = the runs have vectors. draws: for each run, how its
+        tokens are drawn, where the runner `draws_ahead`; () = the likeliest tokens. Raises CapacityError where the pool
+        is exhausted, InternalError where logits are not finite or a tree is pending.
         """
         if not runs:
             return RanAhead([])
@@ -215,7 +222,7 @@ class Runner:
     def fingerprint(self) -> str:
         """Everything that the time of a pass depends on: processor, operators, threads, shape, layers and weights.
 
-        The bytes that a pass reads distinguish rounded weights from the original ones.
+        Rounded weights differ from the original ones in the number of bytes that a pass reads.
         """
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
@@ -225,21 +232,22 @@ class Runner:
         return repr((processor, *ops, *shape, *weights, model.device))
 
     def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
-        """Run a pass like a verification over rows that are dropped at once. Raises CapacityError.
+        """Run a pass like a verification over new rows that are dropped at once. Raises CapacityError.
 
-        num_behind: cache rows that they also read, with whatever is in them.
+        num_behind: how many earlier cache rows the new rows also read, whatever these contain.
         """
         with self.scratch(num_behind) as run:
             run(num_rows, True)
 
     @contextmanager
     def scratch(self, num_behind: int = 0) -> Iterator[Callable[[int, bool], float]]:
-        """Yield a function that runs passes over rows that are dropped at once: `run(num_rows, is_alike)`.
+        """Yield a function that runs passes over new rows that are dropped at once: `run(num_rows, is_alike)`.
 
-        num_behind: cache rows that they also read, with whatever is in them; zeros where rows choose experts, because
-        memory may hold NaN, with which all rows would choose the first experts. is_alike: whether all rows are one
-        token; else they are random tokens, new ones in each pass, as in a text. A pass returns how many experts its
-        rows chose, averaged over the layers with experts; 0 where no layer has any. Both raise CapacityError.
+        num_behind: how many earlier cache rows the new rows also read, whatever these contain. Where rows choose
+        experts, these cache rows are zeros: memory may hold NaN, and then all rows would choose the first experts.
+        is_alike: whether all rows are one random token. Otherwise they are random tokens, new ones in each pass, as in
+        a text. A model without experts runs token 0 in all rows. A pass returns how many experts its rows chose,
+        averaged over the layers with experts; 0 where no layer has any. Both raise CapacityError.
         """
         self.cache.open(SCRATCH_SLOT)
         try:
@@ -306,12 +314,12 @@ class Runner:
 
 
 def float_type(model: Model) -> type[np.floating[Any]]:
-    """Return the type of a model's logits: float64 where its rows are float64, as in a toy for proofs, else float32."""
+    """Return the dtype of a model's logits: float64 where its activations are float64, as in a toy, else float32."""
     return np.float64 if str(model.activation_dtype).endswith("float64") else np.float32
 
 
 def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[list[Rows], list[list[int]]]:
-    """Split the results of the wanted rows into the two lists of `Scores`. none: logits of no row."""
+    """Split the logits and the best ids of the wanted rows by run, as `Scores` has them. none: logits of no rows."""
     some_logits, some_best = list[Rows](), list[list[int]]()
     at = at_best = 0
     for run in runs:
@@ -331,7 +339,7 @@ def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[
 
 
 def pack(runs: Seq[Run], cache: KVCache, sources: Sources | None = None) -> RaggedBatch:
-    """Pack runs into one ragged batch without padding. sources: of an encoder-decoder."""
+    """Pack runs into one ragged batch without padding. sources: the sources of an encoder-decoder's sequences."""
     starts, tokens, positions = [0], list[int](), list[int]()
     cached, trees = list[int](), dict[int, list[int]]()
     for b, run in enumerate(runs):

@@ -3,7 +3,8 @@
 github.com/huggingface/safetensors describes the format: eight bytes with the length of the header, a JSON object with
 the type, shape and offsets of each tensor, then all bytes. The library of that name opens a file anew for each access,
 parses the whole header, and maps the file into memory, where pages that were read stay resident. With tens of thousands
-of tensors, as in models with experts, that is most of the work. So here a header is read once, and tensors by offset.
+of tensors, as in models with experts, that is most of the work of loading. So here a header is read once, and tensors
+are read by offset.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MOST_HEADER_BYTES = 100_000_000  # as in the library; a header of 30,000 tensors
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, from its header. dtype: safetensors' name of it. start: its first byte in the file."""
+    """A tensor of a file, from its header. dtype: as safetensors names it. start: its first byte in the file."""
 
     file: OpenFile
     shape: tuple[int, ...]
@@ -82,7 +83,10 @@ def read_header(file: OpenFile) -> dict[str, Entry]:
 
 
 def _entry(file: OpenFile, first: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
-    """Return a tensor of a header. first: where the tensors' bytes begin. Raises ValueError for impossible offsets."""
+    """Return a tensor of a header. first: the byte of the file where the tensors begin.
+
+    Raises ValueError for impossible offsets.
+    """
     begin, end = data_offsets
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end - begin)):
         raise ValueError("a tensor has a size or a place that is no number")
@@ -104,7 +108,7 @@ def _check_places(entries: Mapping[str, Entry], first: int, size: int) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, HostTensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file. The widest types come first, so that every tensor is aligned."""
+    """Write a safetensors file. The widest dtypes come first, so that every tensor is aligned."""
     names = sorted(tensors, key=lambda name: (-tensors[name].values.itemsize, name))
     header: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0

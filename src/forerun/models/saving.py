@@ -35,9 +35,10 @@ def save_checkpoint(
 ) -> None:
     """Write a folder that `load_checkpoint`, transformers and other runtimes read.
 
-    weights: every name of `blocks.weights(spec)`; they are rounded to `dtype`. end_ids go into config.json and
-    generation_config.json. tokenizer_folder: where tokenizer.json and its companions are copied from. Weights beyond
-    shard_bytes are split into several files with an index. Raises UnsupportedModel for weights that do not fit.
+    weights: a tensor for every name of `blocks.weights(spec)`; each is rounded to `dtype`. end_ids go into config.json
+    and generation_config.json. tokenizer_folder: the folder from which tokenizer.json and its companions are copied.
+    Weights of more than shard_bytes are split into several files with an index. Raises UnsupportedModel for weights
+    that do not fit the spec.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def save_checkpoint(
 def config_to_dict(spec: Spec) -> dict[str, Any]:
     """Return the config.json of a model, from which `read_config` gives the same spec back.
 
-    Raises UnsupportedModel where the family has no key for what the model does.
+    Raises UnsupportedModel where the config.json of the family cannot say everything that the spec says.
     """
     raw = dict(family(spec.model_type).write(spec))
     if (other := difference(read_config(raw), spec)) is not None:
@@ -69,7 +70,10 @@ def config_to_dict(spec: Spec) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> None:
-    """Write tensors as safetensors, in shards with an index beyond `shard_bytes`. dtype: None = each in its own."""
+    """Write tensors as safetensors. More than `shard_bytes` are split into shards with an index.
+
+    dtype: the dtype of the written tensors; None = each keeps its own.
+    """
     shards = list(_shards(weights, dtype, shard_bytes))
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else ["model.safetensors"]
@@ -89,7 +93,7 @@ def _num_bytes(weight: HostTensor, dtype: str | None) -> int:
 
 
 def _shards(weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> Iterator[list[str]]:
-    """Yield the names of each shard in order, cut before a shard would exceed shard_bytes."""
+    """Yield the tensor names of each shard. Before a shard would exceed shard_bytes, the next one begins."""
     names: list[str] = []
     filled = 0
     for name, weight in weights.items():
@@ -103,5 +107,5 @@ def _shards(weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: i
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, as the small files of a checkpoint have it."""
+    """Write one JSON object, formatted like the small files of a checkpoint."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
 """Write a quantised checkpoint in the pack-quantized format of compressed-tensors: it loads without rounding again.
 
-Each matrix is several tensors, see packings.py. The other tensors, config.json and the small files are the source's.
- transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), but not the two schemes of int4.
+Each matrix becomes several tensors, see packings.py. The other tensors and the small files are copied from the source;
+config.json gets a quantization_config. transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), but not
+int4, which has two schemes: 4 bits for the layers, 8 bits for embedding and LM head.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from forerun.ops.quantised import QuantisedMatrix
 def quantise_checkpoint(
     name: str | Path, folder: Path, quantization: Quantization, ignore_config_keys: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Quantise a checkpoint (a folder or a hub id) into a new folder; return its weights' bytes before and after.
+    """Quantise a checkpoint (a folder or a hub id) into a new folder; return the bytes of its weights before and after.
 
     Raises UserError for a checkpoint that would not load or is quantised already.
     """
@@ -56,7 +57,8 @@ def quantise_checkpoint(
 def save_quantised(source: QuantisingSource, folder: Path, names: Names | None = None) -> int:
     """Write a checkpoint folder that loads without rounding again; return the bytes of its weights.
 
-    names: published names of its tensors, where they differ from ours. Raises BadOption for a folder that is not empty.
+    names: the published tensor names of the source, where they differ from ours. Raises BadOption for a folder that is
+    not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
@@ -77,7 +79,7 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
 
 
 def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, HostTensor]:
-    """Return a weight as compressed-tensors stores it, by name ending: several tensors for a matrix."""
+    """Return the tensors in which compressed-tensors stores a weight, by the ending of their names."""
     stored = source.tensors[name]
     if stored.scheme is None:
         return {ending: HostTensor.joined([block.copy() for block in source.blocks(name)])}
@@ -85,7 +87,7 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Host
 
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
-    """Return a rounded matrix as compressed-tensors stores it, by name ending."""
+    """Return the tensors in which compressed-tensors stores a rounded matrix, by the ending of their names."""
     bits, codes, scales, zeros = matrix.scheme.bits, list[Array](), list[HostTensor](), list[Array]()
     for rows in matrix.blocks():
         assert rows.zeros is not None

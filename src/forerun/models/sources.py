@@ -1,10 +1,10 @@
-"""The sources of an encoder-decoder's sequences: the encoder's output for them, in the decoder's KV cache.
+"""The sources of an encoder-decoder's sequences: the encoder's output for each source, in the decoder's KV cache.
 
-A source has its own slot, whose rows are the keys and values of the cross-attention blocks. All rows are written once
-and never cut. Every row depends on the whole source, so only sequences with equal sources share rows. They are found
-again under a salt that names the whole source and that no text has, because a text that copies its source would match
-it otherwise. Rows are padded to whole blocks, because only full blocks can be found; the padding holds nothing, and no
-run reads it.
+A source has its own slot, whose cache rows are the keys and values of the cross-attention blocks. All rows are written
+once and never cut. Every row depends on the whole source, so only sequences with equal sources share rows. The rows are
+found again under a salt that names the whole source. No text has this salt, because a text that copies its source would
+otherwise match the source's rows. Rows are padded to whole blocks, because only full blocks can be found. The padding
+holds nothing, and no run reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.types import Source, salt_of
 
 @dataclass
 class _Known:
-    """One sequence's source: its tokens, and the salt that its rows are found under."""
+    """The source of one sequence: its tokens, the salt under which its rows are found, and whether it was run."""
 
     ids: Seq[int]
     salt: str
@@ -29,7 +29,7 @@ class _Known:
 
 
 class Sources:
-    """The source of each sequence. model: an encoder-decoder; cache: the decoder's, which also holds the sources."""
+    """The source of each sequence. model: an encoder-decoder. cache: the decoder's, which also holds the sources."""
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model: Any = model
@@ -37,7 +37,7 @@ class Sources:
         self._known: dict[int, _Known] = {}
 
     def open(self, slot: int, ids: Seq[int], salt: str | None) -> None:
-        """Begin a sequence's source, with the rows of an equal source that was run before, if they are still cached."""
+        """Begin the source of a sequence. If an equal source was run before and is still cached, its rows are used."""
         if slot in self._known:
             raise InternalError(f"slot {slot} has a source already")
         source = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
@@ -57,7 +57,7 @@ class Sources:
         return [each for slot in slots for each in ((slot, source_slot(slot)) if slot in self._known else (slot,))]
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks that a source of so many tokens takes."""
+        """Return the number of blocks that a source of so many tokens takes."""
         return -(-num_tokens // self._cache.block_tokens)
 
     def missing_blocks(self, slot: int) -> int:
@@ -66,12 +66,15 @@ class Sources:
         return 0 if source is None or source.is_run else self.num_blocks(len(source.ids))
 
     def num_unrun(self, slot: int) -> int:
-        """Return the tokens of a sequence's source that the encoder has to run: all of them or none."""
+        """Return how many tokens of a sequence's source the encoder still has to run: all of them or none."""
         source = self._known.get(slot)
         return 0 if source is None or source.is_run else len(source.ids)
 
     def run(self, slots: Seq[int]) -> None:
-        """Run the sources of these sequences, equal ones only once. Raises CapacityError without room."""
+        """Run the encoder on the sources of these sequences, once for equal sources.
+
+        Raises CapacityError where there is no room.
+        """
         first: dict[str, int] = {}
         for slot in slots:
             first.setdefault(self._known[slot].salt, slot)
@@ -84,7 +87,7 @@ class Sources:
             self._cache.publish(source_slot(slot), self._padded(source))
             source.is_run = True
         for slot in slots:
-            if not (source := self._known[slot]).is_run:  # an equal one was run just now
+            if not (source := self._known[slot]).is_run:  # an equal source was run just now
                 self._cache.release(source_slot(slot))
                 self._cache.fork(source_slot(first[source.salt]), source_slot(slot))
                 source.is_run = True

@@ -1,8 +1,9 @@
 """A model whose exact probabilities are known, behind the same interface as the real ones.
 
-It keeps each token's id and position in the KV cache and reads its history back from the rows that the cache view
-names, so a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes its output. Its
-distribution is a random table over contexts, made on demand from a seed; `logits_after` returns it directly, for tests.
+The model keeps each token's id and position in the KV cache, and reads its history back from the rows that the cache
+view names. So a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes its output. Its
+distribution is a random table over contexts, made on demand from a seed. `logits_after` returns the table's logits
+directly, for tests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SOURCE_ENDS = -1  # between a source and a text, in the key of a table
 
 @dataclass(frozen=True)
 class ToyConfig:
-    """Sizes, as every architecture states them."""
+    """The sizes of a toy, as every architecture states them."""
 
     vocab_size: int
     max_positions: int
@@ -64,10 +65,10 @@ class ToyConfig:
 class ToyTable:
     """The parameters of the random table.
 
-    order: how many last tokens count; None = the whole history. scale: standard deviation of the logits, so 0 is
-    uniform and 8 is peaked. zero_share: share of ids that a context excludes (logit -inf; one always stays).
-    tie_step: logits are rounded to multiples of it, 0 = not at all. distance: the logits are `near`'s plus noise of
-    this standard deviation (a draft model that resembles its target).
+    order: how many of the last tokens count; None = the whole history. scale: the standard deviation of the logits; 0
+    is uniform and 8 is peaked. zero_share: the share of ids that a context excludes (logit -inf); at least one id
+    stays. tie_step: logits are rounded to multiples of this number; 0 = not at all. distance: the logits are the logits
+    of the toy `near` plus noise of this standard deviation (a draft model that resembles its target).
     """
 
     order: int | None = None
@@ -78,7 +79,7 @@ class ToyTable:
 
 
 class ToyOps(Operators):
-    """The operators of a toy: Python."""
+    """The operators of a toy, in Python."""
 
     name, row_invariant = "reference", True
 
@@ -86,7 +87,7 @@ class ToyOps(Operators):
         self._dtype = dtype
 
     def rows_dtype(self, weights: str) -> str:
-        """Return the toy's type."""
+        """Return the toy's dtype."""
         return self._dtype
 
     @property
@@ -97,7 +98,7 @@ class ToyOps(Operators):
         return load
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
-        """Return a function that multiplies rows by a matrix [O, I], in the toy's type, one row at a time."""
+        """Return a function that multiplies rows by a matrix [O, I], in the toy's dtype, one row at a time."""
         columns = matrix.float32().astype(self._dtype).T
         added = 0 if bias is None else bias.float32().astype(self._dtype)
         return lambda rows: np.stack([row @ columns for row in rows]) + added
@@ -106,9 +107,9 @@ class ToyOps(Operators):
 class ToyModel:
     """A random context-dependent table with one layer. Hidden states are the logits themselves (H = V).
 
-    An embedding is 1 at its id and 0 elsewhere, and its largest dimension gives the id; the final norm does nothing.
-    source: makes it an encoder-decoder, whose logits depend on all tokens of a source; `logits_after` uses this source,
-    whereas a pass reads the source in the cache.
+    An embedding is 1 at its id and 0 elsewhere, so the largest dimension of an input gives the id. The final norm does
+    nothing. source: makes the toy an encoder-decoder, whose logits depend on all tokens of a source. `logits_after`
+    uses this source, whereas a pass reads the source in the cache.
     """
 
     weight_bits: tuple[int, ...] = ()
@@ -150,7 +151,7 @@ class ToyModel:
         hidden: Row | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Write ids and positions of the new tokens, read every row's history back; hidden [T, V]."""
+        """Write the ids and positions of the new tokens, and read every row's history back. Returns hidden [T, V]."""
         if cache is None:
             raise InternalError("the toy reads its history from a cache and was given none")
         if layers is not None and list(layers) != [0]:
@@ -180,7 +181,10 @@ class ToyModel:
             cache.pools[0].write(cache.rows(slot, 0, len(ids)), *written)
 
     def _source_of(self, batch: RaggedBatch, b: int, cache: BlockCache) -> tuple[int, ...]:
-        """Return the source of a run, as it was read back; a position that is not its index spoils it visibly."""
+        """Return the source of a run, read back from the cache.
+
+        Where a position differs from its index, the difference is appended, so that the output changes visibly.
+        """
         if not self.source:
             return ()
         slot, num_tokens = batch.sources[b]
@@ -193,11 +197,11 @@ class ToyModel:
         return np.eye(self.config.vocab_size, dtype=self._float)[list(ids)]
 
     def head(self, ids: Seq[int]) -> Row:
-        """Return rows of the LM head, which is the identity [n, V]."""
+        """Return rows [n, V] of the LM head, which is the identity matrix."""
         return self.embed(ids)
 
     def norm(self, hidden: Row) -> Row:
-        """Return hidden [R, V], a copy."""
+        """Return a copy of hidden [R, V]."""
         return hidden.copy()
 
     def logits(self, hidden: Row, num_ids: int | None = None) -> Row:
@@ -208,7 +212,7 @@ class ToyModel:
         """Do nothing: everything is computed when a call returns."""
 
     def rounded(self, quantization: Quantization) -> ToyModel:
-        """Return a toy whose logits are these, rounded to multiples of 2^(4 - bits); the same one each time."""
+        """Return a toy with the logits of this toy, rounded to multiples of 2^(4 - bits); the same toy at each call."""
         if quantization not in self._rounded:
             size, positions = self.config.vocab_size, self.config.max_positions
             table = ToyTable(tie_step=2.0 ** (4 - quantization.bits))
@@ -221,7 +225,7 @@ class ToyModel:
     # ----------------------------------------------------------------------------------------------- as an oracle
 
     def logits_after(self, history: Seq[int]) -> Row:
-        """Return the logits [V] after this history by definition, without cache and positions."""
+        """Return the logits [V] after this history, from the table itself, without cache and positions."""
         return self._logits(self.source, history)
 
     def _logits(self, source: tuple[int, ...], history: Seq[int]) -> Row:
@@ -233,13 +237,19 @@ class ToyModel:
         return self._table[key]
 
     def _at(self, tokens: list[int], positions: list[int], source: tuple[int, ...] = ()) -> Row:
-        """Return the logits after a history that was read back; a position that is not its index spoils it visibly."""
+        """Return the logits after a history that was read back from the cache.
+
+        Where a position differs from its index, the logits are rolled, so that the output changes visibly.
+        """
         shifts = [p - i for i, p in enumerate(positions)]
         logits = self._logits(source, tokens)
         return np.roll(logits, 1 + sum(map(abs, shifts))) if any(shifts) else logits
 
     def _make(self, context: tuple[int, ...]) -> Row:
-        """Draw the logits of a context; a source stands before it, and SOURCE_ENDS between."""
+        """Draw the logits of a context.
+
+        Where there is a source, the context is the source, SOURCE_ENDS and the history.
+        """
         shape, size = self.shape, self.config.vocab_size
         generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])
         logits = generator.standard_normal(size) * shape.scale
@@ -256,6 +266,6 @@ class ToyModel:
 
 
 def _parts(context: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the source and the history of a key of the table."""
+    """Return the source and the history in a key of the table."""
     end = context.index(SOURCE_ENDS) if SOURCE_ENDS in context else -1
     return context[: max(0, end)], context[end + 1 :]

@@ -1,4 +1,4 @@
-"""Heads of a toy, computed by torch's reference operators in the toy's type, so that enumeration stays exact."""
+"""Heads of a toy model, computed by torch's reference operators in the toy's dtype, so that enumeration stays exact."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def load(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> ToyHead:
-    """Make a head whose rows have the toy's type; see ops.load_model."""
+    """Make a head whose hidden states have the toy's dtype; see ops.load_model."""
     return ToyHead(spec, weights, lent, operators.rows_dtype("float32"))
 
 
 class _Tensors:
-    """The methods of a toy that a head calls, with tensors."""
+    """The methods of a toy that its head calls, with torch tensors in place of arrays."""
 
     def __init__(self, toy: Any) -> None:
         self._toy = toy
@@ -65,7 +65,7 @@ class _TensorPools:
 
 
 class ToyHead:
-    """A head whose rows are numpy's, like its target's; all else is a torch model."""
+    """A head that takes and returns numpy arrays, as its target does. Inside, it is a torch model."""
 
     in_torch: TorchModel
 

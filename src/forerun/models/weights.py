@@ -18,10 +18,10 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
 
 class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """Map each name to a new tensor of type `dtype`, read from the file each time.
+    """A mapping from names to tensors of type `dtype`. Each access reads a new tensor from the file.
 
-    packs_scheme: which quantised tensors are returned as stored, to be read when they are packed; the others are
-    dequantised. Raises UnsupportedModel for weights that are not finite, CapacityError without memory.
+    packs_scheme: says which quantised tensors are returned as stored; these are read when they are packed. The others
+    are dequantised. Raises UnsupportedModel for weights that are not finite, CapacityError without memory.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
     def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
         """Return a matrix that checks scales and minimums as they are read: if they are finite, so are all weights.
 
-        A scale is checked times the largest number that it multiplies: a float32 scale can be finite where a weight is
-        not.
+        Before a scale is checked, it is multiplied by the largest number that it may meet, because a float32 scale can
+        be finite where a weight is not.
         """
         most = np.float32(matrix.scheme.most)
 
@@ -95,7 +95,7 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
 
 
 def same(source: Source, name: str, other: str) -> bool:
-    """Whether two tensors of a source are equal, type included."""
+    """Whether two tensors of a source are equal, dtype included."""
     a, b = source.tensors[name], source.tensors[other]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False

@@ -1,36 +1,38 @@
 """Widen a trained llama into a larger llama that computes the same function.
 
-A speed measurement needs a large model, and a real acceptance rate needs a trained one. Widening gives both: the
-result has the shape, the bytes and the time of the larger model, and the output of the small one. Wherever a number
-comes from it, call it *a widened small model*.
+A speed measurement needs a large model, and a real acceptance rate needs a trained one. Widening gives both: the result
+has the shape, the bytes and the time of the larger model, and the output of the small one. Wherever a number comes from
+such a model, call the model *a widened small model*.
 
-How the function survives, with d -> D the residual widths:
+How the function survives, where the residual width grows from d to D:
 
 * The new residual dimensions hold exact zeros throughout: new embedding columns, new output rows of o_proj and
   down_proj are zero. Columns that read them may be anything, and are noise.
-* An RMS norm now divides by D instead of d: weights times sqrt(d/D), eps times d/D undo it.
-* A head of s dimensions becomes one of S = f s. Rotary pair i turns by theta^(-2i/s), as pair f i of the wider head
-  does, so that is where its lanes go, under every rope scaling. Scores are divided by sqrt(S) instead of sqrt(s):
-  query weights times sqrt(f) undo it. New lanes are zero in the queries and noise in the keys, so their product is
-  zero; in the values they are noise that meets zero columns of o_proj.
-* The query heads that share a key-value head stay beside their keys and values. Where the wider groups are smaller,
-  they are spread over several groups, each with a copy of that key-value head. New heads and feed-forward units are
-  noise whose outputs meet zero columns of o_proj and down_proj.
+* An RMS norm now divides by D instead of d. Its weights times sqrt(d/D), and its eps times d/D, undo this.
+* A head of s dimensions becomes a head of S = f s dimensions. Rotary pair i turns by theta^(-2i/s), as pair f i of the
+  wider head does, so the lanes of pair i move there. This holds under each rope scaling that `_check_heads` allows.
+  Scores are divided by sqrt(S) instead of sqrt(s); query weights times sqrt(f) undo this. New lanes are zero in the
+  queries and noise in the keys, so their product is zero. In the values they are noise that meets zero columns of
+  o_proj.
+* Query heads that share a key-value head still share it. Where the groups of query heads are smaller in the wide model,
+  the query heads are spread over several groups, each with a copy of their key-value head. New heads and feed-forward
+  units are noise, and their outputs meet zero columns of o_proj and down_proj.
 * New layers are noise with o_proj = down_proj = 0: they add exact zeros to the residual stream.
-* New ids get probability 0, in tied models too, by the last of the new residual dimensions, which is not zero. It
-  holds a small constant c at every token; that adds c^2 to every sum of squares, and eps' = (eps d - c^2) / D takes it
-  away again. Only the final norm reads it, with a weight that turns it into h, about the size of the other dimensions.
-  In this dimension the LM head's rows of new ids hold -n, and zeros in all other dimensions that are not zero: their
-  logits are -n h, at least 2^15 below 0 wherever a run of random ids led, so float32 softmax gives exact zeros even at
-  temperature 100. The rows of old ids hold 0, or c where the head is the embedding: then all their logits rise by the
-  same c h, some 1e-3, which softmax does not see. Feed no new id to a tied model: the output has no meaning.
+* New ids get probability 0, in tied models too. The last of the new residual dimensions does this, so it is not zero:
+  it holds a small constant c at every token. That adds c^2 to every sum of squares, and eps' = (eps d - c^2) / D takes
+  c^2 away again. Only the final norm reads this dimension, with a weight that turns c into h, about the size of the
+  other dimensions. In the LM head, the rows of new ids hold -n in this dimension, and zeros in the d trained
+  dimensions. Their logits are -n h, at least 2^15 below 0 at every token of a run of random ids, so float32 softmax
+  gives exact zeros even at temperature 100. The rows of old ids hold 0 in this dimension, or c where the head is the
+  embedding. With c, all their logits rise by the same c h, some 1e-3, which softmax does not see. Feed no new id to a
+  tied model: the output has no meaning.
 
-In float32 the results agree up to the order of summation. In bfloat16 the factors sqrt(d/D) and sqrt(f) are exact
-where they are powers of two (D = 4 d, S = 4 s). Elsewhere each norm and query weight is rounded once more, by up to
-0.2 %: the result is a slightly disturbed model, as after any rounding to bfloat16.
+In float32 the results agree up to the order of summation. In bfloat16 the factors sqrt(d/D) and sqrt(f) are exact where
+they are powers of two (D = 4 d, S = 4 s). Elsewhere each norm and query weight is rounded once more, by up to 0.2 %:
+the result is a slightly disturbed model, as after any rounding to bfloat16.
 
-Noise is no larger than the trained weights, and is there because memory full of zeros would not be an honest stand-in:
-a dense checkpoint of the same shape must take the same time. Weights that have to be zero are written, page by page.
+Noise is no larger than the trained weights. It is there because memory full of zeros would not be an honest stand-in: a
+dense checkpoint of the same shape must take the same time. Weights that have to be zero are written, page by page.
 """
 
 from __future__ import annotations
@@ -76,11 +78,11 @@ class WideShape:
 def widen(
     spec: Spec, weights: Mapping[str, HostTensor], shape: WideShape, *, seed: int = 0
 ) -> tuple[Spec, dict[str, HostTensor]]:
-    """Return (spec, weights) of the same function in a larger shape; the weights keep their type.
+    """Return the spec and the weights of a larger model that computes the same; the weights keep their dtype.
 
-    Takes no memory beyond the result and some MB; for new ids, a copy of the weights meanwhile. Raises BadOption for a
-    shape that the model does not fit into, UnsupportedModel for QK norm (it shares the eps that has to change) and for
-    models unlike Llama.
+    Needs no memory beyond the result and some MB; with new ids, also a copy of the weights for a while. Raises
+    BadOption for a shape that the model does not fit into. Raises UnsupportedModel for models unlike Llama, and for QK
+    norm, which shares the eps that has to change.
     """
     config, wide = Plain.of(spec), Plain.of(wide_config(spec, shape))
     trained = weights["model.layers.0.mlp.gate_proj.weight"]
@@ -149,17 +151,17 @@ def _check_heads(config: Plain, wide: Plain) -> None:
 
 
 def _group(config: Plain) -> int:
-    """Return the query heads per key-value head."""
+    """Return the number of query heads per key-value head."""
     return config.num_heads // config.num_kv_heads
 
 
 def _copies(config: Plain, wide: Plain) -> int:
-    """Return the wide key-value heads for each trained one: as many as its query heads need groups."""
+    """Return the number of copies of each trained key-value head: as many as its query heads need wide groups."""
     return math.ceil(_group(config) / _group(wide))
 
 
 def _carried(config: Plain) -> float:
-    """Return c, the spare dimension's constant; its square is at most a quarter of eps' part in a sum of squares."""
+    """Return c, the constant in the spare dimension: a power of two, with c^2 at most a quarter of eps d."""
     limit = math.sqrt(config.norm_eps * config.hidden_size / 4)
     return min(LARGEST_CARRIED, 2.0 ** math.floor(math.log2(limit)))
 
@@ -180,20 +182,20 @@ def _noise(trained: HostTensor, seed: int) -> HostTensor:
 
 
 def _set(out: HostTensor, places: Any, number: float) -> None:
-    """Write a number, rounded to the type."""
+    """Write a number, rounded to the dtype of the tensor."""
     out.values[places] = HostTensor.of(np.float32(number)).to(out.dtype).values
 
 
 def _times(weight: HostTensor, factor: float) -> HostTensor:
-    """Return the product, rounded to the type."""
+    """Return the product, rounded to the dtype of the weight."""
     return HostTensor.of(weight.float32() * np.float32(factor)).to(weight.dtype)
 
 
 def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
-    """Fill a tensor with the repeated block: drawing a billion numbers would take longer than all the rest.
+    """Fill a tensor with the repeated block of noise: drawing a billion numbers would take longer than all the rest.
 
-    It begins elsewhere in every tensor: another engine could store and cache two equal tensors once, and they would no
-    longer cost what they stand for.
+    The block begins at another offset in each tensor, so that no two tensors are equal. Another engine could store and
+    cache equal tensors only once, and they would no longer cost what they stand for.
     """
     flat = out.values.reshape(-1)
     start = min(len(block) - offset, len(flat))
@@ -205,7 +207,10 @@ def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
 
 
 def _must_be_zero(name: str) -> bool:
-    """Whether a tensor writes into the residual stream, or is a bias, whose noise would be useless."""
+    """Whether new weights of a tensor must be zero: it writes into the residual stream, or is a bias.
+
+    Noise in a bias would be useless.
+    """
     return name.endswith((EMBEDDING, "o_proj.weight", "down_proj.weight", ".bias"))
 
 
@@ -214,10 +219,11 @@ def _must_be_zero(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _HeadPlaces:
-    """The places of trained heads. Rows of the wide q_proj are columns of the wide o_proj, too.
+    """The places of trained heads in the wide matrices.
 
-    q_rows: wide row of each trained row of q_proj. q_new_rows: the new lanes of the same heads. kv_rows: wide rows of
-    k_proj and v_proj, and kv_sources: the trained row for each of them.
+    q_rows: the wide row of each trained row of q_proj; o_proj has the same places among its columns. q_new_rows: the
+    wide rows of the new lanes in the same heads. q_scale: the factor for query weights. kv_rows: wide rows of k_proj
+    and v_proj. kv_sources: the trained row for each of kv_rows.
     """
 
     q_rows: Ids
@@ -229,7 +235,7 @@ class _HeadPlaces:
     @classmethod
     def of(cls, config: Plain, wide: Plain) -> _HeadPlaces:
         copies, group = _copies(config, wide), _group(config)
-        # A trained group is laid out in one piece from the first of its copies on, cut by the wide groups.
+        # The query heads of a trained group follow one another, from the first of the wide groups with its copies on.
         q_heads = [i // group * copies * _group(wide) + i % group for i in range(config.num_heads)]
         lanes, size = _lanes(config.head_dim, wide.head_dim), wide.head_dim
         new_lanes = [lane for lane in range(size) if lane not in set(lanes)]
@@ -245,7 +251,10 @@ class _HeadPlaces:
 
 
 def _lanes(head_dim: int, wide: int) -> list[int]:
-    """Return each lane's wide lane: rotary pair i, lanes i and i + head_dim / 2, becomes pair i * wide / head_dim."""
+    """Return the wide lane of each trained lane.
+
+    Rotary pair i, which is lanes i and i + head_dim / 2, becomes pair i * wide / head_dim.
+    """
     step, half = wide // head_dim, head_dim // 2
     return [step * i for i in range(half)] + [step * i + wide // 2 for i in range(half)]
 
@@ -255,12 +264,12 @@ def _query_scale(config: Plain, wide: Plain) -> float:
 
 
 def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Ids:
-    """Return the rows of `lanes` in `heads`, head by head; a head has `size` lanes."""
+    """Return the row numbers of `lanes` in `heads`, head by head; a head has `size` lanes."""
     return (np.array(heads, np.int64)[:, None] * size + np.array(lanes, np.int64)).ravel()
 
 
 def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) -> None:
-    """Write trained weights into the wide ones: heads into their places, everything else into the first corner."""
+    """Write trained weights into a wide tensor: heads into their places, all others into the first rows and columns."""
     whole = out.values
     corner = whole[:, : trained.shape[1]] if trained.ndim == 2 else whole
     if ".q_proj." in name:
@@ -279,7 +288,11 @@ def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) 
 
 @dataclass(frozen=True)
 class _SpareLane:
-    """The last residual dimension's numbers: c at every token, the final norm's weight, -n in the rows of new ids."""
+    """The values of the last residual dimension; c and n are explained at the top of the file.
+
+    carried: c, the residual stream's value at every token. norm_weight: the final norm's weight. new_id: -n, in the LM
+    head's rows of new ids.
+    """
 
     carried: float
     norm_weight: float
@@ -287,7 +300,7 @@ class _SpareLane:
 
 
 def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) -> None:
-    """Write the last dimension everywhere, and the rows of new ids."""
+    """Write the values of the last residual dimension into all weights that have it, and the rows of new ids."""
     for name, out in made.items():
         if name.endswith("norm.weight"):
             _set(out, -1, spare.norm_weight if name == FINAL_NORM else 0.0)
@@ -302,9 +315,10 @@ def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) 
 
 
 def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, seed: int) -> _SpareLane:
-    """Measure the numbers on a run of the trained model over random ids; how large the residual stream gets differs.
+    """Return the values of the last residual dimension, measured on a run of the trained model over random ids.
 
-    Raises BadOption where the type of the weights cannot hold the numbers (float16).
+    They depend on how large the residual stream gets, which differs between models. Raises BadOption where the dtype of
+    the weights cannot hold the values (float16).
     """
     stream, hidden = _last_stream(config, weights, seed)
     rms = np.sqrt(np.square(stream).mean(-1) + config.norm_eps)
