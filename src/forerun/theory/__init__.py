@@ -1,1 +1,1 @@
-"""The gains of speculative decoding, in closed form and by simulation. The room needs numpy alone."""
+"""The gains of speculative decoding, in closed form and by simulation. This package needs no library but numpy."""

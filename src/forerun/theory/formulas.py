@@ -1,11 +1,15 @@
 """Closed forms of speculative decoding: acceptance of a position, emitted tokens of a round, and the speed-up.
 
+Notation: alpha = probability that a tested token is accepted, gamma = drafted tokens per round, c = seconds of one
+draft token / seconds of one target token, p and q = the target's and the draft's distribution at a position.
+Acceptances are taken as independent, with the same alpha everywhere; for other cases see `expected_tokens_varying`.
+
 Theorems and equations are numbered as in Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
-Speculative Decoding", arXiv 2211.17192. Notation: alpha = probability that a tested token is accepted, gamma = drafted
-tokens per round, c = seconds of one draft token / seconds of one target token. Acceptances are taken as independent
-with one alpha; where they are not, see `expected_tokens_varying`. Lossy rules are in lenience.py, grids of speed-ups in
-landscape.py, trees in trees.py, and the costs of drafts and wider passes on a machine in roofline.py. simulate.py has a
-simulation of each. The formula for mixtures of experts is counting, and is not in that paper.
+Speculative Decoding", arXiv 2211.17192. The formula for mixtures of experts is not in that paper: it is a matter of
+counting.
+
+Lossy rules are in lenience.py, grids of speed-ups in landscape.py, trees in trees.py, and the costs of drafts and wider
+passes on a machine in roofline.py. simulate.py has simulations to check the formulas.
 """
 
 from __future__ import annotations
@@ -20,22 +24,28 @@ import numpy.typing as npt
 
 
 def acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
-    """Return beta = sum_x min(p, q) = 1 - TV(p, q), at which the ratio rule accepts a token of q (Theorem 3.5)."""
+    """Return beta, the probability that the ratio rule accepts a token drawn from q (Theorem 3.5).
+
+    beta = sum_x min(p, q) = 1 - TV(p, q), TV being the total variation distance.
+    """
     return float(np.minimum(np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)).sum())
 
 
 def lk_divergence(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
     """Return D_LK(p, q) = sum_x |p(x) - (p(x) + q(x)) / 2| = 1 - `acceptance` (Definition 3.2, Lemma 3.3).
 
-    It is symmetric, in [0, 1], 0 only for p = q, and 1 only where p and q have no id in common (Corollary 3.4). It is
-    the total variation distance.
+    D_LK is the total variation distance. It is symmetric and in [0, 1]. It is 0 only for p = q, and 1 only where p and
+    q have no id in common (Corollary 3.4).
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     return float(np.abs(p - (p + q) / 2).sum())
 
 
 def mean_acceptance(pairs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]]) -> float:
-    """Return alpha = E[sum_x min(p, q)] over the (p, q) of contexts (Corollary 3.6). Raises ValueError for none."""
+    """Return alpha, the mean of `acceptance` over the pairs (p, q) of some contexts (Corollary 3.6).
+
+    Raises ValueError where there is no pair.
+    """
     betas = [acceptance(p, q) for p, q in pairs]
     if not betas:
         raise ValueError("alpha of no contexts is undefined: give at least one pair of distributions")
@@ -43,20 +53,20 @@ def mean_acceptance(pairs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]]) -> flo
 
 
 def rejection_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
-    """Return the accept probability of one try of rejection sampling, min of q(x) / p(x) over p(x) > 0 (appendix A.2).
+    """Return the probability that one try of rejection sampling accepts: min q(x) / p(x) over p(x) > 0 (appendix A.2).
 
-    One try of classical rejection sampling, else a draw from p, is exact too, and accepts less: .40 against .70 for
-    p = (.5, .3, .2), q = (.2, .6, .2).
+    This rule makes one try of classical rejection sampling, and draws from p if the try rejects. It is exact too, but
+    accepts less than the ratio rule: .40 against .70 for p = (.5, .3, .2), q = (.2, .6, .2).
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     return float((q[p > 0] / p[p > 0]).min())
 
 
 def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
-    """Return P(both Gumbel-max draws agree) under shared noise = sum_x 1 / sum_z max(p(z)/p(x), q(z)/q(x)).
+    """Return the probability that the Gumbel-max draws from p and q agree under shared noise.
 
-    x runs over ids with p(x) q(x) > 0. It lies in [(1 - TV) / (1 + TV), 1 - TV] (Daliri, Musco, Suresh 2024, arXiv
-    2408.07978).
+    It is sum_x 1 / sum_z max(p(z)/p(x), q(z)/q(x)), where x runs over the ids with p(x) q(x) > 0. It lies in
+    [(1 - TV) / (1 + TV), 1 - TV] (Daliri, Musco, Suresh 2024, arXiv 2408.07978).
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     both = np.flatnonzero((p > 0) & (q > 0))
@@ -64,10 +74,10 @@ def match_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> float:
 
 
 def optimal_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
-    """Return the largest probability that one of `num_draws` independent draws from q is accepted by an exact rule.
+    """Return the largest probability with which an exact rule can accept one of `num_draws` independent draws from q.
 
-    It is 1 + min_H [p(H) - q(H)^num_draws], where H runs over the prefixes of the ids in ascending order of p / q (Hu
-    et al. 2025, arXiv 2502.18779). With one draw it is `acceptance`.
+    It is 1 + min_H [p(H) - q(H)^num_draws]. The sets H are the prefixes of the list of ids in ascending order of p / q
+    (Hu et al. 2025, arXiv 2502.18779). With one draw it is `acceptance`.
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     order = np.argsort(np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0), kind="stable")
@@ -78,8 +88,8 @@ def optimal_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> fl
 def recursive_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
     """Return the probability that recursive rejection sampling accepts one of `num_draws` independent draws from q.
 
-    Each rejection leaves the residual norm((p - q)+) as the next draw's target: 1 - prod_k (1 - beta_k) (Miao et al.
-    2023, arXiv 2305.09781).
+    After each rejection, the residual norm((p - q)+) takes the place of p for the next draw. The probability is
+    1 - prod_k (1 - beta_k), with beta_k the acceptance of draw k (Miao et al. 2023, arXiv 2305.09781).
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     rejected = 1.0
@@ -96,8 +106,8 @@ def recursive_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> 
 def kseq_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int) -> float:
     """Return the probability that K-SEQ accepts one of `num_draws` independent draws from q: 1 - (1 - beta)^num_draws.
 
-    beta = sum_x min(q, p / rho), at the least rho in [1, num_draws] with 1 - (1 - beta)^num_draws <= rho beta, below
-    which no residual exists (Sun et al. 2023, arXiv 2310.15141).
+    beta = sum_x min(q, p / rho). rho is the least number in [1, num_draws] with 1 - (1 - beta)^num_draws <= rho beta,
+    because no residual exists for a smaller rho (Sun et al. 2023, arXiv 2310.15141).
     """
     rho = kseq_rho(p, q, num_draws)
     return 1 - (1 - _beta(p, q, rho)) ** num_draws
@@ -128,9 +138,10 @@ def _beta(p: npt.ArrayLike, q: npt.ArrayLike, rho: float) -> float:
 
 
 def accepted_length_probs(alpha: float, gamma: int) -> npt.NDArray[np.float64]:
-    """Return [gamma + 1] P(n accepted) of a round: alpha^n (1 - alpha) for n < gamma, alpha^gamma for n = gamma.
+    """Return the probability that a round accepts n tokens, for n = 0 .. gamma, [gamma + 1].
 
-    The round emits n + 1 tokens, a capped geometric variable (section 3.1).
+    It is alpha^n (1 - alpha) for n < gamma, and alpha^gamma for n = gamma. The round emits n + 1 tokens, a capped
+    geometric variable (section 3.1).
     """
     _check(alpha, gamma)
     reached = alpha ** np.arange(gamma + 1, dtype=np.float64)
@@ -138,16 +149,19 @@ def accepted_length_probs(alpha: float, gamma: int) -> npt.NDArray[np.float64]:
 
 
 def expected_accepted(alpha: float, gamma: int) -> float:
-    """Return the mean accepted tokens of a round: sum_{i=1..gamma} alpha^i = alpha (1 - alpha^gamma) / (1 - alpha)."""
+    """Return the mean number of tokens that a round accepts.
+
+    It is sum_{i=1..gamma} alpha^i = alpha (1 - alpha^gamma) / (1 - alpha).
+    """
     _check(alpha, gamma)
     return float(gamma) if alpha == 1 else alpha * (1 - alpha**gamma) / (1 - alpha)
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Return the mean emitted tokens of a round: (1 - alpha^(gamma+1)) / (1 - alpha), equation (1).
+    """Return the mean number of tokens that a round emits: (1 - alpha^(gamma+1)) / (1 - alpha), equation (1).
 
-    The correction or bonus is counted. Some texts say (1 - alpha^gamma) / (1 - alpha) + 1, which counts one token
-    twice: at alpha = 0 it gives 2, but a round whose first token is rejected emits exactly one.
+    The correction or bonus token is counted. Some texts give (1 - alpha^gamma) / (1 - alpha) + 1, which counts one
+    token twice: at alpha = 0 it gives 2, but a round whose first token is rejected emits exactly one token.
     """
     return 1 + expected_accepted(alpha, gamma)
 
@@ -155,22 +169,26 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def double_counted_tokens(alpha: float, gamma: int) -> float:
     """Return (1 - alpha^gamma) / (1 - alpha) + 1, which some texts give for `expected_tokens`.
 
-    It exceeds equation (1) by 1 - alpha^gamma, the chance of a rejection: its sum of accepted tokens, alpha^0 + ... to
-    alpha^(gamma-1), begins one term too early.
+    It is larger than equation (1) by 1 - alpha^gamma, the probability of a rejection, because its sum of accepted
+    tokens, alpha^0 + ... + alpha^(gamma-1), begins one term too early.
     """
     return 2 + expected_accepted(alpha, gamma - 1) if gamma else 1.0
 
 
 def expected_tokens_varying(alphas: Seq[float]) -> float:
-    """Return the mean emitted tokens where position i, once it is tested, is accepted with probability alphas[i]."""
+    """Return the mean number of tokens that a round emits, with one acceptance for each position.
+
+    alphas[i]: the probability that position i is accepted, once it is tested.
+    """
     return 1 + float(np.cumprod(alphas).sum()) if len(alphas) else 1.0
 
 
 def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -> float:
-    """Return the mean emitted tokens where alpha is only known from counts: over Beta(num_accepted, num_rejected).
+    """Return the mean number of tokens that a round emits where alpha is only known from counts.
 
-    The counts include the priors. E[alpha^i] = prod_{j<i} (a + j) / (a + b + j), which is more than the i-th power of
-    the mean: Beta(8, 2) gives 2.4545 tokens at gamma = 2, its mean of 0.8 only 2.44.
+    alpha then has the distribution Beta(num_accepted, num_rejected); the counts a and b include the prior's.
+    E[alpha^i] = prod_{j<i} (a + j) / (a + b + j) is more than the i-th power of the mean: Beta(8, 2) gives 2.4545
+    tokens at gamma = 2, but its mean, alpha = 0.8, gives only 2.44.
     """
     if not (num_accepted >= 0 and num_rejected >= 0 and num_accepted + num_rejected > 0 and gamma >= 0):
         raise ValueError(f"Beta({num_accepted}, {num_rejected}) with gamma={gamma} is impossible")
@@ -179,20 +197,24 @@ def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -
 
 
 class ChainTokens(NamedTuple):
-    """Emitted tokens of a round that drafted one chain, the correction or bonus included, by rule."""
+    """The mean number of tokens that a round with one drafted chain emits, by rule.
+
+    The correction or bonus token is included.
+    """
 
     ratio: float
     block: float
-    bound: float  # of any rule that knows all distributions beforehand
+    bound: float  # the most for any rule that knows all distributions beforehand
 
 
 def chain_tokens(ratios: Seq[float]) -> ChainTokens:
-    """Return the mean emitted tokens, over the coins, of a chain with these p_i(x_i) / q_i(x_i).
+    """Return the mean number of tokens that a drafted chain emits, over the coins, for each rule.
 
-    All drafted positions count, those behind a rejection, too. Averages over drafted chains are unbiased for the mean
-    emitted tokens of each rule, whichever rule is running: 1 + sum_i prod_{j<=i} min(1, r_j) for `ratio`, 1 + sum_i P_i
-    with P_i = min(1, P_{i-1} r_i) for `block` (Sun et al. 2024, arXiv 2403.10444), and with full information
-    1 + sum_i min(1, prod_{j<=i} r_j).
+    ratios: r_i = p_i(x_i) / q_i(x_i) of all drafted positions, those after a rejection included. Averages of the result
+    over drafted chains are therefore unbiased for every rule, whichever rule is running.
+
+    ratio is 1 + sum_i prod_{j<=i} min(1, r_j). block is 1 + sum_i P_i with P_i = min(1, P_{i-1} r_i) (Sun et al. 2024,
+    arXiv 2403.10444). bound, with full information, is 1 + sum_i min(1, prod_{j<=i} r_j).
     """
     kept = share = product = 1.0
     by_ratio = by_block = bound = 1.0
@@ -206,10 +228,10 @@ def chain_tokens(ratios: Seq[float]) -> ChainTokens:
 
 
 def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float:
-    """Return the factor on tokens per second over plain decoding (Theorem 3.8): expected_tokens / (c gamma + v + o).
+    """Return the speed-up over plain decoding, in tokens per second (Theorem 3.8): expected_tokens / (c gamma + v + o).
 
-    verify_ratio v: seconds of a target pass over gamma + 1 tokens / over one (the paper has 1). overhead o: seconds
-    outside the models per round / seconds of a target token.
+    v, verify_ratio: seconds of a target pass over gamma + 1 tokens / seconds of a pass over one token; the paper has 1.
+    o, overhead: seconds of a round outside the models / seconds of a target token.
     """
     cost = c * gamma + verify_ratio + overhead
     if not (c >= 0 and verify_ratio > 0 and overhead >= 0):
@@ -218,9 +240,9 @@ def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overh
 
 
 def least_speedup(alpha: float, c: float) -> float:
-    """Return the least speed-up of the best gamma: (1 + alpha) / (1 + c) where alpha > c, else 1 (Corollary 3.9).
+    """Return a lower bound of the best gamma's speed-up: (1 + alpha) / (1 + c) where alpha > c, else 1 (Corollary 3.9).
 
-    The bound is Theorem 3.8 at gamma = 1. Where alpha <= c no gamma gains anything.
+    The bound is Theorem 3.8 at gamma = 1. Where alpha <= c, no gamma gains anything.
     """
     return max(1.0, speedup(alpha, 1, c))
 
@@ -235,12 +257,14 @@ def speedup_of_length(
     *,
     knows_end: bool = True,
 ) -> float:
-    """Return the factor of Theorem 3.8 for a text of `num_tokens` tokens, at most `num_tokens`.
+    """Return the speed-up for a text of `num_tokens` tokens, which is at most `num_tokens`.
 
-    The theorem is its limit for long texts. The last rounds draft no more than the tokens that are missing, less the
-    one that the target adds. By recursion over the n tokens left: cost(n) = c g + v + o + the mean of cost(n - k - 1)
-    over k accepted tokens, g = min(gamma, n - 1). A round that drafts nothing has v = 1. knows_end: whether it is a
-    limit that ends the text; where the model ends it, every round drafts gamma, and tokens behind the end are wasted.
+    Theorem 3.8 is the limit for long texts. With n tokens still missing, a round drafts g tokens, and the text costs
+    cost(n) = c g + v + o + the mean of cost(n - k - 1) over the number k of accepted tokens. A round that drafts
+    nothing has v = 1.
+
+    knows_end: whether a limit ends the text. Then g = min(gamma, n - 1), since the target adds one token. Otherwise the
+    model ends the text, g = gamma in every round, and tokens after the end are wasted.
     """
     _check(alpha, gamma)
     if num_tokens < 1 or c < 0:
@@ -255,7 +279,7 @@ def speedup_of_length(
 
 
 def break_even_alpha(gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float | None:
-    """Return the alpha at which `speedup` is 1, by bisection; None where even alpha = 1 does not reach it."""
+    """Return the alpha at which `speedup` is 1, by bisection; None where the speed-up is below 1 even at alpha = 1."""
     low, high = 0.0, 1.0
     if speedup(high, gamma, c, verify_ratio, overhead) < 1:
         return None
@@ -267,11 +291,11 @@ def break_even_alpha(gamma: int, c: float, verify_ratio: float = 1.0, overhead: 
 
 
 def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
-    """Return the gamma in 0 .. max_gamma of largest speed-up by Theorem 3.8; 0 where drafting does not pay.
+    """Return the gamma in 0 .. max_gamma with the largest speed-up by Theorem 3.8; 0 where drafting does not pay.
 
-    gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). Left minus right falls
-    strictly with gamma, so the first gamma that is not beaten is the best. It is 0 iff alpha <= c
-    (Corollary 3.9).
+    gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). The left side minus the
+    right side falls strictly with gamma, so the first gamma that its successor does not beat is the best. The result is
+    0 iff alpha <= c (Corollary 3.9).
     """
     _check(alpha, max_gamma)
     for gamma in range(max_gamma):
@@ -283,7 +307,7 @@ def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
 def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
     """Return the factor on arithmetic operations per token (Theorem 3.11): (c_hat gamma + gamma + 1) / expected_tokens.
 
-    c_hat: operations of one draft token / of one target token.
+    c_hat: operations of one draft token / operations of one target token.
     """
     return (c_hat * gamma + gamma + 1) / expected_tokens(alpha, gamma)
 
@@ -291,16 +315,16 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
 def memory_access_factor(alpha: float, gamma: int, draft_bytes_ratio: float = 0.0) -> float:
     """Return the factor on reads of the weights and the cache per token: (1 + ratio gamma) / expected_tokens.
 
-    The paper leaves the draft model's reads out, draft_bytes_ratio = 0: the target's shrink by equation (1) (section
-    3.4). draft_bytes_ratio: bytes that a draft token reads / bytes that a target token reads.
+    draft_bytes_ratio: bytes that a draft token reads / bytes that a target token reads. The paper leaves the draft
+    model's reads out (ratio 0), so that only the target's reads count: they shrink by equation (1) (section 3.4).
     """
     return (1 + draft_bytes_ratio * gamma) / expected_tokens(alpha, gamma)
 
 
 def oracle_tokens(alpha: float) -> float:
-    """Return the mean emitted tokens where exactly the tokens that will be accepted are drafted: 1 / (1 - alpha).
+    """Return the mean number of tokens that a round emits where exactly the tokens that will be accepted are drafted.
 
-    Section 3.5; infinite at alpha = 1.
+    It is 1 / (1 - alpha) (section 3.5), which is infinite at alpha = 1.
     """
     _check(alpha, 0)
     return float("inf") if alpha == 1 else 1 / (1 - alpha)
@@ -309,10 +333,11 @@ def oracle_tokens(alpha: float) -> float:
 def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified: bool = True) -> float:
     """Return the speed-up of drafting exactly the tokens that are accepted: 1 / (1 - alpha + (c + s) alpha).
 
-    row_cost s: the cost of a further row in a target pass / a pass of one row. The paper has 0 (section 3.5). Without
-    verification (footnote 4) the target runs only where the draft is wrong, and s drops out: so the gain beyond the
-    bound is in rows, which are free in the paper's own cost model, and not in passes: each wrong guess takes one
-    either way. Infinite at alpha = 1, c = s = 0.
+    s, row_cost: cost of a further row in a target pass / cost of a pass over one row; the paper has 0 (section 3.5).
+    The speed-up is infinite at alpha = 1, c = s = 0.
+
+    Without verification (footnote 4) the target runs only where the draft is wrong, and s drops out. This saves rows,
+    which are free in the paper's own cost model, but no passes, because each wrong guess takes one pass either way.
     """
     _check(alpha, 0)
     cost = 1 - alpha + (c + (row_cost if is_verified else 0.0)) * alpha
@@ -320,21 +345,24 @@ def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified
 
 
 def oracle_operations(alpha: float, c_hat: float, *, is_verified: bool = True) -> float:
-    """Return operations per token of that oracle / of plain decoding: 1, or unverified 1 - alpha, + c_hat alpha."""
+    """Return the oracle's operations per token / those of plain decoding: 1 + c_hat alpha.
+
+    Without verification it is 1 - alpha + c_hat alpha.
+    """
     _check(alpha, 0)
     return (1.0 if is_verified else 1 - alpha) + c_hat * alpha
 
 
 def oracle_gain(alpha: float, c: float) -> float:
-    """Return `oracle_speedup` / the speed-up of the best fixed gamma, up to about 1.6 (section 3.5)."""
+    """Return `oracle_speedup` / the speed-up of the best fixed gamma. This is up to about 1.6 (section 3.5)."""
     return oracle_speedup(alpha, c) / speedup(alpha, optimal_gamma(alpha, c), c)
 
 
 def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
-    """Return the estimate accepted / tested of alpha; None without a test.
+    """Return accepted / tested, the estimate of alpha; None where no token was tested.
 
-    It is the maximum likelihood of a truncated geometric distribution. accepted / drafted is another number, because
-    tokens behind a rejection were drafted and never tested.
+    It is the maximum likelihood estimate for a truncated geometric distribution. accepted / drafted is another number,
+    because tokens after a rejection were drafted but never tested.
     """
     if not 0 <= num_accepted <= num_tested:
         raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")
@@ -347,11 +375,12 @@ def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
 def distinct_experts(
     num_experts: int, num_chosen: int, num_rows: npt.ArrayLike, overlap: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """Return how many of E experts `num_rows` rows choose on average, k each: k + (1 - overlap) (D - k), elementwise.
+    """Return how many distinct experts `num_rows` rows choose on average, k of E experts each; elementwise.
 
-    D = E (1 - (1 - k / E)^n) holds for rows that choose independently, every expert with the same probability: a row
-    leaves an expert out with probability 1 - k / E. overlap: from 0 (independent) to 1 (all choose the same). Raises
-    ValueError for an impossible mixture, number of rows, or overlap.
+    It is k + (1 - overlap) (D - k). D = E (1 - (1 - k / E)^n) is the number for n independent rows that choose every
+    expert with the same probability, because a row leaves an expert out with probability 1 - k / E. overlap: from 0
+    (independent rows) to 1 (all rows choose the same experts). Raises ValueError for an impossible mixture, number of
+    rows, or overlap.
     """
     rows = np.asarray(num_rows, dtype=np.float64)
     if not (1 <= num_chosen <= num_experts and (rows >= 1).all() and 0 <= overlap <= 1):

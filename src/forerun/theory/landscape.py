@@ -1,4 +1,4 @@
-"""Theorem 3.8 (Leviathan et al. 2023, arXiv 2211.17192) over a grid of alpha and gamma, with any costs of passes."""
+"""The speed-up of Theorem 3.8 (Leviathan et al. 2023, arXiv 2211.17192) over a grid of alpha and gamma."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Landscape:
-    """Speed-ups over [A] alphas and gamma = 0 .. max_gamma, G = max_gamma + 1 of them."""
+    """The speed-ups for A values of alpha and for gamma = 0 .. max_gamma, which are G = max_gamma + 1 values."""
 
     alphas: Floats  # [A]
     tokens: Floats  # [A, G] emitted per round, equation (1)
@@ -21,23 +21,23 @@ class Landscape:
 
     @property
     def best_gammas(self) -> npt.NDArray[np.int64]:
-        """The gamma of the largest speed-up [A], the least where several are equal; 0 where none pays."""
+        """The best gamma for each alpha, [A]: the least of equally good ones; 0 where drafting does not pay."""
         return np.asarray(self.speedups.argmax(axis=1), dtype=np.int64)
 
     @property
     def best_speedups(self) -> Floats:
-        """The largest speed-up [A]."""
+        """The largest speed-up for each alpha, [A]."""
         return np.asarray(self.speedups.max(axis=1))
 
 
 def landscape(
     alphas: npt.ArrayLike, max_gamma: int, c: float, verify_ratios: npt.ArrayLike = 1.0, overhead: float = 0.0
 ) -> Landscape:
-    """Return tokens / (c gamma + v(gamma) + o) for all alphas and gammas.
+    """Return the speed-ups tokens / (c gamma + v(gamma) + o) for all alphas and gammas.
 
-    verify_ratios: v of each gamma, [max_gamma + 1] or one for all: seconds of a target pass over gamma + 1 rows / over
-    one. overhead: seconds outside of the models per round / of a target pass over one row. Raises ValueError for an
-    alpha outside [0, 1] and for impossible costs.
+    v, verify_ratios: seconds of a target pass over gamma + 1 rows / seconds of a pass over one row, for each gamma
+    [max_gamma + 1], or one number for all. o, overhead: seconds of a round outside the models / seconds of a target
+    pass over one row. Raises ValueError for an alpha outside [0, 1] and for impossible costs.
     """
     a = np.atleast_1d(np.asarray(alphas, dtype=np.float64))
     gammas = np.arange(max_gamma + 1, dtype=np.float64)

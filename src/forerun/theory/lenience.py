@@ -1,7 +1,7 @@
 """Lenience (appendix A.5 of Leviathan et al. 2023, arXiv 2211.17192): accepting more than an exact rule may.
 
-A drafted x passes with probability min(1, p(x) / (l q(x))), and a rejection draws from norm((p - q)+), which the paper
-leaves open and which is the choice closest to p.
+A drafted token x is accepted with probability min(1, p(x) / (l q(x))), where l is the lenience. After a rejection, a
+token is drawn from norm((p - q)+). The paper leaves this draw open; this choice stays closest to p.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from forerun.theory.formulas import acceptance
 
 
 def lenient_acceptance(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> float:
-    """Return alpha_l = sum_x min(q, p / l). Raises ValueError for l outside (0, 1]."""
+    """Return alpha_l = sum_x min(q, p / l), the probability of acceptance at lenience l.
+
+    Raises ValueError for l outside (0, 1].
+    """
     _check(lenience)
     return acceptance(np.asarray(p, dtype=np.float64) / lenience, q)
 
 
 def lenient_probs(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> npt.NDArray[np.float64]:
-    """Return [V] the distribution of one tested position: min(q, p / l) + (1 - alpha_l) norm((p - q)+).
+    """Return the distribution of the token that a tested position emits, [V].
 
-    No id has more than p / l, and the total variation distance to p is alpha_l - alpha_1.
+    It is min(q, p / l) + (1 - alpha_l) norm((p - q)+), with alpha_l from `lenient_acceptance`. No id has a probability
+    above p / l. The total variation distance to p is alpha_l - alpha_1.
     """
     _check(lenience)
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
@@ -36,9 +40,9 @@ def lenience_price(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> float
 
 
 def lenient_greedy(p: npt.ArrayLike, lenience: float) -> npt.NDArray[np.bool_]:
-    """Return [V] whether each drafted id is kept at temperature 0: p >= l max p, with p at temperature 1.
+    """Return which drafted ids are accepted at temperature 0, [V]: those with p >= l max p, with p at temperature 1.
 
-    The paper prints p <= l max p, which would keep every id at l = 1 and fewer the more lenient it is.
+    The paper prints p <= l max p. This would accept every id at l = 1, and fewer ids the more lenient the rule is.
     """
     _check(lenience)
     p = np.asarray(p, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The noise of a perfect sampler: the distance of its draws' shares from the probabilities that it draws with."""
+"""The noise of a perfect sampler: how far the shares of its draws are from the probabilities that it draws with."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 
 def l1_noise_deviation(probs: npt.ArrayLike, num_rounds: int) -> float:
-    """Return one standard deviation of the L1 distance whose mean is `simulate.l1_noise`, by the normal approximation.
+    """Return the standard deviation of the L1 distance whose mean is `simulate.l1_noise`, by the normal approximation.
 
-    Shares of two ids have the correlation r = -sqrt(p_x p_y / ((1 - p_x)(1 - p_y))), and the absolute values of two
-    normal variables with deviations s_x, s_y then the covariance s_x s_y (2 / pi) (sqrt(1 - r^2) + r asin(r) - 1).
-    Raises ValueError without a round.
+    The shares of two ids have the correlation r = -sqrt(p_x p_y / ((1 - p_x)(1 - p_y))). The absolute values of two
+    normal variables with this correlation and the deviations s_x, s_y have the covariance
+    s_x s_y (2 / pi) (sqrt(1 - r^2) + r asin(r) - 1). Raises ValueError for fewer than one round.
     """
     if num_rounds < 1:
         raise ValueError(f"num_rounds={num_rounds} must be at least 1")
@@ -29,7 +29,7 @@ def l1_noise_deviation(probs: npt.ArrayLike, num_rounds: int) -> float:
 
 
 def chi_square(counts: Seq[float], probs: Seq[float]) -> float:
-    """Return Pearson's sum (count - expected)^2 / expected; inf where an id of probability 0 was counted."""
+    """Return Pearson's statistic, sum (count - expected)^2 / expected; inf where an id of probability 0 was counted."""
     expected = np.asarray(probs, dtype=np.float64) * sum(counts)
     observed = np.asarray(counts, dtype=np.float64)
     if (observed[expected == 0] > 0).any():
@@ -41,13 +41,14 @@ def chi_square(counts: Seq[float], probs: Seq[float]) -> float:
 def chi_square_tail(value: float, num_free: int) -> float:
     """Return the probability that a chi-square variable with `num_free` degrees of freedom is at least `value`.
 
-    It is the finite sum of Abramowitz and Stegun 26.4.4 and 26.4.5. Raises ValueError for num_free < 1.
+    It is the finite sum of Abramowitz and Stegun 26.4.4 and 26.4.5. Raises ValueError for num_free < 1 or a negative
+    value.
     """
     if num_free < 1 or value < 0:
         raise ValueError(f"value={value}, num_free={num_free}: at least 0 and 1 are needed")
     if value == 0:
         return 1.0
-    # The terms are added as exponentials of their logarithms: the first underflows where the later ones count.
+    # The terms are added as exponentials of their logarithms: the first term underflows where later terms count.
     half = value / 2
     if num_free % 2:
         total, log_term, k = math.erfc(math.sqrt(half)), math.log(half) / 2 - half - math.lgamma(1.5), 1.5

@@ -1,4 +1,4 @@
-"""The numbers printed in Leviathan, Kalman, Matias 2023 (arXiv 2211.17192): Tables 1 to 5, lists of appendix A.5."""
+"""The numbers of Leviathan, Kalman, Matias 2023 (arXiv 2211.17192): Tables 1 to 5, and the lists of appendix A.5."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Operations(NamedTuple):
-    """A row of Table 1, for c = c_hat = 0."""
+    """A row of Table 1, for c = c_hat = 0: the factors on arithmetic operations and on speed."""
 
     alpha: float
     gamma: int
@@ -25,7 +25,7 @@ TABLE_1 = (
 
 
 class Speed(NamedTuple):
-    """A row of Table 4; Table 2 is the same runs without c and `expected`. The target is T5-XXL."""
+    """A row of Table 4. The target is T5-XXL. Table 2 lists the same runs without c and `expected`."""
 
     task: str
     draft: str
@@ -51,11 +51,11 @@ TABLE_4 = (
     Speed("CNNDM", "T5-base", 1, 3, 0.55, 0.04, 1.8, 2.2),
     Speed("CNNDM", "T5-large", 1, 3, 0.56, 0.11, 1.6, 1.7),
 )
-ALPHA_STEP, C_STEP = 0.01, 0.01  # Table 4 rounds alpha and c to these
+ALPHA_STEP, C_STEP = 0.01, 0.01  # Table 4 rounds alpha and c to multiples of these
 
 
 class Lenience(NamedTuple):
-    """One entry of the lists of appendix A.5, T5-small for T5-XXL on EnDe: lenience, alpha, improvement factor."""
+    """An entry of the lists in appendix A.5: T5-small drafts for T5-XXL on EnDe. speed: the improvement factor."""
 
     temperature: int
     lenience: float
@@ -73,10 +73,10 @@ A_5 = (
     Lenience(0, 0.3, 0.80, 3.9),
     Lenience(0, 0.1, 0.87, 4.9),
 )
-A_5_C, A_5_GAMMA = 0.015, 8  # gamma is given for temperature 0 alone
+A_5_C, A_5_GAMMA = 0.015, 8  # the paper gives gamma for temperature 0 only
 
 LENIENCES = (1.0, 0.5, 0.3, 0.1)
-# Alphas of Table 5 at these leniences, temperature 1.
+# Table 5: alpha of each draft at temperature 1, with each of these leniences.
 TABLE_5 = {
     "unigram": (0.07, 0.10, 0.11, 0.16),
     "bigram": (0.19, 0.23, 0.25, 0.32),
@@ -84,7 +84,7 @@ TABLE_5 = {
     "T5-base": (0.68, 0.80, 0.83, 0.90),
 }
 
-# Table 3: alphas by target, by draft and temperature. LaMDA samples through top-k 40 always.
+# Table 3: for each target and draft, alpha at temperatures 0 and 1. LaMDA always samples with top-k 40.
 TABLE_3 = {
     "GPT-like 97M": {"unigram": (0.03, 0.03), "bigram": (0.05, 0.05), "GPT-like 6M": (0.88, 0.89)},
     "T5-XXL EnDe": {

@@ -1,12 +1,13 @@
-"""Seconds of a forward pass of a decoder from its shape and the machine: bytes moved or operations done.
+"""The seconds that a decoder's forward pass takes on a machine, from the bytes it moves and the operations it does.
 
-The roofline of Williams, Waterman, Patterson 2009: a kernel takes the longer of bytes / bandwidth and operations /
-peak. Matrix products and attention are taken apart, because a large batch makes the former bound by arithmetic while
-each sequence's cache is still read for itself. Not counted: norms, activations, sampling, launches, and the rows of the
-embedding table; a measured pass is never faster. The bytes that an engine allocates are in `forerun.memory`.
+By the roofline model (Williams, Waterman, Patterson 2009) a kernel takes the longer of two times: bytes / bandwidth,
+and operations / peak. Matrix products and attention are counted separately: a large batch makes the products bound by
+arithmetic, while each sequence still reads its own cache. Norms, activations, sampling, launches and the rows of the
+embedding table are not counted, so a measured pass is never faster. The bytes that an engine allocates are in
+`forerun.memory`.
 
-A mixture of experts reads every expert that some row has chosen, so a further row is free only as far as it chooses
-experts that other rows have chosen (`formulas.distinct_experts`).
+A mixture of experts reads every expert that at least one row has chosen. So a further row costs nothing only where it
+chooses experts that other rows have chosen too (`formulas.distinct_experts`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,20 @@ from forerun.theory.formulas import distinct_experts
 
 
 def _llama(*sizes: int) -> Spec:
-    """Return a Llama decoder. sizes: ids, hidden size, layers, query and key-value heads, head size, MLP size."""
+    """Return the spec of a Llama decoder.
+
+    sizes: vocabulary size, hidden size, number of layers, query heads, key-value heads, head size, feed-forward size.
+    """
     vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, ffn_size = sizes
     heads = (num_heads, num_kv_heads, head_dim)
     return Plain("llama", vocab_size, hidden_size, num_layers, *heads, ffn_size, 1e-5, 131072).spec
 
 
 def _with_experts(spec: Spec, num: int, chosen: int) -> Spec:
-    """Return the decoder with `num` experts, each as large as its feed-forward part, in place of that part."""
+    """Return the decoder with `num` experts in place of each feed-forward part.
+
+    Each expert is as large as the part it replaces. chosen: the number of experts that a row uses.
+    """
     blocks = [(b, b.mlp or Mlp(0)) for b in spec.blocks]
     return replace(spec, blocks=tuple(replace(b, mlp=None, experts=Experts(num, chosen, mlp)) for b, mlp in blocks))
 
@@ -56,7 +63,7 @@ SHAPES = {
 
 
 class Machine(NamedTuple):
-    """The most bytes that a machine reads per second, and the most operations it does; a multiply-add is two."""
+    """The peak rates of a machine: bytes read and operations done per second. A multiply-add is two operations."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -73,7 +80,7 @@ MACHINES = {
 
 
 class Precision(NamedTuple):
-    """Bytes of one weight (scales included) and of one number of the cache."""
+    """The bytes of one weight, scales included, and of one number in the KV cache."""
 
     weight_bytes: float = 2.0
     cache_bytes: float = 2.0
@@ -84,9 +91,9 @@ BF16 = Precision()
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: `batch` sequences with `rows` new tokens each, behind `context` cached ones.
+    """One forward pass over `batch` sequences, each with `rows` new tokens after `context` cached ones.
 
-    overlap: of the experts that rows choose, from 0 (independent rows) to 1 (all rows choose the same).
+    overlap: how much the rows' choices of experts coincide, from 0 (independent rows) to 1 (all rows choose the same).
     """
 
     rows: int = 1
@@ -102,7 +109,7 @@ class Work(NamedTuple):
     operations: float
 
     def seconds(self, machine: Machine) -> float:
-        """Return the longer of the two times."""
+        """Return the longer of two times: to move the bytes, and to do the operations."""
         return max(self.bytes / machine.bytes_per_s, self.operations / machine.operations_per_s)
 
 
@@ -114,7 +121,7 @@ class PassWork(NamedTuple):
 
     @property
     def total(self) -> Work:
-        """The sum of both."""
+        """The sum of both kinds of work."""
         return Work(self.products.bytes + self.attention.bytes, self.products.operations + self.attention.operations)
 
     def seconds(self, machine: Machine) -> float:
@@ -124,7 +131,11 @@ class PassWork(NamedTuple):
 
 @functools.cache
 def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
-    """Count the weights of all layers' matrices: the ones that every row uses, and of experts by (num, chosen)."""
+    """Count the weights in the matrices of all layers.
+
+    Returns the number that every row uses, and the numbers in experts by (number of experts, experts that a row
+    chooses).
+    """
     dense, experts = 0, Counter[tuple[int, int]]()
     for block, times in Counter(spec.blocks).items():
         for weight in block_weights(block, spec.hidden_size, ""):
@@ -139,7 +150,7 @@ def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
 def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
     """Return how many weights a pass over `num_rows` rows reads: layers' matrices, chosen experts, LM head.
 
-    overlap: see Step. For one row these are the weights that it is multiplied by.
+    overlap: see Step. For one row this is also the number of weights that the row is multiplied by.
     """
     dense, experts = _layer_weights(spec)
     chosen = sum(
@@ -155,21 +166,21 @@ def expert_part(spec: Spec) -> float:
 
 
 def cache_elements(spec: Spec) -> int:
-    """Return how many numbers one token has in the cache: keys and values of all layers."""
+    """Return how many numbers the KV cache has for one token: the keys and values of all layers."""
     with_keys = [a for block in spec.blocks if (a := block.attention) is not None and a.shares_kv_of is None]
     return sum(2 * a.kv_heads * a.head_dim for a in with_keys)
 
 
 def _operations_per_key(spec: Spec) -> int:
-    """Return the operations of a row for each key that it sees: a score, and a weighted value, in all layers."""
+    """Return the operations of a row per key it attends to, in all layers: for a score and a weighted value."""
     return sum(4 * a.heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
 
 
 def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
-    """Return the work of a pass. Every row's logits are wanted, as verification wants them.
+    """Return the work of a pass that computes the logits of every row, as verification needs them.
 
-    A row attends to the context, the rows before it, and itself, as far as its layer's window reaches.
-    Raises ValueError for a step without rows.
+    A row attends to the context, to the rows before it and to itself, as far as the layer's window reaches. Raises
+    ValueError for a step without rows.
     """
     if not (step.rows >= 1 and step.batch >= 1 and step.context >= 0):
         raise ValueError(f"{step}: rows and batch are at least 1, context at least 0")
@@ -189,14 +200,17 @@ def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
 
 
 def pass_seconds(spec: Spec, step: Step, machine: Machine, precision: Precision = BF16) -> float:
-    """Return the least seconds of a pass on a machine."""
+    """Return the least time that a pass can take on a machine, in seconds."""
     return pass_work(spec, step, precision).seconds(machine)
 
 
 def verify_ratios(
     spec: Spec, step: Step, machine: Machine, max_gamma: int, precision: Precision = BF16
 ) -> npt.NDArray[np.float64]:
-    """Return [max_gamma + 1] v(gamma): seconds of a pass over gamma + 1 rows of each sequence / over one."""
+    """Return v(gamma) for gamma = 0 .. max_gamma, [max_gamma + 1].
+
+    v(gamma): seconds of a pass over gamma + 1 rows of each sequence / seconds of a pass over one row of each.
+    """
     passes = [pass_seconds(spec, replace(step, rows=gamma + 1), machine, precision) for gamma in range(max_gamma + 1)]
     return np.array(passes) / passes[0]
 
@@ -209,23 +223,28 @@ def cost_ratio(
     draft_precision: Precision = BF16,
     target_precision: Precision = BF16,
 ) -> float:
-    """Return c: seconds of a pass of the draft model / of the target, both over one row of each sequence of `step`."""
+    """Return c: seconds of the draft model's pass / seconds of the target's pass.
+
+    Both passes are over one row of each sequence of `step`.
+    """
     one = replace(step, rows=1)
     return pass_seconds(draft, one, machine, draft_precision) / pass_seconds(target, one, machine, target_precision)
 
 
 def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
-    """Return the rows of a pass at which products take as long in arithmetic as in reading weights: F / B x bytes / 2.
+    """Return the number of rows at which matrix products take as long for arithmetic as for reading the weights.
 
-    Up to this number of rows (batch x (gamma + 1)) a further one is free, but for the experts that it alone chooses.
+    It is F / B x bytes / 2, with the machine's operations F and bytes B per second, and the bytes of a weight. Up to
+    this number of rows (batch x (gamma + 1)) a further row costs nothing, except for experts that no other row chooses.
     """
     return machine.operations_per_s / machine.bytes_per_s * precision.weight_bytes / 2
 
 
 def encoder_operations(spec: Spec, num_tokens: int) -> float:
-    """Return the operations of an encoder of this size over `num_tokens` tokens: each attends to all of them.
+    """Return the operations of an encoder of this size over `num_tokens` tokens, each of which attends to all.
 
-    One round over gamma + 1 rows behind a context does at most as many as the encoder's one run over context and rows
-    (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and none attends to later rows.
+    One round over gamma + 1 rows after a context does at most as many operations as one run of the encoder over context
+    and rows (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and no row attends to later
+    rows.
     """
     return 2.0 * weights_read(spec) * num_tokens + float(num_tokens) ** 2 * _operations_per_key(spec)

@@ -1,8 +1,8 @@
-"""Tests of samples against stated probabilities, their power, and bounds on deviations that they miss.
+"""Tests of samples against stated probabilities, the power of these tests, and bounds on the deviations they miss.
 
-G-tests and chi-square tests compare counts with probabilities, `holm` judges a family of them together, an e-process
-may be looked at after every sample. `detectable_tv` is the deviation that a test of so many samples finds, `weissman`
-the one that it cannot have missed. No test proves that there is no deviation.
+G-tests and chi-square tests compare counts with probabilities. `holm` judges a family of tests together. An e-process
+may be looked at after every sample. `detectable_tv` is the deviation that a test of so many samples finds. `weissman`
+bounds the deviation that such a test may have missed. No test proves that there is no deviation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy.typing as npt
 from forerun.theory.noise import chi_square_tail
 
 Floats = npt.NDArray[np.float64]
-LEAST_EXPECTED = 5.0  # samples in a cell, below which the chi-square distribution of the statistic is too coarse
+LEAST_EXPECTED = 5.0  # samples in a cell; with fewer, the statistic is not distributed as chi-square
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of a test. num_free: degrees of freedom; 0 where there is one cell and nothing to compare."""
+    """The result of a test. num_free: degrees of freedom; 0 where there is only one cell, and so nothing to compare."""
 
     statistic: float
     num_free: int
@@ -34,9 +34,10 @@ class Fit:
 def g_test(counts: npt.ArrayLike, probs: npt.ArrayLike, least: float = LEAST_EXPECTED) -> Fit:
     """Compare counts [cells] with known probabilities [cells], by the likelihood ratio 2 sum O ln(O / E).
 
-    Cells are pooled, the rarest first, until each expects at least `least` samples, and the statistic is divided by
-    Williams' factor 1 + (sum 1/p - 1) / (6 N (cells - 1)) (Williams 1976), which makes it closer to chi-square. A count
-    where the probability is 0 has the p-value 0.
+    O and E are the observed and the expected count of a cell. Cells are pooled, the rarest first, until each expects at
+    least `least` samples. The statistic is divided by Williams' factor 1 + (sum 1/p - 1) / (6 N (cells - 1)), which
+    makes its distribution closer to chi-square (Williams 1976). The p-value is 0 where an id of probability 0 was
+    counted.
     """
     observed, wanted = np.asarray(counts, dtype=np.float64), np.asarray(probs, dtype=np.float64)
     num = int(observed.sum())
@@ -52,7 +53,7 @@ def g_test(counts: npt.ArrayLike, probs: npt.ArrayLike, least: float = LEAST_EXP
 
 
 def _pooled(counts: Floats, probs: Floats, least: float) -> tuple[Floats, Floats]:
-    """Put the rarest cells together until each has a probability of at least `least`."""
+    """Merge the rarest cells until each cell has a probability of at least `least`."""
     order = np.argsort(probs, kind="stable")
     groups, mass = list[list[int]](), math.inf
     for i in order.tolist():
@@ -69,8 +70,8 @@ def _pooled(counts: Floats, probs: Floats, least: float) -> tuple[Floats, Floats
 def independence_test(table: npt.ArrayLike) -> Fit:
     """Test whether the rows and columns of counts [R, C] are independent, by the likelihood ratio.
 
-    For pairs of neighbours in a series, which overlap, the statistic has the same (R - 1)(C - 1) degrees of freedom
-    (Bartlett 1951).
+    The statistic has (R - 1)(C - 1) degrees of freedom, also where the counts are of overlapping pairs of neighbours in
+    a series (Bartlett 1951).
     """
     counts = np.asarray(table, dtype=np.float64)
     counts = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
@@ -84,9 +85,9 @@ def independence_test(table: npt.ArrayLike) -> Fit:
 
 
 def holm(p_values: Seq[float], level: float) -> list[bool]:
-    """Return which tests of a family are rejected, so that any true one is with probability `level` at most.
+    """Return which hypotheses of a family are rejected. A true one is among them with probability `level` at most.
 
-    Holm 1979: the i-th smallest of m p-values is compared with level / (m - i + 1), until one is not below.
+    Holm 1979: the i-th smallest of m p-values is compared with level / (m - i + 1), up to the first that is larger.
     """
     rejected = [False] * len(p_values)
     for i, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -100,9 +101,10 @@ def holm(p_values: Seq[float], level: float) -> list[bool]:
 
 
 def detectable_tv(num_samples: int, num_free: int, level: float, power: float = 0.99) -> float:
-    """Return the total variation that a test at this level finds with this probability, whatever its direction.
+    """Return the total variation distance that a test at this level detects with probability `power`, in any direction.
 
-    The non-centrality of the statistic is N sum (s - p)^2 / p >= 4 N TV^2 for every pair of distributions.
+    The non-centrality of the statistic is N sum (s - p)^2 / p, which is at least 4 N TV^2 for all distributions s and
+    p.
     """
     if num_samples < 1 or num_free < 1:
         return 1.0
@@ -128,7 +130,10 @@ def _root(rising: Callable[[float], float], most_steps: int = 60) -> float:
 
 
 def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
-    """Return the non-central P(at least `value`): a Poisson mixture of central tails, two degrees of freedom apart."""
+    """Return the probability that a non-central chi-square variable is at least `value`.
+
+    It is a Poisson mixture of central tails, each of two more degrees of freedom than the one before.
+    """
     half, mean = value / 2, noncentral / 2
     tail, log_term = chi_square_tail(value, num_free), num_free / 2 * math.log(half) - half
     log_term -= math.lgamma(num_free / 2 + 1)
@@ -142,9 +147,10 @@ def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
 
 
 def weissman(num_samples: int, num_cells: int, eta: float) -> float:
-    """Return d: with probability 1 - eta, a sample's shares are within a total variation of d of its distribution.
+    """Return a bound on the total variation distance between a sample's shares and the distribution it was drawn from.
 
-    Weissman et al. 2003, in the simpler form sqrt((cells ln 2 + ln(1 / eta)) / (2 N)).
+    The bound holds with probability 1 - eta. It is that of Weissman et al. 2003, in the simpler form
+    sqrt((cells ln 2 + ln(1 / eta)) / (2 N)).
     """
     if num_samples < 1:
         return 1.0
@@ -155,10 +161,11 @@ def weissman(num_samples: int, num_cells: int, eta: float) -> float:
 
 
 def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> float:
-    """Return the largest logarithm that an e-process reached over a series of bins, whose probabilities are known.
+    """Return the largest logarithm that an e-process reaches over a series of bins with known probabilities.
 
-    The process is the likelihood ratio of a Dirichlet mixture over the null. Its mean is 1 at any time, so that it
-    reaches 1 / level with probability `level` at most, whenever one looks (Ville 1939): exp(-largest) is a p-value.
+    The process is the likelihood ratio of a Dirichlet mixture to the null hypothesis `probs`. Under that hypothesis its
+    mean is 1 at any time, so it ever reaches 1 / level with probability `level` at most (Ville 1939). Hence
+    exp(-largest) is a p-value, however often one looks. prior: the Dirichlet parameter of each bin.
     """
     wanted = np.asarray(probs, dtype=np.float64)
     counts, total = [prior] * len(wanted), prior * len(wanted)
@@ -174,9 +181,10 @@ def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> f
 
 
 def poisson_binomial_p(count: int, probs: npt.ArrayLike) -> float:
-    """Return the two-sided p-value of `count` successes in independent trials of these probabilities.
+    """Return the two-sided p-value of `count` successes in independent trials with these probabilities.
 
-    Exact, by adding one trial after the other; counts of 12 deviations beyond the mean are left out.
+    The distribution is built exactly, by adding one trial after the other. Only counts more than 12 standard deviations
+    above the mean are left out.
     """
     rates = np.asarray(probs, dtype=np.float64)
     rates = rates[rates > 0]

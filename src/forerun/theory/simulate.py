@@ -1,6 +1,6 @@
-"""Simulation of speculative decoding, to compare with the formulas: coins are thrown, no formula is used.
+"""Simulations of speculative decoding, to check the formulas against. They throw coins and use no formula.
 
-All rounds of a simulation run at once as numpy arrays; a million take about a second at most.
+All rounds of a simulation run at once, as numpy arrays. A million rounds take about a second at most.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Estimate(NamedTuple):
-    """A mean, and one standard error of it."""
+    """A mean and its standard error."""
 
     mean: float
     error: float
 
     def agrees(self, value: float, num_errors: float = 4.0) -> bool:
-        """Return whether a value is within so many standard errors."""
+        """Return whether a value is at most `num_errors` standard errors away from the mean."""
         return abs(self.mean - value) <= num_errors * self.error + 1e-12
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Counts of simulated rounds, and the standard error of the mean."""
+    """Counts over simulated rounds, and the mean number of tokens per round with its standard error."""
 
     num_rounds: int
     num_drafted: int
@@ -41,15 +41,18 @@ class Simulated:
     num_accepted: int
     tokens_per_round: float
     tokens_per_round_error: float  # one standard error
-    num_rounds_by_accepted: Ints  # [gamma + 1] rounds that accepted 0, 1, ... gamma tokens
+    num_rounds_by_accepted: Ints  # [gamma + 1] how many accepted 0, 1, ... gamma tokens
 
     @property
     def tokens(self) -> Estimate:
-        """The emitted tokens of a round."""
+        """The mean number of tokens that a round emits."""
         return Estimate(self.tokens_per_round, self.tokens_per_round_error)
 
     def speedup(self, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> Estimate:
-        """Return tokens per second over plain decoding's, where every round costs c gamma + v + o plain passes."""
+        """Return the speed-up over plain decoding, where a round costs as much as c gamma + v + o plain target passes.
+
+        v is `verify_ratio`, o is `overhead`; see `formulas.speedup`.
+        """
         cost = c * gamma + verify_ratio + overhead
         return Estimate(self.tokens_per_round / cost, self.tokens_per_round_error / cost)
 
@@ -57,8 +60,8 @@ class Simulated:
 def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) -> Simulated:
     """Simulate rounds that draft gamma tokens and accept each with probability alpha up to the first rejection.
 
-    alpha: one number, or one of each position. Raises ValueError for alpha outside [0, 1], a negative gamma, and fewer
-    than 2 rounds.
+    alpha: one number for all positions, or one for each. Raises ValueError for alpha outside [0, 1], a negative gamma,
+    or fewer than 2 rounds.
     """
     alphas = np.asarray(alpha, dtype=np.float64)
     if not (((alphas >= 0) & (alphas <= 1)).all() and gamma >= 0 and num_rounds >= 2):
@@ -81,9 +84,10 @@ def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) ->
 
 
 def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float = 0.0) -> Estimate:
-    """Simulate an oracle that drafts up to the first token that will be rejected; return its speed-up, for alpha < 1.
+    """Simulate an oracle that drafts exactly the tokens that will be accepted, and return its speed-up, for alpha < 1.
 
-    row_cost: seconds that each drafted row adds to the target's pass, in plain passes; 0 where nothing is verified.
+    row_cost: the time that each drafted token adds to a target pass, in passes over one token; 0 where drafts are not
+    verified.
     """
     lengths = np.random.default_rng(seed).geometric(1 - alpha, num_rounds) - 1
     return _ratio(lengths + 1.0, 1 + (c + row_cost) * lengths)
@@ -102,7 +106,8 @@ def texts(
 ) -> Estimate:
     """Simulate texts of `num_tokens` tokens and return the speed-up.
 
-    knows_end: whether the last rounds draft no more tokens than are missing; else all rounds draft gamma.
+    knows_end: whether the last rounds draft no more tokens than are missing, less the one that the target adds.
+    Otherwise every round drafts gamma tokens.
     """
     generator = np.random.default_rng(seed)
     left, cost = np.full(num_texts, num_tokens), np.zeros(num_texts)
@@ -122,33 +127,37 @@ def texts(
 
 @dataclass(frozen=True)
 class Emitted:
-    """The tokens that `num_rounds` tested positions emitted, with p and q the same at each."""
+    """The tokens that were emitted at `num_rounds` tested positions, which all had the same p and q."""
 
     num_rounds: int
     num_accepted: int
-    counts: Ints  # [V] emitted tokens by id
+    counts: Ints  # [V] how often each id was emitted
 
     @property
     def acceptance(self) -> Estimate:
-        """The share of accepted tokens."""
+        """The share of drafted tokens that were accepted."""
         share = self.num_accepted / self.num_rounds
         return Estimate(share, math.sqrt(share * (1 - share) / self.num_rounds))
 
     def l1(self, probs: npt.ArrayLike) -> float:
-        """Return the L1 distance of the emitted shares to `probs`, which chance keeps above 0 (see `l1_noise`)."""
+        """Return the L1 distance between the shares of the emitted ids and `probs`.
+
+        Chance keeps this distance above 0 even for a perfect sampler, see `l1_noise`.
+        """
         return float(np.abs(self.counts / self.num_rounds - np.asarray(probs)).sum())
 
     def errors(self, probs: npt.ArrayLike) -> Floats:
-        """Return [V] how many standard errors each id's share is away from its probability in `probs`."""
+        """Return for each id by how many standard errors its share differs from its probability in `probs`, [V]."""
         p = np.asarray(probs, dtype=np.float64)
         sigma = np.sqrt(np.maximum(p * (1 - p), 0) / self.num_rounds)
         return np.abs(self.counts / self.num_rounds - p) / np.maximum(sigma, 1e-12)
 
 
 def l1_noise(probs: npt.ArrayLike, num_rounds: int) -> float:
-    """Return the mean L1 distance to `probs` of the shares of a perfect sampler, about .030 at V = 8 and 5000 rounds.
+    """Return the mean L1 distance between `probs` and the shares of ids that a perfect sampler draws.
 
-    By the normal approximation: sum_x sqrt(2 p (1 - p) / (pi num_rounds)).
+    It is about .030 at V = 8 and 5000 rounds. By the normal approximation it is
+    sum_x sqrt(2 p (1 - p) / (pi num_rounds)).
     """
     p = np.asarray(probs, dtype=np.float64)
     return float(np.sqrt(2 * p * (1 - p) / (math.pi * num_rounds)).sum())
@@ -157,10 +166,11 @@ def l1_noise(probs: npt.ArrayLike, num_rounds: int) -> float:
 def position(
     p: npt.ArrayLike, q: npt.ArrayLike, num_rounds: int, seed: int, rule: str = "ratio", lenience: float = 1.0
 ) -> Emitted:
-    """Simulate one drafted token and the token emitted at its place, by one of POSITION_RULES. p, q: [V].
+    """Simulate the draft and the verification of one token, `num_rounds` times, by one of POSITION_RULES. p, q: [V].
 
-    ratio: speculative sampling, lenient below lenience = 1. rejection: one try of rejection sampling, else a draw from
-    p (appendix A.2). match: Gumbel-max draws from q and p under shared noise. Raises ValueError for another rule.
+    ratio: speculative sampling, which is lenient where `lenience` is below 1. rejection: one try of rejection sampling
+    and, if the try rejects, a draw from p (appendix A.2 of Leviathan et al. 2023). match: Gumbel-max draws from q and p
+    under shared noise. Raises ValueError for another rule.
     """
     if rule not in POSITION_RULES:
         raise ValueError(f"rule={rule!r} must be one of {', '.join(POSITION_RULES)}")
@@ -204,10 +214,10 @@ POSITION_RULES: dict[str, Callable[[Floats, Floats, int, np.random.Generator, fl
 def several(
     p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int, num_rounds: int, seed: int, rho: float = 0.0
 ) -> Estimate:
-    """Simulate one position with independent draws from q; return the share of rounds that accept one of them.
+    """Simulate one position with several independent draws from q; return the share of rounds that accept a draw.
 
-    rho > 0: K-SEQ tests every draw against p / rho. rho = 0: recursive rejection sampling tests each draw against the
-    residual that the draws before it left of p.
+    rho > 0: K-SEQ, which tests every draw against p / rho. rho = 0: recursive rejection sampling, which tests each draw
+    against the residual of p after the draws before it.
     """
     left, probs = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     generator, accepted = np.random.default_rng(seed), np.zeros(num_rounds, dtype=np.bool_)
@@ -223,9 +233,10 @@ def several(
 def chains(
     p: npt.ArrayLike, q: npt.ArrayLike, gamma: int, num_rounds: int, seed: int, *, block: bool = False
 ) -> Estimate:
-    """Simulate rounds of a drafted chain with the same p and q at every position; return the emitted tokens of a round.
+    """Simulate rounds that draft a chain of gamma tokens, and return the mean number of tokens that a round emits.
 
-    block: by block verification (Sun et al. 2024, arXiv 2403.10444), else token by token.
+    p and q are the same at every position. block: verify by block verification (Sun et al. 2024, arXiv 2403.10444);
+    otherwise verify token by token.
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     generator = np.random.default_rng(seed)
@@ -248,9 +259,10 @@ def chains(
 
 
 def trees(nodes: Seq[Node], a: Seq[float], num_rounds: int, seed: int) -> Estimate:
-    """Simulate rounds of a tree, whose child number k is the accepted one with probability a[k]; return their tokens.
+    """Simulate rounds that draft a tree, and return the mean number of tokens that a round emits.
 
-    A round ends where the accepted child is not in the tree, and where none is accepted.
+    a[k]: the probability that child k of an accepted node is the accepted child. A round ends where the accepted child
+    is not in the tree, and where no child is accepted.
     """
     children = np.full((len(nodes) + 1, len(a) + 1), -1, dtype=np.int64)  # row: parent + 1; last column: no child
     for i, node in enumerate(nodes):
@@ -271,7 +283,7 @@ def trees(nodes: Seq[Node], a: Seq[float], num_rounds: int, seed: int) -> Estima
 
 
 def _draw(weights: Floats, num: int, generator: np.random.Generator) -> Ints:
-    """Return [num] ids drawn in proportion to `weights`, never one of weight 0."""
+    """Return `num` ids, drawn in proportion to `weights`. An id of weight 0 is never drawn."""
     bounds = np.cumsum(weights)
     ids = np.searchsorted(bounds, generator.random(num) * bounds[-1], side="right")
     return np.asarray(np.minimum(ids, np.flatnonzero(weights)[-1]), dtype=np.int64)
@@ -282,6 +294,6 @@ def _estimate(values: npt.NDArray[np.generic]) -> Estimate:
 
 
 def _ratio(tokens: npt.NDArray[np.floating], costs: npt.NDArray[np.floating]) -> Estimate:
-    """Return the ratio of two sums, and its standard error by the delta method."""
+    """Return the sum of tokens over the sum of costs, with the standard error by the delta method."""
     mean = float(tokens.sum() / costs.sum())
     return Estimate(mean, float((tokens - mean * costs).std(ddof=1)) / (float(costs.mean()) * math.sqrt(len(costs))))

@@ -1,7 +1,8 @@
-"""The trees of a given number of nodes that gain the most: Sequoia's programme (Chen et al. 2024, arXiv 2402.12374).
+"""The draft trees of a given number of nodes that emit most tokens, as in Sequoia (Chen et al. 2024, arXiv 2402.12374).
 
-a[k] is the probability that the child drawn as number k is the accepted one, given that its parent is accepted. A tree
-then emits F = 1 + the sum over its nodes of the product of a along the path, in tokens; the 1 is the final token.
+a[k] is the probability that the child with rank k is the accepted child, given that its parent is accepted. The value
+of a node is the product of a along the path from the root to the node. A tree emits F tokens on average: the sum of its
+nodes' values, plus 1 for the final token.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """A node of a tree. parent: index among the nodes, -1 = the root. rank: among its siblings. depth: 0 = first."""
+    """A node of a tree, below the root.
+
+    parent: the parent's index among the nodes, -1 = the root. rank: the node's place among its siblings. depth: 0 = a
+    child of the root.
+    """
 
     parent: int
     rank: int
     depth: int
-    value: float  # the probability that it is accepted
+    value: float  # the probability that the node is accepted
 
 
 def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
-    """Yield the nodes of a tree in the order of their values, which are products of rates; the largest comes first.
+    """Yield nodes in descending order of their values. A value is the product of the rates along the path to the node.
 
-    rates: the rates of each node's children, best first, by the number of the node in this order (-1 = the root). When
-    a node was yielded the caller adds the rates of its children before it asks for the next node; a node without rates
-    has no children. Values never rise, so a parent comes before its children, and siblings in their order.
+    rates: for each node, the rates of its children, best first. The key is the node's number in the order of yielding,
+    -1 = the root. After a node is yielded, the caller adds the rates of its children before it asks for the next node.
+    A node without rates has no children. Values never rise, so parents come before their children, and siblings in the
+    order of their ranks.
     """
     waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
     arrivals, values = itertools.count(), {-1: 1.0}
@@ -49,9 +55,10 @@ def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
 
 
 def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) -> list[Node]:
-    """Return the nodes of the best tree, where a falls with the rank: the nodes of the largest products, best first.
+    """Return the nodes of the best tree, those of the largest values, best first. `a` must not rise with the rank.
 
-    widths: most children of a node by its children's depth, which also limits the depth; None = no limit but len(a).
+    widths: the most children of a node, by the depth of the children. The tree has at most len(widths) levels.
+    None = up to len(a) children at any depth.
     """
 
     def at(depth: int) -> Seq[float]:
@@ -68,15 +75,15 @@ def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) ->
 
 
 def expected_tokens(nodes: Seq[Node]) -> float:
-    """Return F of a tree."""
+    """Return F, the mean number of tokens that a round with this tree emits."""
     return 1.0 + sum(node.value for node in nodes)
 
 
 def most_tokens(a: Seq[float], num_nodes: int, depth: int) -> float:
-    """Return the largest F of a tree of `num_nodes` nodes, the root counted, with `depth` levels below the root.
+    """Return the largest F of a tree of `num_nodes` nodes, root included, and at most `depth` levels below the root.
 
-    Sequoia's recursion, for any a: F(n, d, b) = max_m F(n - m, d, b - 1) + a_b max_b' F(m, d - 1, b'), with b children
-    of the root; F(1, d, 0) = 1.
+    Sequoia's recursion holds for any a: F(n, d, b) = max_m [F(n - m, d, b - 1) + a_b max_b' F(m, d - 1, b')] and
+    F(1, d, 0) = 1. Here n counts the nodes, d the levels below the root, and b the children of the root.
     """
 
     @functools.cache
