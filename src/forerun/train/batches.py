@@ -48,7 +48,7 @@ def id_type(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
 
 
 class Rows(Protocol):
-    """An endless sequence of windows of ids, of one length."""
+    """An endless sequence of windows of ids, all of one length."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +101,7 @@ class WindowStream:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """An endless sequence of whole rows of ids [N, L + 1], such as images; each epoch has a new order."""
+    """An endless sequence of whole rows of ids [N, L + 1], such as images. Each epoch has a new order."""
 
     ids: NDArray[np.int64]
     seed: int
@@ -143,7 +143,7 @@ class Mixture:
 def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor:
     """Return the first `most` consecutive windows of a stream, int64 [n, seq_len_tokens + 1].
 
-    Raises BadOption where there is none.
+    Raises BadOption where the stream is too short for one window.
     """
     count = min(most, (len(tokens) - 1) // seq_len_tokens)
     if count < 1:
@@ -155,9 +155,9 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
 
 
 def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool = False) -> Tokens:
-    """Read a file of `forerun train sample` as one stream, with the id `end` behind each text, [N].
+    """Read a file of `forerun train sample` as one stream, with the id `end` after each text, [N].
 
-    held_out: read the texts that training must not see. Raises BadOption where its ids are of another tokenizer.
+    held_out: read the texts that training must not see. Raises BadOption for a file with ids of another tokenizer.
     """
     file = read_samples(path)
     if file.options["tokenizer"] != text_tokenizer.Tokenizer(tokenizer, path).fingerprint:
@@ -171,7 +171,8 @@ def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool =
 def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.int64]:
     """Read rows of token ids of one length, int64 [N, seq_len_tokens + 1], from a .npy file.
 
-    Raises NotFound where there is none, UnsupportedModel for another file, BadOption for rows that do not fit.
+    Raises NotFound where there is no file, UnsupportedModel for a file of another kind, and BadOption for rows that do
+    not fit the sequence length or the vocabulary.
     """
     if not path.is_file():
         raise NotFound(f"there is no file {shown(str(path))}: name one that numpy.save wrote")
@@ -193,6 +194,6 @@ def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.in
 
 
 def split_rows(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that training sees, and the held-out ones: every HELD_OUT_EVERYth, as for samples."""
+    """Return the rows that training sees, and the held-out rows: every HELD_OUT_EVERYth, as for samples."""
     is_held_out = np.arange(len(ids)) % HELD_OUT_EVERY == 0
     return ids[~is_held_out], ids[is_held_out]

@@ -1,4 +1,4 @@
-"""Writes the model card of a pair from the logs of its training, so that every number in it was measured."""
+"""Writes the model card of a pair from the logs of its training, so that every number in the card was measured."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def write_card(
 ) -> None:
     """Write the card to `out`, and the list of source files beside it as sources.txt.
 
-    target, draft: out folders of `train lm`; numbers: the file of `train pair --out`; history, target_history: out
-    folders of earlier stages of the draft and of the target. Raises NotFound where one of their files is missing.
+    target, draft: out folders of `train lm`. numbers: the file of `train pair --out`. history, target_history: out
+    folders of earlier stages of the draft and of the target. Raises NotFound where one of these files is missing.
     """
     target_run = read_run(target)
     corpus = load_corpus()
@@ -81,7 +81,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
-    """Return (modules, characters) by name of the split."""
+    """Return the numbers of modules and characters, by name of the split."""
     splits = {name: getattr(corpus, name) for name in ("train", "validation", "bench")}
     return {name: (len(split), sum(len(d.text) for d in split)) for name, split in splits.items()}
 
@@ -153,7 +153,7 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 
 
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Return the section with options and losses of each run; a stage before the last may have been stopped early."""
+    """Return the section with options and losses of each run. Stages before the last may have been stopped early."""
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "

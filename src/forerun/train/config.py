@@ -16,9 +16,9 @@ LossName = Literal["ce", "kl", "alpha"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The length and the learning rate of a run. Sizes in tokens, times in seconds.
+    """The length and the learning rate of a run. Sizes are in tokens, times in seconds.
 
-    weight_decay: on matrices; norms are left alone. grad_clip: the largest norm of the gradient.
+    weight_decay: of matrices; norms have none. grad_clip: the largest norm of the gradient.
     """
 
     out: Path = option(REQUIRED, "folder for log, curves, state and what was learned (out/model, of a head out/head)")
@@ -104,18 +104,21 @@ class TrainConfig(LoopConfig):
 
     @property
     def num_sample_rows(self) -> int:
-        """The rows of a batch that the target wrote, where samples are given."""
+        """The number of rows in a batch that the target wrote, where samples are given."""
         return round(self.rows_per_step * self.samples_share)
 
     @property
     def reads_text(self) -> bool:
-        """Whether it also learns from text that the target did not write."""
+        """Whether the model also learns from text that the target did not write."""
         return self.samples is None or self.num_sample_rows < self.rows_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(LoopConfig):
-    """One run of `forerun train head`. fit_tokens: tokens that its first weights are fitted to, before any step."""
+    """One run of `forerun train head`.
+
+    fit_tokens: the number of tokens that the head's first weights are fitted to, before any step.
+    """
 
     method: str = option(
         REQUIRED, "what is trained, with its options, as in eagle:draft_vocab=4096,steps=3: see `train heads`"
@@ -194,6 +197,6 @@ class DrafterConfig:
 
 
 def check_teacher(loss: LossName, teacher: str | None) -> None:
-    """Raise BadOption for a loss that needs a target without one."""
+    """Raise BadOption where the loss needs a target and none is given."""
     if loss != "ce" and teacher is None:
         raise BadOption(f"--loss {loss} learns from a target's distribution: give --teacher PATH")

@@ -1,9 +1,9 @@
 """The text that the shipped pair is trained on: the source of the Python standard library, cut into three splits.
 
-Whole modules are held out. Models learn from *train*, recipes are chosen and losses reported by *validation*, and only
-the benchmark prompts come from *bench*. The file list depends on the Python version alone (paths relative to the
-standard library's folder, sorted), so that a run can be repeated elsewhere; `Corpus.fingerprint` is equal if the data
-are. In other text, such as installed packages, whole folders are held out.
+Whole modules are held out. Models learn from *train*. *validation* serves to choose recipes and to report losses.
+*bench* serves for the benchmark prompts alone. The list of files (sorted paths, relative to the standard library's
+folder) depends on the Python version alone, so that a run can be repeated elsewhere. `Corpus.fingerprint` is equal
+exactly where the data are equal. In other text, such as installed packages, whole folders are held out.
 
 The corpus leaves out tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or
 machine-dependent files, and installed packages. They are data or repetition rather than code worth imitating.
@@ -37,7 +37,8 @@ VALIDATION_MODULES = frozenset(
 BENCH_MODULES = frozenset({"cmd", "contextlib", "csv", "fnmatch", "graphlib", "heapq", "json", "netrc", "pprint"}) | {
     *("sched", "shelve", "shlex", "statistics", "string", "timeit", "zipapp")
 }
-# For other text: the share that each held-out split gets, and the largest share of a folder that may be held out.
+# For other text: the share of the text that each held-out split gets, and the largest share that one of its folders
+# may have.
 HELD_OUT_SHARE, MOST_OF_ONE = 0.01, 0.05
 
 
@@ -51,7 +52,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three splits, each sorted by path; other text is sorted by hash, so that its beginning is a sample of it."""
+    """The three splits. The standard library is sorted by path.
+
+    Other text is sorted by hash, so that its beginning is a sample of the whole.
+    """
 
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
@@ -72,7 +76,7 @@ def stdlib_folder() -> Path:
 
 
 def list_sources(folder: Path) -> list[str]:
-    """Return the sorted relative paths (forward slashes) of the Python sources below `folder` in the corpus."""
+    """Return the sorted relative paths (forward slashes) of the sources below `folder` that belong to the corpus."""
     relative = (path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
     return sorted(path for path in relative if is_wanted(path))
 
@@ -94,10 +98,11 @@ def split_of(path: str) -> str:
 
 
 def other_splits(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the split of each path of text that has none of the modules above. sizes: characters, by path.
+    """Return the split of each path, for text without the modules that `split_of` holds out.
 
-    All files of one folder are in one split; a file at the top is a group by itself. Folders are held out in the order
-    of their hashes, until a split has its share; large ones are not held out.
+    sizes: the number of characters, by path. All files of one folder are in one split, and a file at the top is a group
+    by itself. Folders are held out in the order of their hashes, until a split has its share. Large folders are not
+    held out.
     """
     groups: dict[str, list[str]] = {}
     for path in sizes:
@@ -167,7 +172,10 @@ def load_corpus(folder: Path | None = None) -> Corpus:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One held-out prompt: `text` ends at the end of a line inside or before a function; `module` is its source."""
+    """One held-out prompt.
+
+    text: its last line ends a signature, a docstring or a statement. module: the path of the source.
+    """
 
     id: str
     module: str
@@ -202,7 +210,7 @@ def bench_prompts(
 def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
     """Yield, for each function or class, its name and the number (1-based) of a line at which a prompt can end.
 
-    It is the last line of the signature, of the docstring, or of a statement in the first half of the body. Bodies of
+    The line is the last of the signature, of the docstring, or of a statement in the first half of the body. Bodies of
     fewer than three lines are left out, and so is text that Python cannot parse.
     """
     try:
@@ -227,9 +235,10 @@ def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
 def context_before(
     lines: list[str], last_line: int, count_tokens: Callable[[str], int], wanted: int, most: int
 ) -> str | None:
-    """Return whole lines up to `last_line` (1-based, included) with `wanted` to `most` tokens, or None.
+    """Return whole lines up to `last_line` (1-based, included) with `wanted` to `most` tokens; None where no line fits.
 
-    There is no newline at the end: the tokenizer joins it with the indentation that the model is to choose.
+    The text may have fewer tokens, where it begins the file or one more line would be too much. There is no newline at
+    the end, because the tokenizer joins a newline with the indentation that the model is to choose.
     """
     first = last_line
     text = ""

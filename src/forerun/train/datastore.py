@@ -1,4 +1,4 @@
-"""Makes the file of the drafter `datastore`: the tokens of texts, and a suffix array of them (REST, 2311.08252)."""
+"""Makes the file of the drafter `datastore`: the tokens of texts, and their suffix array (REST, arXiv 2311.08252)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def train(
 ) -> int:
     """Write a datastore of texts (read_texts) with the ids of a target to `out`, and return its number of tokens.
 
-    target: as LLM takes it, None = the default one. progress is called with the tokens so far, behind each text.
-    Raises UserError for impossible options, before any text is read where that can be seen.
+    target: as for LLM; None = the default target. progress: called after each text, with the number of tokens so far.
+    Raises UserError for impossible options, before any text is read where possible.
     """
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
@@ -44,12 +44,15 @@ def train(
 
 
 def joined(texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], None] = lambda num_tokens: None) -> Ints:
-    """Return texts of ids, END_OF_TEXT behind each, in one array [n]. Raises NotFound where they have no token."""
+    """Return texts of ids in one array [n], with END_OF_TEXT after each text.
+
+    Raises NotFound where the texts have no token.
+    """
     parts: list[Ints] = []
     num_tokens = 0
     for ids in texts:
         text = np.array([*ids, END_OF_TEXT], dtype=np.int32)
-        parts.append(text[text < num_ids])  # an id of the tokenizer without a row in the model is never said
+        parts.append(text[text < num_ids])  # the model never writes an id that it has no row for
         num_tokens += len(parts[-1])
         progress(num_tokens)
     if num_tokens == len(parts):
@@ -63,10 +66,11 @@ def save(tokens: Ints, out: Path, fingerprint: str) -> None:
 
 
 def suffix_array(tokens: Ints) -> Ints:
-    """Return the starts of all suffixes of `tokens` [n] in lexicographic order; a prefix comes before the whole.
+    """Return the starts of all suffixes of `tokens` [n] in lexicographic order.
 
-    Prefix doubling (Manber, Myers 1993): suffixes that are sorted by their first h tokens are sorted by 2 h with the
-    ranks of the suffixes h tokens further on. Only suffixes with equal first h tokens are sorted again.
+    A suffix comes before those that it is a prefix of. By prefix doubling (Manber, Myers 1993): once suffixes are
+    sorted by their first h tokens, the ranks of the suffixes h tokens further on sort them by 2 h tokens. Only suffixes
+    with equal first h tokens are sorted again.
     """
     num = len(tokens)
     order = np.argsort(tokens, kind="stable")

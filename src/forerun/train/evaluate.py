@@ -1,4 +1,4 @@
-"""Measures alpha-hat of a pair by decoding held-out prompts speculatively with the package's own engine."""
+"""Measures alpha-hat of a target and its draft model, by decoding held-out prompts with the package's own engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forerun.types import SamplingParams
 
 @dataclass(frozen=True)
 class PairNumbers:
-    """Counts over all prompts; alpha_hat is accepted / tested tokens, None where nothing was tested."""
+    """Counts over all prompts. alpha_hat: accepted / tested tokens; None where no token was tested."""
 
     temperature: float
     num_prompts: int
@@ -30,7 +30,7 @@ class PairNumbers:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """Read the texts of a prompts.jsonl; with a limit, that many, spread evenly over the file."""
+    """Read the texts of a prompts.jsonl. limit: the most texts to return, spread evenly over the file; None = all."""
     if not path.exists():
         raise NotFound(f"there is no {path}: `forerun train prompts` makes it")
     texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
@@ -47,9 +47,10 @@ def measure_pair(
     spec_length: int = 5,
     seed: int = 0,
 ) -> PairNumbers:
-    """Decode every prompt with the draft model, by ratio verification at temperature > 0, and add up the reports.
+    """Decode every prompt speculatively with the draft model, and add up the reports.
 
-    Seeds are seed, seed + 1, ... by prompt, so the numbers repeat on one machine.
+    Drafts are verified by the ratio rule at temperature > 0. The prompts get the seeds seed, seed + 1, ..., so the
+    numbers repeat on one machine.
     """
     llm = LLM(str(target), draft=str(draft), spec_length=spec_length)
     outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
@@ -59,7 +60,10 @@ def measure_pair(
 def decode(
     llm: LLM, prompts: Sequence[str], temperature: float, max_tokens: int, seed: int, *, ignore_eos: bool
 ) -> list[RequestOutput]:
-    """Decode every prompt, by ratio verification at temperature > 0; the seeds are seed, seed + 1, ... by prompt."""
+    """Decode every prompt. Drafts are verified by the ratio rule at temperature > 0.
+
+    The prompts get the seeds seed, seed + 1, ...
+    """
     params = [
         SamplingParams(
             max_tokens=max_tokens,

@@ -1,9 +1,9 @@
-"""The features that a head reads: its target's hidden states of texts, kept from writing, or computed again.
+"""The features that a head reads: hidden states of the target on texts, recorded as it writes, or computed again.
 
-For every token of a text: the residual stream behind some layers, the rows behind the final norm, and the likeliest
-next id. Rows are rounded to bfloat16 in all cases, so a run on stored features equals one on recomputed features;
-recorded features are zeros for a text's last token, but nothing is learned from it. Stored, a token takes
-2 H (layers + 1) + 4 bytes.
+The features of a token are the residual stream after some layers, the hidden state after the final norm, and the
+likeliest next id. Hidden states are always rounded to bfloat16, so a run on stored features equals one on recomputed
+features. Recorded features of a text's last token are zeros, but nothing is learned from them. A stored token takes 2 H
+(layers + 1) + 4 bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Features:
 
     @classmethod
     def joined(cls, parts: Seq[Features]) -> Features:
-        """Return the features of a text from its parts."""
+        """Return the features of a text from the features of its parts."""
         return cls(*(torch.cat(rows) for rows in zip(*(part.tensors for part in parts), strict=True)))
 
 
@@ -60,9 +60,9 @@ class FeatureSource(Protocol):
 
 
 class Recomputed:
-    """Runs the target over a text whenever its features are asked for.
+    """Runs the target over a text whenever the features of the text are asked for.
 
-    layers: the number of layers before each wanted hidden state. longest: tokens of a text at most.
+    layers: for each wanted hidden state, the number of layers before it. longest: the most tokens of a text.
     """
 
     def __init__(self, model: Model, layers: Seq[int], longest: int) -> None:
@@ -89,25 +89,29 @@ class Recomputed:
 
 
 def features_of(model: Model, layers: Seq[Any], hidden: Any, best: Seq[int]) -> Features:
-    """Return the features of rows from the model's own arrays: each of layers, and hidden, [n, H]."""
+    """Return the features of some rows from the model's own arrays.
+
+    layers: for each layer, the rows [n, H] of the residual stream. hidden: the rows [n, H] after the final norm.
+    """
     rows = [torch.from_numpy(model.rows.to_host(row)).bfloat16() for row in (*layers, hidden)]
     taps = torch.stack(rows[:-1], 1) if layers else torch.empty(*rows[-1].shape[:1], 0, *rows[-1].shape[1:]).bfloat16()
     return Features(taps, rows[-1], torch.tensor(best, dtype=torch.int64))
 
 
 def best_of(model: Model, hidden: Any) -> list[int]:
-    """Return the likeliest next id of each row [n, H] behind the final norm."""
+    """Return the likeliest next id of each row. hidden [n, H]: the rows after the final norm."""
     if isinstance(model, FindsBest):
         return model.best(hidden, list(range(len(hidden))), model.config.vocab_size)[0]
     return largest.best(model.rows.to_host(model.logits(hidden)))
 
 
 class Stored:
-    """Features in a folder: missing ones are computed first, the others are read.
+    """Features in a folder. At first those that are missing are computed; then all are read from the folder.
 
-    samples: in the order in which they are stored. layers: the wanted ones among the layers that `source` reads. facts:
-    all that the features depend on; a folder with other facts is refused. A process that was killed goes on where it
-    was. say: called after each text that was added, with the number of texts so far and the number of all.
+    samples: in the order in which their features are stored. layers: the wanted layers, among those that `source`
+    reads. facts: all that the features depend on; a folder with other facts is refused. say: called after each text
+    that was added, with the number of texts so far and the number of all texts. After a process was killed, the next
+    one goes on where it was.
     """
 
     def __init__(
@@ -146,7 +150,8 @@ class Stored:
 class FeatureFile:
     """The features of texts in a folder, one text after the other.
 
-    layers: the rows were taken behind them; width: of a row. Raises BadOption for a folder of other facts.
+    layers: the layers after which the residual stream is stored. width: the hidden size. Raises BadOption for a folder
+    with other facts.
     """
 
     def __init__(self, folder: Path, layers: Seq[int], width: int, facts: Mapping[str, Any]) -> None:
@@ -157,11 +162,11 @@ class FeatureFile:
 
     @property
     def num_tokens(self) -> int:
-        """The number of whole rows; the last text may be cut short."""
+        """The number of tokens that are stored whole. The last text may be cut short."""
         return self.path.stat().st_size // self._record.itemsize if self.path.exists() else 0
 
     def write(self, start: int, features: Features) -> None:
-        """Write a text behind the first `start` tokens."""
+        """Write the features of a text, after those of the first `start` tokens."""
         rows = np.empty(len(features.best), dtype=self._record)
         rows["layers"], rows["hidden"] = _bits(features.layers), _bits(features.hidden)
         rows["best"] = features.best.numpy()
@@ -170,17 +175,17 @@ class FeatureFile:
             file.write(rows.tobytes())
 
     def rows(self) -> NDArray[Any]:
-        """Return all rows, mapped from the disk."""
+        """Return the records of all tokens, mapped from the disk."""
         return np.memmap(self.path, dtype=self._record, mode="r", shape=(self.num_tokens,))
 
 
 def facts_of(model: LoadedModel, samples: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that features depend on. samples: the options that their texts were written with."""
+    """Return all that features depend on. samples: the options with which the texts were written."""
     return {"weights": fingerprint(model), "precision": model.precision, "samples": dict(samples)}
 
 
 def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:
-    """Return the layers of a folder where they include all wanted ones; else the wanted ones."""
+    """Return the layers that a folder stores where they include all wanted layers; otherwise the wanted layers."""
     path = folder / "features.json"
     had = read_json(path).get("layers") if path.exists() else None
     return tuple(had) if isinstance(had, list) and set(wanted) <= set(had) else tuple(wanted)

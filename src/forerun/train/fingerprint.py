@@ -11,9 +11,10 @@ from forerun.ops.model import LoadedModel
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Return a hash of weights as they are computed with, hexadecimal: some embeddings, the final norm, one layer.
+    """Return a hexadecimal hash of some embeddings, the final norm and the middle layer of a model.
 
-    It is the middle layer, as a fine-tuned model may share embeddings and norms with its base model.
+    The hashed values are those that the model computes with. A layer is needed because a fine-tuned model may share
+    embeddings and norms with its base model.
     """
     ones = model.rows.from_host(np.ones((1, model.config.hidden_size), np.float32))
     embedded = model.embed(range(min(64, model.config.vocab_size)))

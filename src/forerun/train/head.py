@@ -28,12 +28,12 @@ from forerun.train.heads import Packing, Teacher
 from forerun.train.loop import autocast
 from forerun.train.samples import Sample, read_samples
 
-NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # keys of config.json: a head may go on with other ids
+NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # keys of config.json that may change: a head may go on with other ids
 
 
 @dataclass
 class HeadTask:
-    """A head that is trained, as the loop wants it."""
+    """A head that is trained, as a `Task` of the training loop."""
 
     config: HeadConfig
     head: heads.Head
@@ -43,7 +43,7 @@ class HeadTask:
     tokenizer: str
     facts: Mapping[str, Any]
     checkpoint: Checkpoint
-    options: Any  # of the method, with its defaults: another version may have others
+    options: Any  # of the method, with its defaults, which another version may change
     weights: Mapping[str, Tensor] = field(init=False)
     rates: Mapping[str, float] = field(init=False)
     masses: dict[int, Tensor] = field(default_factory=dict, init=False)  # of the held-out batches
@@ -53,7 +53,7 @@ class HeadTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the method, its first weights, and the samples' options; a run may go on with more texts."""
+        """See `Task`: the method, its first weights, and the samples' options. A run may resume with more texts."""
         begun = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
         return begun | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
 
@@ -66,7 +66,7 @@ class HeadTask:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure on held-out texts, by position."""
+        """Measure the head on held-out texts. Returns numbers for each drafted position."""
         sums: dict[str, tuple[float, float]] = {}
         rows = self.held_out.epoch()[: self.config.validation_rows]
         for start in range(0, len(rows), self.config.rows_per_step):
@@ -81,7 +81,7 @@ class HeadTask:
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the folder out/head, and out/model where the target was trained along or gets the head."""
+        """Write the folder out/head. Also write out/model, where the target was trained along or gets the head."""
         weights, sizes = self.head.files()
         method, _ = registry.parse_spec(self.config.method)
         head_files.save(
@@ -108,14 +108,15 @@ def train(
 ) -> dict[str, Any]:
     """Train a head for a target. Returns the last validation's numbers.
 
-    warn: called with remarks on samples and target. Raises BadOption for samples of another tokenizer, or too few.
+    warn: called with remarks on samples and target. Raises BadOption for samples of another tokenizer, and for too few
+    samples.
     """
 
     return loop.train(config, lambda: shown_prepare(config, checkpoint, quiet, warn), resume=resume, quiet=quiet)
 
 
 def shown_prepare(config: HeadConfig, checkpoint: Checkpoint, quiet: bool, warn: Callable[[str], None]) -> HeadTask:
-    """Prepare behind a progress bar."""
+    """Call `prepare`, with a progress bar for the hidden states."""
     with loop.progress_bar(quiet) as progress:
         row = progress.add_task("hidden states", note="", visible=False)
         return prepare(
@@ -131,7 +132,7 @@ def prepare(
 ) -> HeadTask:
     """Read the samples, compute the features that are to be stored, and make the head.
 
-    say: called with the number of texts whose features are stored, and the number of all. warn: see `train`.
+    say: called with the number of texts whose features are stored, and the number of all texts. warn: see `train`.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     if tokenizer is None:
@@ -157,14 +158,14 @@ def prepare(
     for sample in parts[0]:
         written = torch.from_numpy(sample.ids[sample.num_given :].astype("int64"))
         counts += torch.bincount(written, minlength=len(counts))
-    # Ids that were drafted before come behind ids that were written, and before all others.
+    # Ids that the earlier head drafts rank after ids that were written, and before all others.
     ranks = counts if before is None else counts.index_add(0, before.ids, torch.full(before.ids.shape, 0.5))
     teacher = Teacher.of(model, ranks, tokenizer.num_ids)
     head = module.Head(method_options, teacher, config.seed)
     writes_model = hasattr(head, "save_beside") or getattr(head, "backbone", None) is not None
     if writes_model and (config.out / "model").resolve() == checkpoint.folder.resolve():
         raise BadOption(f"--out {config.out} would write over the target, in {config.out / 'model'}: choose another")
-    if before is not None:  # and refuse, before hours of storing
+    if before is not None:  # may refuse, so before hours of storing
         before.go_on(head, model, tokenizer.num_ids)
     source = _source(config, model, module.layers(method_options, model.config), samples, options, say)
     data, held_out = (Packing(part, source, config.seq_len_tokens, config.rows_per_step, config.seed) for part in parts)
@@ -183,7 +184,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Before:
-    """A head that was trained before. ids: the ids that it drafts, none where it drafts all."""
+    """An earlier head, from which training goes on. ids: the ids that it drafts; empty where it drafts all ids."""
 
     folder: str
     config: Mapping[str, Any]
@@ -191,7 +192,10 @@ class Before:
 
     @classmethod
     def read(cls, name: str, method: str, tokenizer: str, num_ids: int) -> Before:
-        """Read a head of `forerun train head`. Raises where there is none, or it has another method or tokenizer."""
+        """Read a head of `forerun train head`.
+
+        Raises UserError where there is none, and for a head of another method or tokenizer.
+        """
         folder = head_files.located(name, method)
         file = Path(folder) / head_files.CONFIG
         if file.is_file() and "forerun" not in read_json(file):
@@ -203,11 +207,14 @@ class Before:
 
     @torch.no_grad()
     def go_on(self, head: heads.Head, model: LoadedModel, num_ids: int) -> None:
-        """Copy its weights into a new head. Raises for weights of another target, or trained with other options."""
+        """Copy the weights into a new head.
+
+        Raises UserError for weights of another target, and for weights that were trained with other options.
+        """
         if (go_on_as := getattr(head, "go_on_as", None)) is not None:
             go_on_as(self.config)
         tensors, config = head.files()
-        of_target = config_to_dict(model.config)  # its files may round them otherwise; shapes and probe are compared
+        of_target = config_to_dict(model.config)  # its files may round otherwise; shapes and probe are compared
         chosen = {key for key in config if config[key] != of_target.get(key)}
         for key in chosen - NUM_DRAFTED:
             if self.config.get(key) != config[key]:
@@ -221,12 +228,15 @@ class Before:
         if (read := getattr(head, "read", None)) is not None:
             weights = {name: host_of(weight) for name, weight in read(self.folder).items()}
         for name, weight in head.weights.items():
-            if name in weights:  # the weights of a target that is trained along stand elsewhere
+            if name in weights:  # the weights of a target that is trained along are in another folder
                 weight.copy_(tensor_of(dense_of(weights[name])))
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
-    """Return the samples that the run sees, and their options. Raises BadOption for ids of another tokenizer."""
+    """Return the samples that the run sees, and the options of their file.
+
+    Raises BadOption for ids of another tokenizer.
+    """
     file = read_samples(config.samples)
     if file.options["tokenizer"] != tokenizer:
         raise BadOption(

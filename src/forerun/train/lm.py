@@ -1,11 +1,12 @@
-"""`forerun train lm` trains a small model on Python source, token ids or a target's text, or from its soft labels.
+"""`forerun train lm` trains a small model on Python source, token ids, a target's text, or a target's soft labels.
 
-It is a llama (as the shipped target and its draft, which this command trained), a GPT-2, a mixture of experts, or a
-hybrid where most layers keep a state.
-Several drafts of one target learn one after another: each learns where the target and the drafts before it (`after`)
-do not agree on the likeliest token (SpecInfer, Miao et al. 2023, arXiv 2305.09781, section 3), so that together they
-cover more than each would. Arithmetic is float32 (or bfloat16 autocast where the processor has it); the result is a
-standard checkpoint folder, `model/` in the out folder. loop.py lists the other files there.
+The model is a llama (like the shipped target and its draft, which this command trained), a GPT-2, a mixture of experts,
+or a hybrid in which most layers keep a state. Arithmetic is float32, or bfloat16 autocast where the processor has it.
+The result is a standard checkpoint folder, `model/` in the out folder. loop.py lists the other files there.
+
+Several drafts of one target can be trained one after another. Each learns where the target and the drafts before it
+(`after`) do not agree on the likeliest token, so that together they cover more than each would (SpecInfer, Miao et al.
+2023, arXiv 2305.09781, section 3).
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and the parts of it that the checkpoint needs. validation [n, seq_len + 1].
+    """The data of a run, and the tokenizer and end ids that the checkpoint needs. validation [n, seq_len + 1].
 
-    facts: for run.json. tokenizer_folder, end_id: None where ids are all there is; end_id stands behind each text.
-    end_ids: ids that end an output.
+    facts: for run.json. tokenizer_folder, end_id: None where the data are ids alone. end_id: the id that stands after
+    each text. end_ids: the ids that end an output.
     """
 
     batches: batches.Mixture
@@ -66,7 +67,10 @@ class Data:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A decoder that is trained, as the loop wants it. earlier: drafts of the same target that learned before."""
+    """A decoder that is trained, as a `Task` of the training loop.
+
+    earlier: drafts of the same target that were trained before.
+    """
 
     config: TrainConfig
     data: Data
@@ -78,13 +82,13 @@ class LanguageModel:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the shape, the loss, and the data; a run may go on with more samples."""
+        """See `Task`: the shape, the loss, and the data. A run may resume with more samples."""
         names = ("shape", "loss", "teacher", "after", "seed")
         return {**{name: getattr(self.config, name) for name in names}, **self.data.facts}
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """See `Task`: all weights learn alike."""
+        """See `Task`: empty, so that all weights have the usual rate."""
         return {}
 
     @property
@@ -118,10 +122,11 @@ class LanguageModel:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure cross entropy in nats per token on held-out modules or rows, or held-out texts of the target.
+        """Measure the cross entropy in nats per token on held-out modules or rows, or on held-out texts of the target.
 
-        With a teacher also alpha at temperature 1, and the share of tokens on which both agree greedily; with earlier
-        drafts the share on which at least one draft agrees, without and with this one.
+        With a teacher, also measure the KL divergence, alpha at temperature 1, and the share of tokens on which both
+        models agree greedily. With earlier drafts, also measure the share of tokens on which at least one draft agrees
+        with the teacher, without this model and with it.
         """
         sums: dict[str, float] = {}
         rows_per_step, validation = self.config.rows_per_step, self.data.validation
@@ -182,9 +187,9 @@ def prepare(config: TrainConfig) -> LanguageModel:
 
 
 def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
-    """Read texts, and encode them with the tokenizer, which is trained on them where none is given.
+    """Read the texts, and encode them. Where there is no tokenizer, one is trained on these texts.
 
-    end_ids: ids that end the teacher's output.
+    end_ids: the ids that end the teacher's output.
     """
     trains_tokenizer = config.teacher is None and config.tokenizer is None
     corpus = load_corpus(config.text) if config.reads_text or trains_tokenizer else None
@@ -211,7 +216,7 @@ def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
 
 
 def ids_data(config: TrainConfig, path: Path) -> Data:
-    """Read rows of ids, and hold out every 16th. Raises as `batches.load_rows`."""
+    """Read rows of ids, and hold out every 16th row. Raises the errors of `batches.load_rows`."""
     rows = batches.load_rows(path, config.shape.vocab_size, config.seq_len_tokens)
     seen, held_out = batches.split_rows(rows)
     return Data(
@@ -222,7 +227,10 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
 
 
 def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | None, frozenset[int]]:
-    """Load the target, and the ids that end its output. Raises BadOption where it cannot read the sequences."""
+    """Return the target, and the ids that end its output; None and no ids where no target is given.
+
+    Raises BadOption for a target that cannot read the sequences, and for one with sliding windows.
+    """
     if config.teacher is None:
         return None, frozenset()
     checkpoint = load_checkpoint(config.teacher, dtype="float32", device=config.device, ops=ops)
@@ -235,7 +243,7 @@ def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | No
 
 
 def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> TorchModel:
-    """Load an earlier draft of the target. Raises BadOption where it cannot read the sequences."""
+    """Load an earlier draft of the target. Raises BadOption for a draft that cannot read the sequences."""
     model = load_decoder(name, ops, config.device)
     _check_fits(name, model, config)
     return model
@@ -250,7 +258,7 @@ def _check_fits(name: str, model: TorchModel, config: TrainConfig) -> None:
 
 
 def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
-    """Return the given tokenizer, else the teacher's, else a newly trained one; its files go to out/tokenizer."""
+    """Return the given tokenizer, else the teacher's, else a newly trained one. Writes its files to out/tokenizer."""
     folder = config.out / "tokenizer"
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
@@ -268,7 +276,7 @@ def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
-    """Return the id that training puts behind each text: END_OF_TEXT, else the lowest that ends the target's output."""
+    """Return the id that training puts after each text: END_OF_TEXT, else the lowest that ends the target's output."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None and not end_ids:
         raise BadOption(f"the tokenizer has no token {END_OF_TEXT}, which training puts behind each text: take another")
@@ -281,7 +289,10 @@ def num_ids_of(teacher: str) -> int:
 
 
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
-    """Return random weights, or the ones of config.init_from, deepened where it is shallower. Raises BadOption."""
+    """Return random weights, or those of config.init_from, deepened where that model has fewer layers.
+
+    Raises BadOption as `read_shape` and `deepen` do.
+    """
     if config.init_from is None:
         return initial_weights(config.shape, config.seed, device=config.device)
     grown = deepen(read_weights(config.init_from), read_shape(config.init_from), config.shape, config.seed)
@@ -289,7 +300,7 @@ def first_weights(config: TrainConfig) -> dict[str, Tensor]:
 
 
 def make_mixture(config: TrainConfig, corpus: Corpus | None, tokenizer: Tokenizer, end: int) -> batches.Mixture:
-    """Make the batches from the train split, and from text of the target where it is given."""
+    """Make batches from the train split, from texts that the target wrote, or from both."""
     num_rows, text, samples = config.rows_per_step, None, None
     if corpus is not None and config.reads_text:
         tokens = batches.encode_documents(corpus.train, tokenizer, end, seed=config.seed)

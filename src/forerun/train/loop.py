@@ -1,8 +1,8 @@
-"""The one training loop: steps, learning rate, log, checkpoints that are resumed bit for bit, curves.
+"""The training loop: steps, learning rate, log, curves, and checkpoints from which a run is resumed bit for bit.
 
-A `Task` is trained: a language model (lm.py) or a drafter's head (heads/). The out folder gets `log.jsonl` (one
-object per logged step; the first is a validation before any), `run.json` (options and data), `state.pt` (to resume
-from) and, where matplotlib is installed, `curves.png`. The task exports what it has learned beside them.
+The loop trains a `Task`: a language model (lm.py) or a drafter's head (head.py). The out folder gets `log.jsonl` (one
+object per logged step, the first of them a validation before any step), `run.json` (options and data), `state.pt` (to
+resume from) and, where matplotlib is installed, `curves.png`. Beside these files the task exports what it has learned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Task(Protocol):
     """The model or head that is trained. weights: by name, trained in place.
 
     identity: settings, by name, that must be equal where a run goes on from a saved state. facts: for run.json. rates:
-    by name of a weight, its learning rate over the usual one.
+    by name of a weight, its learning rate as a multiple of the usual one.
     """
 
     @property
@@ -45,18 +45,21 @@ class Task(Protocol):
     def rates(self) -> Mapping[str, float]: ...
 
     def loss(self, step: int) -> Tensor:
-        """Return the loss of the batch of one step; the batch depends on seed and step alone."""
+        """Return the loss of the batch of one step. The batch depends on seed and step alone."""
 
     def validate(self) -> dict[str, float]:
         """Return numbers on held-out data."""
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the weights so far, for use. log: the lines of log.jsonl."""
+        """Write the current weights in the form in which they are used. log: the lines of log.jsonl."""
 
 
 @dataclass
 class Run:
-    """The state of a run in memory. `step` counts finished steps, `elapsed_s` the seconds of all its sessions."""
+    """The state of a run in memory.
+
+    step: the number of finished steps. elapsed_s: the seconds of the steps in all sessions.
+    """
 
     config: LoopConfig
     task: Task
@@ -70,10 +73,10 @@ def train(
 ) -> dict[str, Any]:
     """Train until config.steps, save along the way, and export. Returns the last validation's numbers.
 
-    prepare: reads the data and makes the task, which may take long. With resume=True it goes on from the state in the
-    out folder (from the beginning where there is none). Every loss after that is bit for bit the one of an
-    uninterrupted run on the same machine with the same number of threads. Raises BadOption where the out folder's state
-    belongs to something else, and where there is one without resume.
+    prepare: reads the data and makes the task, which may take long. resume: go on from the state in the out folder, or
+    begin where it has none. Every loss of a resumed run is bit for bit that of an uninterrupted run, on the same
+    machine with the same number of threads. Raises BadOption where the out folder's state is of another run, and where
+    there is a state and resume is False.
     """
     if not resume and (config.out / "state.pt").exists():
         raise BadOption(f"{shown(str(config.out))} holds a run: go on with --resume, or name another folder with --out")
@@ -156,7 +159,7 @@ def train_step(run: Run) -> tuple[float, float]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make sums repeatable: otherwise threads add up the embedding's gradient in an order that changes."""
+    """Make sums repeatable. Otherwise threads add up the gradient of the embedding in an order that changes."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -166,7 +169,10 @@ def deterministic() -> Iterator[None]:
 
 
 def autocast(config: LoopConfig) -> AbstractContextManager[Any]:
-    """Return the context of bfloat16 products where asked for, or with `auto` where the device has instructions."""
+    """Return the context of a forward pass, which computes products in bfloat16 or changes nothing.
+
+    Products are bfloat16 with the option `bf16`, and with `auto` where the device has instructions for them.
+    """
     device = torch.device(config.device).type
     if config.autocast == "off" or (config.autocast == "auto" and not has_bf16(device)):
         return nullcontext()
@@ -183,11 +189,11 @@ def has_bf16(device: str) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-# ------------------------------------------------------------------------------------------------------ what is kept
+# ---------------------------------------------------------------------------------------------- log, state and curves
 
 
 def log(run: Run, numbers: Mapping[str, Any]) -> None:
-    """Append one JSON line with the step, tokens seen and seconds so far."""
+    """Append one line to log.jsonl: the step, the tokens and the seconds so far, and `numbers`."""
     tokens = run.step * run.config.rows_per_step * run.config.seq_len_tokens
     head = {"step": run.step, "tokens": tokens, "elapsed_s": round(run.elapsed_s, 1)}
     with (run.config.out / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -195,7 +201,7 @@ def log(run: Run, numbers: Mapping[str, Any]) -> None:
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log."""
+    """Return the lines of a run's log; [] where there is none."""
     path = out / "log.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
@@ -209,7 +215,7 @@ def save(run: Run) -> None:
 
 
 def save_state(run: Run) -> None:
-    """Write weights, optimizer, position and random state to out/state.pt; the old file stays until that is done."""
+    """Write weights, optimizer, step and random state to out/state.pt. The old file stays until that is done."""
     state = {
         "identity": run.task.identity,
         "weights": {name: weight.detach() for name, weight in run.task.weights.items()},
@@ -224,7 +230,7 @@ def save_state(run: Run) -> None:
 
 
 def load_state(run: Run) -> None:
-    """Read what `save_state` wrote, and drop later lines of the log."""
+    """Read what `save_state` wrote, and drop later lines of the log. Raises BadOption for the state of another run."""
     # This command wrote the file itself; weights_only would refuse the record of the shape.
     state = torch.load(run.config.out / "state.pt", map_location=run.config.device, weights_only=False)
     had, wanted = state["identity"], run.task.identity
@@ -259,7 +265,7 @@ def describe_run(run: Run) -> None:
 
 
 def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the training loss, and each number of the validations, over the steps; nothing without matplotlib."""
+    """Draw the training loss, and each number of the validations, over the steps. Needs matplotlib, or does nothing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

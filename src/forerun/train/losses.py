@@ -1,9 +1,9 @@
 """The losses that draft models and heads can be trained with, in float32.
 
-`ce` learns one token, the text's or the target's likeliest, `kl` learns the target's whole distribution, `alpha` raises
-the acceptance rate itself: one token drawn from the draft's q is accepted by the target's p with probability
-sum_x min(p(x), q(x)) (Leviathan et al. 2023, definition of beta and corollary 3.6). 1 minus this is the rate of
-rejection, which is also the total variation.
+`ce` learns one token: the text's next one, or the target's likeliest. `kl` learns the target's whole distribution.
+`alpha` raises the acceptance rate itself: a token drawn from the draft's q is accepted by the target's p with
+probability sum_x min(p(x), q(x)) (Leviathan et al. 2023, definition of beta and corollary 3.6). The loss is 1 minus
+this probability: the rate of rejection, which is also the total variation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ HELP = "kl: the target's distribution, alpha: what is accepted at temperature 1,
 
 
 def check(name: str) -> None:
-    """Raise BadOption for an unknown name."""
+    """Raise BadOption for the name of an unknown loss."""
     if name not in get_args(LossName):
         raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
 
 
 def by_row(name: str, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the named loss of each row [R]: logits [R, n], both of the same ids. Raises BadOption."""
+    """Return the named loss of each row, [R]. Raises BadOption for an unknown name.
+
+    draft_logits, target_logits: [R, n], both of the same ids.
+    """
     check(name)
     if name == "ce":
         return F.cross_entropy(draft_logits, target_logits.argmax(-1), reduction="none")
@@ -38,7 +41,7 @@ def by_row(name: str, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, next_tokens: Tensor) -> Tensor:
-    """Compute the mean nats per token: logits [R, V], next_tokens [R]."""
+    """Return the mean cross entropy in nats per token. logits [R, V], next_tokens [R]."""
     return F.cross_entropy(logits, next_tokens)
 
 
@@ -48,11 +51,11 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def imbalance(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return how unevenly a router spreads rows: 1 where all experts get equally many, their number where one gets all.
+    """Return how unevenly a router spreads rows over n experts: from 1 (equally) to n (all rows to one expert).
 
-    scores [R, experts]: the router's softmax; chosen [R, k]. It is n sum_i f_i P_i, with the share f_i of choices that
-    fell on expert i and its mean score P_i, which alone has a gradient (Fedus, Zoph, Shazeer 2021, arXiv
-    2101.03961, equations 4 to 6).
+    scores [R, n]: the router's softmax. chosen [R, k]: the experts that each row takes. The imbalance is n sum_i f_i
+    P_i, where f_i is the share of choices that fell on expert i, and P_i is the expert's mean score. Only P_i has a
+    gradient (Fedus, Zoph, Shazeer 2021, arXiv 2101.03961, equations 4 to 6).
     """
     num_experts = scores.shape[-1]
     share = torch.bincount(chosen.flatten(), minlength=num_experts) / chosen.numel()
@@ -70,12 +73,12 @@ def rejection(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def agreement(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the share of rows whose argmax is the same: the chance of acceptance at temperature 0."""
+    """Return the share of rows where both argmaxes are the same: the chance of acceptance at temperature 0."""
     return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
 
 
 def loss_of(name: LossName, logits: Tensor, next_tokens: Tensor, target_logits: Tensor | None) -> Tensor:
-    """Compute the mean of the named loss; `ce` learns the text.
+    """Return the mean of the named loss. `ce` learns the next tokens of the text.
 
     Raises BadOption for `kl` and `alpha` without a target, and for an unknown name.
     """

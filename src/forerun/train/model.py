@@ -1,4 +1,4 @@
-"""Small models for training: first weights, and checkpoint folders that any runtime of their family reads."""
+"""Small models to train: their first weights, and checkpoint folders that any runtime for their family can read."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ INTO_STREAM = ("o_proj", "out_proj", "down_proj")  # modules that end a branch o
 
 
 def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Draw first weights as GPT-2's: a deviation of 0.02, and a smaller one for projections into the residual stream.
+    """Draw first weights as GPT-2 does, with a standard deviation of 0.02 (Radford et al. 2019, section 2.3).
 
-    It is divided by sqrt(2 layers) there (Radford et al. 2019, section 2.3).
+    For projections into the residual stream the deviation is divided by sqrt(2 layers).
     """
     small = 0.02 / math.sqrt(2 * shape.num_layers)
     return drawn_weights(shape.spec(), seed, lambda name: small if name in INTO_STREAM else 0.02, device)
@@ -37,11 +37,12 @@ def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "
 def drawn_weights(
     spec: Spec, seed: int, deviation_of: Callable[[str], float], device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Draw float32 weights: norms multiply by 1, biases are 0, others normal. deviation_of: the deviation, by module.
+    """Draw float32 weights: norms multiply by 1, biases are 0, and other weights are normal.
 
-    Decays and convolutions of recurrent layers are drawn as published code does (Gu and Dao 2023, arXiv 2312.00752,
-    section 3.6): exp(A_log) is uniform, softplus(dt_bias) log-uniform, and a convolution of n inputs is uniform up to
-    1 / sqrt(n). All are drawn on the CPU, so that a seed gives the same model for every device.
+    deviation_of: returns the standard deviation for the name of a module. Decays and convolutions of recurrent layers
+    are drawn as in published code (Gu and Dao 2023, arXiv 2312.00752, section 3.6): exp(A_log) is uniform,
+    softplus(dt_bias) is log-uniform, and a convolution over n inputs is uniform between -1 / sqrt(n) and 1 / sqrt(n).
+    All weights are drawn on the CPU, so that a seed gives the same model on every device.
     """
     generator, offset = torch.Generator().manual_seed(seed), 0.0 if spec.final_norm is None else spec.final_norm.offset
     weights = {}
@@ -69,10 +70,11 @@ DECAYS, TIME_STEPS = (1e-2, 16.0), (1e-3, 1e-1)
 
 
 def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed: int) -> dict[str, Tensor]:
-    """Return the weights of a shallower model with new layers behind its own, which compute the same function.
+    """Return the weights of a deeper model. The new layers come after the old ones, and change nothing at first.
 
-    A new layer's projections into the residual stream are zero, so it adds nothing until it has learned something
-    (Chen, Goodfellow, Shlens 2016, "Net2Net", section 2.3). Raises BadOption where more than the depth differs.
+    The new layers' projections into the residual stream are zero, so a new layer adds nothing until it has learned
+    something (Chen, Goodfellow, Shlens 2016, "Net2Net", section 2.3). Raises BadOption where the shapes differ in more
+    than the depth, or the new shape has fewer layers.
     """
     if old.num_layers > new.num_layers:
         raise BadOption(
@@ -93,7 +95,7 @@ def deepen(weights: Mapping[str, Tensor], old: ModelShape, new: ModelShape, seed
 
 
 def run_windows(model: TorchModel, tokens: Tensor) -> Tensor:
-    """Compute the final hidden states of sequences, [S, L] -> [S * L, H]; the model must have TrainingOps of L."""
+    """Return the final hidden states of sequences, [S, L] -> [S * L, H]. The model must have TrainingOps(L)."""
     num_sequences, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).repeat(num_sequences)
     batch = RaggedBatch(tokens.reshape(-1), positions, [0, tokens.numel()], [0], [0])
@@ -114,8 +116,8 @@ def export(
 ) -> None:
     """Write a standard checkpoint folder of the family, with weights in bfloat16 and the tokenizer's files beside them.
 
-    end_id: behind each text of the training; a model of ids alone has neither it nor a tokenizer. end_ids: ids that
-    end an output; none = end_id.
+    end_id: the id that stood after each text of the training. A model that learned from ids alone has no end_id and no
+    tokenizer. end_ids: the ids that end an output; empty = end_id alone.
     """
     save_checkpoint(
         folder,
@@ -128,7 +130,10 @@ def export(
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read the shape of a checkpoint folder. Raises NotFound without one, BadOption for a model of another shape."""
+    """Return the shape of the model in a checkpoint folder.
+
+    Raises NotFound where there is no checkpoint, BadOption for a model that no ModelShape describes.
+    """
     spec = spec_of(folder)
     if (names := SIZES.get(spec.model_type)) is not None:
         raw = family(spec.model_type).write(spec)
@@ -143,12 +148,15 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def load_decoder(name: Path | str, ops: ReferenceOps, device: str = "cpu") -> TorchModel:
-    """Load a model in float32: from a folder; a str may be a GGUF file, a name or a hub id, too."""
+    """Load a model in float32. name: a folder; a str may also be a GGUF file, a model's name or a hub id."""
     model = load_checkpoint(name, dtype="float32", device=device, ops=ops).model
     assert isinstance(model, TorchModel)
     return model
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint folder that `export` wrote, in float32 on the host, each in its own memory."""
+    """Return the weights of a checkpoint folder that `export` wrote, in float32 on the host.
+
+    Each tensor has memory of its own, so that it can be trained in place.
+    """
     return {name: weight.clone() for name, weight in load_decoder(folder, ReferenceOps()).weights.items()}

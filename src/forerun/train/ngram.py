@@ -1,4 +1,4 @@
-"""Fits the tables of the drafters `unigram` and `bigram`: how often tokens occur, alone and behind each other."""
+"""Fits the tables of the drafters `unigram` and `bigram`: how often tokens occur, and how often one follows another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class Fit:
-    """Counts that grow text by text. num_ids: V. order: 1 counts tokens, 2 also pairs within a text."""
+    """The counts of tokens in the texts added so far.
+
+    num_ids: the vocabulary size V. order: 1 counts tokens alone, 2 also counts pairs of neighbours within a text.
+    """
 
     num_ids: int
     order: int
@@ -41,7 +44,7 @@ class Fit:
     def add(self, ids: Seq[int]) -> None:
         """Count the tokens of one text."""
         text = np.asarray(ids, np.int64)
-        text = text[text < self.num_ids]  # an id of the tokenizer without a row in the model is never said
+        text = text[text < self.num_ids]  # the model never writes an id that it has no row for
         self.num_tokens += len(text)
         self.counts += np.bincount(text, minlength=self.num_ids)
         if self.order > 1 and len(text) > 1:
@@ -51,9 +54,10 @@ class Fit:
                 self._merge()
 
     def arrays(self, max_followers: int) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays of a fitted file (tables.FittedTable), with the `max_followers` likeliest ids of each row.
+        """Return the arrays of a fitted file, see tables.FittedTable.
 
-        Among equal counts the lowest ids are kept.
+        Each token keeps its `max_followers` most frequent followers. Of followers with equal counts, the lowest ids are
+        kept.
         """
         arrays: dict[str, npt.NDArray[np.generic]] = {"counts": self.counts.clip(max=MOST_COUNT).astype(np.uint32)}
         if self.order == 1:
@@ -62,7 +66,7 @@ class Fit:
         before, after = np.divmod(self._pairs, self.num_ids)
         order = np.lexsort((after, -self._pair_counts, before))
         before, after, counts = before[order], after[order], self._pair_counts[order]
-        ranks = np.arange(len(before)) - np.searchsorted(before, before)  # within a row, the most frequent first
+        ranks = np.arange(len(before)) - np.searchsorted(before, before)  # of followers of a token, by count
         kept = ranks < max_followers
         before, after, counts = before[kept], after[kept], counts[kept]
         order = np.lexsort((after, before))
@@ -94,8 +98,8 @@ def train(
 ) -> Fit:
     """Fit tables to texts (read_texts) with the tokenizer of a target, and write them to `out`.
 
-    target: as LLM takes it, None = the default one. progress is called behind each text.
-    Raises UserError for impossible options, before any text is read where that can be seen.
+    target: as for LLM; None = the default target. progress: called after each text. Raises UserError for impossible
+    options, before any text is read where possible.
     """
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
         if not 1 <= value <= most:
@@ -118,7 +122,7 @@ def train(
 def fitted(
     texts: Iterable[Seq[int]], num_ids: int, order: int, progress: Callable[[Fit], None] = lambda fit: None
 ) -> Fit:
-    """Count texts of ids. Raises NotFound where they have no token."""
+    """Return the counts of tokens in texts of ids. Raises NotFound where the texts have no token."""
     fit = Fit(num_ids, order)
     for ids in texts:
         fit.add(ids)

@@ -16,12 +16,12 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class TrainingOps(ReferenceOps):
-    """The reference operators over rows that are consecutive sequences of `seq_len_tokens` each, in one run.
+    """The reference operators over rows that are consecutive sequences of `seq_len_tokens` tokens each, in one run.
 
-    So training runs the same forward pass of the decoder as serving; only the source of keys, values and states is
-    another. Recurrent layers are computed by chunks, because gradients through a step for each token take too long.
-    Sliding windows are refused, because no trainable shape has one. imbalances: one of each router and pass since the
-    list was emptied, see `losses.imbalance`.
+    Training thus runs the same forward pass of the decoder as serving does. Only keys, values and states have another
+    source. Recurrent layers are computed by chunks, because gradients through a step for each token take too long.
+    Sliding windows are refused, because no trainable shape has one. imbalances: the `losses.imbalance` of each router
+    and pass since the list was last emptied.
     """
 
     def __init__(self, seq_len_tokens: int) -> None:
@@ -30,7 +30,7 @@ class TrainingOps(ReferenceOps):
         self.imbalances: list[Tensor] = []
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """See `ReferenceOps`. A pass without gradients, such as a teacher's, leaves no trace."""
+        """See `ReferenceOps`. Records the imbalance of passes with gradients, and so not those of a teacher."""
         if scores.requires_grad:
             self.imbalances.append(losses.imbalance(scores, chosen))
 
@@ -57,7 +57,7 @@ class TrainingOps(ReferenceOps):
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
     def convolved(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, parents: Seq[int]) -> Tensor:
-        """Convolve within each sequence, before which there is nothing. See `ReferenceOps`."""
+        """Convolve within each sequence, with zeros before its first token. See `ReferenceOps`."""
         conv = weight.shape[1]
         texts = inputs[conv - 1 :].view(-1, self.seq_len_tokens, inputs.shape[1])
         padded = F.pad(texts, (0, 0, conv - 1, 0))
@@ -70,7 +70,7 @@ class TrainingOps(ReferenceOps):
     def delta_rule(
         self, gated: Gated, state: Tensor, parents: Seq[int], first: int, wanted: Collection[int]
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """Compute the rule within each sequence, CHUNK_TOKENS at a time. See `ReferenceOps`; no state is left."""
+        """Compute the rule within each sequence, CHUNK_TOKENS at a time. See `ReferenceOps`. Returns no states."""
         assert not wanted
         with torch.autocast(gated.q.device.type, enabled=False):
             rows = (getattr(gated, name) for name in ("q", "k", "v", "beta", "decay"))
@@ -85,9 +85,9 @@ LEAST_DECAY = 1e-30  # of a token, as 0 has no logarithm
 def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
     """Compute the gated delta rule by chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3; arXiv 2406.06484).
 
-    q, k [S, heads, L, key_dim], v [S, heads, L, value_dim], beta and decay [S, heads, L]; -> [S, heads, L, value_dim].
-    Within a chunk the tokens' corrections solve a triangular system, so that only states between chunks come one after
-    the other.
+    q, k [S, heads, L, key_dim], v [S, heads, L, value_dim], beta and decay [S, heads, L] -> [S, heads, L, value_dim].
+    Within a chunk, the corrections of all tokens are the solution of one triangular system. Only the states between
+    chunks are computed one after the other.
     """
     length = q.shape[2]
     short = -length % CHUNK_TOKENS
@@ -116,8 +116,8 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -
 class RememberingOps(ReferenceOps):
     """Operators for S sequences of equal length, whose attention has a mask instead of a cache.
 
-    mask [S, 1, rows, keys]. memory: keys and values of each layer, [S, heads, L, D], written by a pass with
-    `remembers`; other passes put them before the keys of their rows.
+    mask [S, 1, rows, keys]. memory: the keys and values of each layer, [S, heads, L, D]. A pass with `remembers` writes
+    them. Other passes put them before the keys and values of their own rows.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,10 @@ class RememberingOps(ReferenceOps):
         window: int | None,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Attend under the mask: q [S * rows, heads, D], k and v [S * rows, kv_heads, D]; layers come in order."""
+        """Attend under the mask: q [S * rows, heads, D], k and v [S * rows, kv_heads, D].
+
+        The layers must be run in order, because each takes the next entry of the memory.
+        """
         k, v = _trainable(k, v, scoring)
         num_heads, num_rows = q.shape[1], len(self.mask)
         q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
@@ -151,23 +154,23 @@ class RememberingOps(ReferenceOps):
         return out.transpose(1, 2).flatten(0, 1)
 
     def begin(self, mask: Tensor, remembers: bool) -> None:
-        """Prepare for a pass over all layers."""
+        """Prepare for a pass over all layers. remembers: whether the pass writes the memory anew."""
         self.mask, self.remembers, self._layer = mask, remembers, 0
         if remembers:
             self.memory = []
 
 
 def _trainable(k: Tensor | None, v: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the layer itself. Raises NotImplementedError for attention that training lacks."""
+    """Return the given keys and values. Raises NotImplementedError for attention that training does not know."""
     if k is None or v is None or not scoring.is_plain or scoring.sees_all:
         raise NotImplementedError("training knows attention without soft caps, sinks, biases or keys of other layers")
     return k, v
 
 
 def run_rows(model: TorchModel, ids: Tensor, at: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Run a model with RememberingOps: ids and positions [S, rows] -> rows behind the final norm [S * rows, H].
+    """Run a model with RememberingOps: ids and positions [S, rows] -> rows after the final norm [S * rows, H].
 
-    hidden [S * rows, H]: rows in place of the ids' embeddings.
+    hidden [S * rows, H]: rows in place of the embeddings of the ids.
     """
     run = RaggedBatch(ids.flatten(), at.flatten(), [0, ids.numel()], [0], [int(at.max()) + 1])
     rows: Tensor = model.forward(run, None, hidden=hidden).hidden

@@ -1,8 +1,8 @@
-"""Questions of people, from published files of conversations: a target answers them, and drafters learn from that.
+"""Questions of people, from published files of conversations. A target answers them, and drafters learn from that.
 
-A file is JSON (a list, read as far as it is whole) or JSON lines. An entry is a text, an object with a `prompt`, a
-`question` or an `instruction`, or a conversation: `conversations` as ShareGPT has them, `messages`, or `turns`. A
-conversation gives its first turn, where that is a user's.
+A file is JSON lines, or a JSON list, which is read up to the place where it is cut short. An entry is a text, an object
+with a `prompt`, a `question` or an `instruction`, or an object with a conversation: `conversations` as in ShareGPT,
+`messages`, or `turns`. The question of a conversation is its first turn, where that turn is a user's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PEOPLE = ("human", "user")
 def read_questions(paths: Seq[Path]) -> list[str]:
     """Return the questions in some files, each once. Entries without a user's turn are left out.
 
-    Raises NotFound for a file that cannot be read, UnsupportedModel for one of another kind, or without a question.
+    Raises NotFound for a file that cannot be read, UnsupportedModel for a file of another kind or without a question.
     """
     questions = dict[str, None]()
     for path in paths:
@@ -57,7 +57,10 @@ def _entries(path: Path) -> Iterator[Any]:
 
 
 def _listed(text: str, path: Path) -> list[Any]:
-    """Return the entries of a list; the whole ones before the cut, where it is cut short. Raises ValueError."""
+    """Return the entries of a JSON list. Of a list that is cut short, return the whole entries before the cut.
+
+    Raises ValueError where there is no whole entry.
+    """
     try:
         whole = json.loads(text)
         return whole if isinstance(whole, list) else [whole]
@@ -76,7 +79,7 @@ def _listed(text: str, path: Path) -> list[Any]:
 
 
 def _question(entry: Any) -> str:
-    """Return the text of an entry, or its first user's turn; "" where it has none."""
+    """Return the question of an entry: its text, or its first turn where a user wrote that turn; else ""."""
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, Mapping):

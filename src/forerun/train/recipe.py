@@ -1,8 +1,9 @@
 """`forerun train drafter`: a head for any target in a given time, from nothing but questions.
 
-The target writes for `SAMPLE_SHARE` of the time, and its hidden states are stored while it does. The rest is for
-learning: as many steps as fit, after a few were timed. The out folder gets `samples.ids`, `features`, the run
-(log.jsonl, state.pt, head) and `recipe.json`, which says how far it is. The same command goes on where it was stopped.
+For `SAMPLE_SHARE` of the time the target writes texts, and its hidden states are stored meanwhile. The rest of the time
+is for training: a few steps are timed, and then as many steps are trained as fit. The out folder gets `samples.ids`,
+`features`, the files of the training run (log.jsonl, state.pt, head) and `recipe.json`, which records the progress. The
+same command, given again, goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from forerun.train.recording import Recording
 from forerun.train.sampling import Progress, write
 
 SAMPLE_SHARE = 0.6  # of the time
-LEAST_SHARE = 0.1  # of the time, for steps, however long all else took
-MOST_PASSES = 10  # over the samples; behind five a head still learned
+LEAST_SHARE = 0.1  # of the time is kept for steps, however long all else took
+MOST_PASSES = 10  # over the samples; after five passes a head still learned
 LEAST_TOKENS = 2048  # of samples: fewer teach nothing
-NO_END = 1 << 40  # tokens
+NO_END = 1 << 40  # tokens, which no run reaches
 TIMED_STEPS = 3
 TOKENS_PER_STEP = 1024
 PASSAGE_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 160, 600, 512
@@ -41,7 +42,10 @@ class _TimeIsUp(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """The progress of a folder. sampled_s: seconds of all sessions; steps: of training, None = not known yet."""
+    """The progress of a recipe, kept in its out folder.
+
+    sampled_s: seconds of sampling in all sessions. steps: the number of training steps; None = not known yet.
+    """
 
     hours: float
     method: str
@@ -51,7 +55,10 @@ class State:
 
     @classmethod
     def of(cls, config: DrafterConfig) -> State:
-        """Read the state of the out folder, or begin. Raises BadOption where it was begun with other words."""
+        """Return the state in the out folder, or a new one where there is none.
+
+        Raises BadOption where the folder was begun with other hours or another method.
+        """
         path = config.out / "recipe.json"
         asked = cls(config.hours, config.method)
         if not path.exists():
@@ -70,7 +77,7 @@ class State:
         return state
 
     def save(self, out: Path) -> None:
-        """Write it into the out folder; the old file stays until that is done."""
+        """Write the state into the out folder. The old file stays until the new one is whole."""
         out.mkdir(parents=True, exist_ok=True)
         partial = out / "recipe.json.partial"
         partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
@@ -79,7 +86,7 @@ class State:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """The head that a recipe ends with, in `folder`. numbers: of the last validation."""
+    """The head in `folder` that a recipe has trained. numbers: those of the last validation."""
 
     folder: Path
     target: OpenedCheckpoint
@@ -97,13 +104,14 @@ def make(
     warn: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainedHead:
-    """Sample and train, going on in the out folder. say: called with what comes next; warn: see `train head`.
+    """Sample and train, going on from the state in the out folder.
 
-    Raises UserError as `train sample` and `train head` do.
+    say: called with a line about the stage that comes next. warn: see `head.train`. Raises UserError as `train sample`
+    and `train head` do.
     """
     state = State.of(config)
     opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
-    _, method, options = heads.load(config.method, opened.files.spec)  # hours before it is trained
+    _, method, options = heads.load(config.method, opened.files.spec)  # refuses a wrong method before hours of work
     if not state.is_sampled:
         sampling = _sampling_of(config, opened.files.spec.max_positions)
         layers = method.layers(options, opened.files.spec)
@@ -127,9 +135,9 @@ def make(
 def steps_for(
     config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float], prepared_from_s: float
 ) -> int:
-    """Return how many steps fit into the time that is left; a few are timed, which change no weight.
+    """Return how many training steps fit into the time that is left. A few steps are timed, which change no weight.
 
-    prepared_from_s: when what follows the sampling began.
+    prepared_from_s: the time on `clock` at which the work after the sampling began.
     """
     for weight in task.weights.values():
         weight.requires_grad_(True)
@@ -161,7 +169,10 @@ def _sample(
     say: Callable[[str], None],
     clock: Callable[[], float],
 ) -> State:
-    """Let the target write until its share of the time is over. Questions may run out before."""
+    """Let the target write until its share of the time is over, or the questions have run out.
+
+    Returns the new state.
+    """
     begun, limit_s = clock(), SAMPLE_SHARE * 3600 * config.hours
     num_tokens = 0
     with loop.progress_bar(quiet) as progress:
@@ -195,7 +206,7 @@ def _sample(
 
 
 def _sampling_of(config: DrafterConfig, max_positions: int) -> SampleConfig:
-    """Return the options of sampling, with texts that fit into the target's positions."""
+    """Return the options of sampling, with lengths that fit into the target's positions."""
     asked: dict[str, Any] = {"chat": 0.9} if config.questions else {}
     return SampleConfig(
         out=config.out / SAMPLES,

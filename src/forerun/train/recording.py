@@ -1,4 +1,4 @@
-"""Keeps the target's hidden states while it writes, so that nothing is run again for its heads."""
+"""Keeps the hidden states of a target while it writes, so that no text is run again when a head learns from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 class Recorder(Drafter):
     """A drafter that drafts nothing, and keeps the features of each sequence until they are taken.
 
-    layers: the residual stream behind each is kept, in this order.
+    layers: the layers after which the residual stream is kept, in this order.
     """
 
     draws = "point"
@@ -47,9 +47,10 @@ class Recorder(Drafter):
             self._parts[seq.id].append(features_of(self._model, taps, own.hidden, best))
 
     def take(self, seq_id: int, num_tokens: int) -> Features:
-        """Return the features of a sequence's first tokens, and forget it. The last token was not run: it gets zeros.
+        """Return the features of a sequence's first `num_tokens` tokens, and forget the sequence.
 
-        Raises InternalError where not all were seen.
+        The last token was not run, so its features are zeros. Raises InternalError where features of other tokens are
+        missing.
         """
         seen = Features.joined(self._parts.pop(seq_id))
         rows = [torch.cat((tensor, tensor.new_zeros(1, *tensor.shape[1:])))[:num_tokens] for tensor in seen.tensors]
@@ -60,9 +61,9 @@ class Recorder(Drafter):
 
 @dataclass
 class Recording:
-    """The features of samples, in a folder that grows with their file. layers: see Recorder.
+    """The features of samples, in a folder that grows with the file of samples. layers: see Recorder.
 
-    say: called while missing features are computed, with the number of texts that have them and of all texts.
+    say: called while missing features are computed, with the number of texts that have features and of all texts.
     """
 
     folder: Path
@@ -72,12 +73,12 @@ class Recording:
     file: FeatureFile | None = field(default=None, init=False)
 
     def make(self, target: Target) -> Drafter:
-        """Make the drafter that records, for LLM."""
+        """Return the drafter that records, for LLM."""
         self.recorder = Recorder(target, self.layers)
         return self.recorder
 
     def begin(self, llm: LLM, samples: Samples) -> None:
-        """Open the folder, and compute the features that are missing for the samples so far."""
+        """Open the folder, and compute the features that the samples so far lack."""
         model = llm.checkpoint.model
         longest = max((len(sample.ids) for sample in samples.samples), default=1)
         facts = facts_of(model, samples.options)
@@ -86,7 +87,7 @@ class Recording:
         llm.engine.drafter.spares = False  # an error ends the run: no text is stored without its features
 
     def write(self, start: int, features: Features) -> None:
-        """Store the features of the next sample. start: tokens of all samples before it."""
+        """Store the features of the next sample. start: the number of tokens in all samples before it."""
         assert self.file is not None
         self.file.write(start, features)
 

@@ -1,10 +1,12 @@
 """A file of texts that a target wrote itself, as token ids: `forerun train sample` appends to it, training reads it.
 
-The file begins with a line that names the format and a line of JSON: which tokenizer and weights wrote it, with which
-options. Records follow, each with a checksum. A process that is killed leaves at most a last record that is cut short,
-which is dropped when the file is opened to go on. Records are in the order of their numbers, and each depends on its
-number and the options alone, so a file that was interrupted ends as one that was not, byte by byte. Only the texts that
-passages are cut from may be others when it goes on.
+The file begins with a line that names the format, and a line of JSON that says which tokenizer and weights wrote the
+texts, with which options. Records follow, each with a checksum. A process that is killed leaves at most one record that
+is cut short, the last. This record is dropped when the next run opens the file.
+
+Records are in the order of their numbers, and each depends on its number and the options alone. So a file that was
+interrupted and continued is equal to an uninterrupted one, byte by byte. Only the texts that passages are cut from may
+change in between.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from forerun.text.files import unreadable
 
 LOG = logging.getLogger(__name__)
 MAGIC = b"forerun samples 1\n"
-HEAD = struct.Struct("<IBBHHI")  # number, kind, temperature * 100, ids given, where the answer begins, ids
+HEAD = struct.Struct("<IBBHHI")  # number, kind, temperature * 100, num_given, answer_at, number of ids
 KINDS = ("chat", "task", "text")
 HELD_OUT_EVERY = 16  # every 16th number is held out
 MOST_HEADER_BYTES = 1 << 16
@@ -37,10 +39,11 @@ MOST_IDS = 1 << 20  # of one record
 
 @dataclass(frozen=True)
 class Sample:
-    """One text. ids: all of it; the first `num_given` were given to the target, the others it wrote.
+    """One text.
 
-    answer_at: where the answer begins; before it stand the question that the target wrote for itself, and the chat
-    template's ids behind that. temperature: of the answer. number: its place in the order of all samples.
+    number: its place in the order of all samples. temperature: the answer's. ids: the whole text; the first `num_given`
+    ids were given to the target, and the others followed. answer_at: the index at which the answer begins. Where the
+    target wrote the question for itself, the question and the chat template's ids after it stand before that index.
     """
 
     number: int
@@ -57,17 +60,17 @@ class Sample:
 
     @property
     def key(self) -> bytes:
-        """The bytes of its beginning; one of two samples with the same key is enough."""
+        """The bytes of all ids before the answer. Of two samples with the same key, only the first is written."""
         return self.ids[: max(self.answer_at, self.num_given)].tobytes()
 
 
 class SampleWriter:
-    """Appends samples to a file, whose options it checks where the file is there already.
+    """Appends samples to a file, after it has checked the options of a file that exists.
 
-    options: all that samples depend on; a file that was begun with others is refused, except for its texts.
-    num_tokens: ids so far. next_number: behind the last sample; duplicates that were left out at the end are made once
-    more. Raises BadOption for a file of other options, or one that another process writes to, and UnsupportedModel for
-    one that is no such file or is broken inside.
+    options: all that samples depend on; an existing file must have the same, except for the option `texts`. num_tokens:
+    the number of ids in the file. next_number: the number after the last sample's. Duplicates that were left out after
+    that sample are made once more. Raises BadOption for a file of other options, and for one that another process
+    writes to. Raises UnsupportedModel for a file of another kind, and for one that is damaged before its last record.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -80,7 +83,7 @@ class SampleWriter:
             self._lock()
             end = self._read_on(options) if path.stat().st_size else 0
         except BaseException:
-            self._file.close()  # whoever asks with other options next finds it free
+            self._file.close()  # and unlocks it for the next try, with other options
             raise
         self._file.truncate(end)
         self._file.seek(end)
@@ -89,7 +92,7 @@ class SampleWriter:
             self._file.flush()
 
     def append(self, sample: Sample) -> bool:
-        """Write one sample, unless an earlier one has its beginning. Returns whether it was written."""
+        """Write one sample, unless an earlier sample has the same key. Returns whether the sample was written."""
         self.next_number = sample.number + 1
         if sample.key in self._keys:
             return False
@@ -114,7 +117,7 @@ class SampleWriter:
         self._file.close()
 
     def _lock(self) -> None:
-        """Keep the file for this process, until it is closed. Raises BadOption where another one writes to it."""
+        """Lock the file for this process, until it is closed. Raises BadOption where another process writes to it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -123,7 +126,7 @@ class SampleWriter:
             return  # a file system that knows no locks
 
     def _read_on(self, options: Mapping[str, Any]) -> int:
-        """Read the samples that are there, and return where the last whole record ends."""
+        """Check the file's options and count its samples. Returns the offset at which the last whole record ends."""
         with self.path.open("rb") as file:
             had = _read_header(file, self.path)
             wanted = json.loads(json.dumps(dict(options)))
@@ -153,20 +156,21 @@ class SampleWriter:
 
 @dataclass(frozen=True)
 class Samples:
-    """A whole file. options: the ones that it was made with."""
+    """The content of a file of samples. options: the options that the file was begun with."""
 
     options: Mapping[str, Any]
     samples: tuple[Sample, ...]
 
     def split(self, held_out: bool) -> list[Sample]:
-        """Return the held-out samples, or the ones that training may see."""
+        """Return the held-out samples, or else the samples that training may see."""
         return [sample for sample in self.samples if sample.is_held_out == held_out]
 
 
 def read_samples(path: Path) -> Samples:
-    """Read a file; a last record that is cut short is left out, as the file may still grow.
+    """Return the samples of a file. A last record that is cut short is left out, because the file may still grow.
 
-    Raises NotFound where there is none, UnsupportedModel for another file or one that is broken inside.
+    Raises NotFound where there is no file, UnsupportedModel for a file of another kind or one that is damaged before
+    its last record.
     """
     if not path.is_file():
         raise NotFound(f"there is no file {shown(str(path))}: `forerun train sample` makes it")
@@ -176,7 +180,7 @@ def read_samples(path: Path) -> Samples:
 
 
 def begun_with(path: Path) -> Mapping[str, Any]:
-    """Return the options of a file that is there already, else {}. Raises UnsupportedModel for another kind of file."""
+    """Return the options of an existing file, else {}. Raises UnsupportedModel for a file of another kind."""
     if not path.exists() or not path.stat().st_size:
         return {}
     with path.open("rb") as file:
@@ -184,7 +188,7 @@ def begun_with(path: Path) -> Mapping[str, Any]:
 
 
 def stream(samples: Iterable[Sample], end: int) -> NDArray[np.uint32]:
-    """Return all ids as one stream, each sample followed by the id `end` unless it ends with that already."""
+    """Return all ids as one stream. The id `end` is put after each sample that does not end with it already."""
     parts: list[NDArray[np.uint32]] = []
     for sample in samples:
         parts.append(sample.ids)
@@ -208,7 +212,7 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
 
 
 def _records(file: BinaryIO, path: Path, width: int) -> Iterator[Sample]:
-    """Yield every whole record. Raises UnsupportedModel for a broken one that is not the last."""
+    """Yield the sample of every whole record. Raises UnsupportedModel for a damaged record that is not the last."""
     size = path.stat().st_size
     while True:
         head = file.read(HEAD.size)
@@ -221,7 +225,7 @@ def _records(file: BinaryIO, path: Path, width: int) -> Iterator[Sample]:
         crc = file.read(4)
         if kind >= len(KINDS) or crc != struct.pack("<I", zlib.crc32(head + body)):
             if file.tell() >= size and num <= MOST_IDS:
-                return  # the last record: some of its pages did not reach the disk
+                return  # the last record, of which some pages did not reach the disk
             raise UnsupportedModel(
                 f"{shown(str(path))} is damaged behind sample {number}: cut it there, or sample into another file"
             )

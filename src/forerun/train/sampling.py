@@ -19,7 +19,10 @@ MAX_TEXT_BYTES = 10**8  # of the texts that passages are cut from
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run. num_tokens: in the file; num_new: the ones that this run wrote, in `seconds`."""
+    """The progress of a run.
+
+    num_tokens: the tokens in the file. num_new: the tokens that this run wrote, in `seconds` seconds.
+    """
 
     num_tokens: int
     num_new: int
@@ -39,11 +42,10 @@ def write(
     ops: str,
     recording: Recording | None = None,
 ) -> Progress:
-    """Let a target write until the file is as long as asked for.
+    """Let a target write samples until the file has config.num_tokens tokens.
 
-    show: called after each sample. recording: see Writer.
-
-    Raises UserError where the file was begun otherwise, and where there is too little to begin with.
+    show: called after each sample. recording: see `Writer.write`. Raises UserError where the file was begun with other
+    options, and where there are too few texts or questions.
     """
     questions = read_questions(config.questions)
     lengths = Lengths((16, config.passage_tokens), config.question_tokens, config.answer_tokens)
@@ -78,14 +80,14 @@ def write(
 
 
 def texts_for(config: SampleConfig, shares: Shares) -> list[str]:
-    """Return the texts that passages are cut from: the named ones, else of packages where a kind needs them."""
+    """Return the texts that passages are cut from: the named ones, else installed ones where a kind needs passages."""
     if config.texts:
         return list(read_texts(config.texts, MAX_TEXT_BYTES))
     return packaged_texts() if shares.task + shares.text > 0 else []
 
 
 def shares_of(config: SampleConfig, llm: LLM) -> Shares:
-    """Return the shares of the kinds; where none is given, the usual one for this target."""
+    """Return the shares of the kinds of text. A share that is not given takes the default for this target."""
     chat, task = config.chat, config.task
     if chat is None:
         chat = Shares.chat if config.questions or Frame.opens_a_turn(llm) else 0.0

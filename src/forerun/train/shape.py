@@ -22,7 +22,7 @@ LLAMA = {
     "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",
 }
-# For each family that can be trained, the keys of the sizes in its config.json, and (FIXED) its other entries.
+# For each family that can be trained: the keys of the sizes in its config.json, and in FIXED the other entries.
 SIZES: Mapping[str, Mapping[str, str]] = {
     "llama": LLAMA,
     "gpt2": {
@@ -47,7 +47,7 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": True},
     "qwen3_5_text": {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4},
 }
-# The config.json keys of the heads with states, which are as many and as wide as the query heads.
+# The config.json keys for the number and size of heads with states; both are those of the query heads.
 STATE_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 STATE_DIMS = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
 INTERVAL = 4  # layers from one with attention to the next, in a family with states
@@ -55,11 +55,12 @@ INTERVAL = 4  # layers from one with attention to the next, in a family with sta
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder with tied embeddings, in elements; heads have hidden_size / num_heads of them.
+    """The sizes of a decoder with tied embeddings, in elements. A head has hidden_size / num_heads elements.
 
-    family: llama; gpt2, which learns each of its max_positions, and has as many key-value heads as query heads;
-    qwen3_moe, where each row takes num_chosen of num_experts experts of ffn_size each; or qwen3_5_text, where every
-    fourth layer has attention and the others keep a state with as many heads as there are query heads.
+    family: llama, gpt2, qwen3_moe or qwen3_5_text. A gpt2 learns an embedding for each of its max_positions positions,
+    and has as many key-value heads as query heads. In a qwen3_moe each row takes num_chosen of num_experts experts,
+    each of size ffn_size. In a qwen3_5_text every fourth layer has attention, and the others keep a state with as many
+    heads as there are query heads.
     """
 
     hidden_size: int = option(512, "width of the residual stream, elements", min=1)
@@ -110,19 +111,22 @@ class ModelShape:
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep states."""
+        """Whether some layers keep states."""
         return self.family == "qwen3_5_text"
 
     @classmethod
     def given(cls, sizes: Mapping[str, Any], seq_len_tokens: int) -> ModelShape:
-        """Return the shape from a command's sizes: a gpt2 has as many positions as its sequences have tokens."""
+        """Return the shape for the sizes that a command was given.
+
+        A gpt2 gets as many positions as its training sequences have tokens.
+        """
         of_family = {}
         if sizes.get("family") == "gpt2":
             of_family = {"num_kv_heads": sizes.get("num_heads", cls.num_heads), "max_positions": seq_len_tokens}
         return cls(**{**of_family, **sizes})
 
     def spec(self) -> Spec:
-        """Return the shape as a list of blocks, as the family describes it."""
+        """Return the spec of a model of this shape, as its family describes it."""
         from forerun.models.families import family
 
         sizes = {key: getattr(self, name) for name, key in SIZES[self.family].items()}

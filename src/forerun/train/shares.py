@@ -1,4 +1,4 @@
-"""Measures how likely a target accepts the first, second, ... child of a draft model, which Sequoia asks for."""
+"""Measures how likely a target accepts the first, second, ... child that a draft model proposes, for Sequoia."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def fit(
     num_ranks: int,
     seed: int,
 ) -> Floats:
-    """Measure a pair on held-out texts, write the file that `tree:shape=sequoia,file=FILE` reads, return the shares.
+    """Measure a pair on held-out texts, and return the shares. See `measure`.
 
-    draft: None = the shipped one. prompts: None = beginnings of held-out Python sources. Raises UserError.
+    Also writes the file that `tree:shape=sequoia,file=FILE` reads. draft: None = the shipped draft model. prompts: None
+    = beginnings of held-out Python sources. Raises UserError.
     """
     if draft is None and not is_shipped(target):
         raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
@@ -55,10 +56,11 @@ def fit(
 def measure(
     target: Checkpoint, draft: Checkpoint, texts: Seq[Seq[int]], num_ranks: int, longest: int, seed: int = 0
 ) -> Floats:
-    """Return shares [2, num_ranks] over all positions of the texts (ids): row 0 greedy, row 1 drawn at temperature 1.
+    """Return the share of positions at which the child of each rank is accepted, [2, num_ranks].
 
-    Greedy: how often the target's likeliest id has this rank in the draft model. Drawn: the probability that the child
-    of this rank, drawn without replacement, is the accepted one (recursive rejection). Texts are cut at `longest` ids.
+    Row 0 is greedy: how often the target's likeliest id has this rank in the draft model. Row 1 is at temperature 1:
+    the probability that the child of this rank, drawn without replacement, is the accepted child (recursive rejection).
+    The positions are those of the texts (ids), which are cut at `longest` ids.
     """
     rng, shares, num = np.random.default_rng(seed), np.zeros((2, num_ranks)), 0
     runners = [_runner(checkpoint, longest) for checkpoint in (target, draft)]
@@ -78,7 +80,10 @@ def measure(
 
 
 def accepted_shares(p: Floats, q: Floats, num: int, rng: np.random.Generator) -> Floats:
-    """Return P(child k is the accepted one), [num], for one draw of children of q without replacement; p, q [V]."""
+    """Return the probability of each child k to be the accepted one, [num], for children drawn from q.
+
+    They are drawn once, without replacement. p, q: the distributions of target and draft, [V].
+    """
     shares, reached = np.zeros(num), 1.0
     for k in range(num):
         if q.sum() <= 0:
@@ -100,7 +105,7 @@ def _runner(checkpoint: Checkpoint, longest: int) -> Runner:
 
 
 def _logits(runner: Runner, ids: Seq[int]) -> Floats:
-    """Return the logits behind each id, [n, V]."""
+    """Return the logits of the token after each id, [n, V]."""
     runner.cache.open(0)
     try:
         return runner.forward([Run(0, list(ids))]).logits[0].astype(np.float64)

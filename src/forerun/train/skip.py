@@ -1,9 +1,11 @@
-"""`forerun train skip` searches the layers of a target that draft for it best (Draft & Verify, arXiv 2309.08168).
+"""`forerun train skip` searches for the layers of a target that draft for it best (Draft & Verify, arXiv 2309.08168).
 
-A set of layers is scored on the target's own choices: the share of positions of a text where its likeliest token is the
-target's, and the share of the target's bytes that its pass reads. Equation (1) of Leviathan et al. 2023 turns both into
-tokens per second, relative to plain decoding. The paper searches by Bayesian optimisation; here each layer is left out
-alone, then the least missed ones together, and then single layers are flipped at random while that helps.
+Two shares are measured for a set of layers: the share of positions of a text at which the set's likeliest token is the
+target's, and the share of the target's bytes that a pass through the set reads. Equation (1) of Leviathan et al. 2023
+turns both into a speed-up over plain decoding.
+
+The paper searches by Bayesian optimisation. Here each layer is first left out alone. Then the layers that are missed
+least are left out together. At last, single layers of the best set are added or removed at random.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ KIND = "skip"  # of the file that early_exit reads
 SLOT = 0
 MOST_DRAFTED = 16  # tokens of a round
 WINDOW = 128  # tokens of a text that are run as one sequence
-FLIPS = 20  # tries for each set that may be scored
+FLIPS = 20  # random tries for each set that may be scored
 
 
 @dataclass(frozen=True)
 class Scored:
     """A set of layers with its score.
 
-    agreement: the share of positions at which its likeliest token is the target's. speedup: eq. (1) with the best
-    length, against plain decoding; no overhead and no wider pass is counted.
+    agreement: the share of positions at which the set's likeliest token is the target's. speedup: over plain decoding,
+    by equation (1) with the best draft length. Overhead and the costs of wider passes are not counted.
     """
 
     layers: tuple[int, ...]
@@ -50,7 +52,8 @@ class Scored:
 class Scorer:
     """Scores sets of layers of one model on texts.
 
-    windows: ids, each run as one sequence.
+    windows: pieces of the texts as ids, each of which is run as one sequence. Raises BadOption for a model in which
+    layers read the keys of others.
     """
 
     def __init__(self, model: LoadedModel, windows: Seq[Seq[int]]) -> None:
@@ -69,18 +72,18 @@ class Scorer:
         self._wanted = self._choices(None)
 
     def cost(self, layers: Seq[int]) -> float:
-        """Return the bytes that a pass of these layers reads, over a target pass."""
+        """Return the share of a target pass's bytes that a pass through these layers reads."""
         return 1 - self._layer_share * (self.num_layers - len(layers))
 
     def score(self, layers: Seq[int]) -> Scored:
-        """Run the texts through these layers."""
+        """Run the windows through these layers, and return the score."""
         agreement = float(np.mean(self._choices(layers) == self._wanted))
         cost = self.cost(layers)
         length = max(1, optimal_gamma(agreement, cost, MOST_DRAFTED))
         return Scored(tuple(layers), agreement, speedup(agreement, length, cost))
 
     def _choices(self, layers: Seq[int] | None) -> npt.NDArray[np.int64]:
-        """Return the likeliest token behind each position of each text."""
+        """Return the likeliest next token at each position of all windows. layers: None = all layers."""
         runner = Runner(self.model, self.cache, layers=layers)
         best: list[int] = []
         for window in self.windows:
@@ -102,10 +105,10 @@ def windows_of(ids: Seq[int], num_tokens: int, length: int) -> list[Seq[int]]:
 
 
 def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Scored], None] = lambda s: None) -> Scored:
-    """Return the best proper subset of the layers that was found, by the speed-up, which may be below 1.
+    """Return the best proper subset of the layers that was found, by its speed-up, which may be below 1.
 
-    The same arguments give the same set. evaluations: sets that are scored at most, at least 1. say: called with each
-    set that is better than all before. Raises BadOption for a model of one layer.
+    The same arguments give the same set. evaluations: the most sets to score, at least 1. say: called with each set
+    that is better than all sets before. Raises BadOption for a model of one layer.
     """
     everything = tuple(range(scorer.num_layers))
     if len(everything) < 2:
@@ -133,14 +136,14 @@ def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Score
     for num in range(2, len(everything)):
         score(without(least_missed[:num]))
     rng = random.Random(seed)
-    for _ in range(FLIPS * evaluations):  # more than can be scored, as many were scored before
+    for _ in range(FLIPS * evaluations):  # more tries than sets to score, because many hit a set that is scored already
         score({*best.layers} ^ {rng.choice(everything)})
     return best
 
 
 def fit(checkpoint: Checkpoint, text: str, out: Path, *, num_tokens: int, evaluations: int, seed: int = 0,
         say: Callable[[Scored], None] = lambda s: None) -> Scored:  # fmt: skip
-    """Search on a text and write the file that `early_exit:path=FILE` reads.
+    """Search for the best layers on a text, and write the file that `early_exit:path=FILE` reads.
 
     Raises BadOption where the text is too short or the checkpoint has no tokenizer.
     """

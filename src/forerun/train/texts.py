@@ -1,4 +1,4 @@
-"""Texts that tables are fitted to: named files, files below named folders, or the standard library."""
+"""Texts to learn from: named files, files below named folders, the standard library, or installed packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.train.corpus import load_corpus
 
 
 def files_of(paths: Seq[Path]) -> list[Path]:
-    """Return the files among `paths` and below its folders, sorted; hidden ones below folders are left out.
+    """Return the files among `paths`, and the sorted files below its folders. Hidden files below folders are left out.
 
     Raises NotFound for a path that is not there, and for a folder without a file.
     """
@@ -32,8 +32,9 @@ def files_of(paths: Seq[Path]) -> list[Path]:
 def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
     """Yield the texts of `files_of`, or the training modules of the standard library where no path is given.
 
-    Reading ends at `max_bytes`, if need be inside a text. A file below a folder that is no UTF-8 text (such as a
-    picture) is left out; one that was named itself raises BadOption. Raises NotFound for a file that cannot be read.
+    Reading ends after `max_bytes` bytes of files, if need be inside a text. A file that is no UTF-8 text, such as a
+    picture, is left out where it lies below a folder, and raises BadOption where it was named itself. Raises NotFound
+    for a file that cannot be read.
     """
     if not paths:
         for document in load_corpus().train:
@@ -56,13 +57,13 @@ def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
 
 
 def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
-    """Return installed texts: descriptions of packages, Python's own help, and some of its modules.
+    """Return installed texts: descriptions of packages, Python's own help, and some modules of its standard library.
 
-    The order depends on the installed packages alone. code_bytes: characters of modules, about.
+    The texts and their order depend on the installed packages alone. code_bytes: about how many characters of modules.
     """
     described: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        metadata: Any = distribution.metadata  # a Message, which its protocol hides
+        metadata: Any = distribution.metadata  # an email Message; the declared protocol hides that
         name, text = metadata["Name"], metadata.get_payload()
         if name and isinstance(text, str) and len(text) > 200:
             described[name.lower()] = text
@@ -77,7 +78,7 @@ def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
 
 
 def _decoded(data: bytes, is_cut: bool) -> str | None:
-    """Return the text of these bytes, None where they are not UTF-8. is_cut: they may end inside a character."""
+    """Return the text of UTF-8 bytes; None for other bytes. is_cut: whether they may end inside a character."""
     if b"\0" in data:
         return None
     try:

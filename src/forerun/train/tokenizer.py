@@ -26,7 +26,10 @@ PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Seq[str] = (END_OF_TEXT,)) -> Tokenizer:
-    """Learn `vocab_size` entries (special tokens from id 0 on, 256 bytes, merges) from the texts; deterministic."""
+    """Return a tokenizer of `vocab_size` entries learned from texts; the same texts give the same tokenizer.
+
+    The entries are the special tokens from id 0 on, 256 bytes, and merges.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,7 +78,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder. Raises NotFound where there is none."""
+    """Load a tokenizer. path: a tokenizer.json, or a folder that has one. Raises NotFound where there is none."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
         raise NotFound(f"no tokenizer.json at {path}")

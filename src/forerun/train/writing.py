@@ -1,15 +1,16 @@
-"""The target writes the texts that a drafter learns from, as a drafter must guess the target's texts, not people's.
+"""The target writes the texts that a drafter learns from, since a drafter must guess the target's texts, not people's.
 
-There are three kinds of text.
-*chat*: the target answers a given question; without any it gets only the opening of a user's turn, writes the question
-at temperature 1, and then the answer (Xu et al. 2024, "Magpie", arXiv 2406.08464).
-*task*: an instruction with a passage of a given text.
-*text*: a continuation of such a passage. Half of the answers and continuations are greedy, the others are drawn at
-temperatures of 0.5 and 1, for all are asked for later (Zhou et al. 2024, "DistillSpec", section 4: on-policy data).
-A text that repeats itself ends with the third repetition: small models go on so for ever, which teaches nothing.
+There are three kinds of text. *chat*: the target answers a given question. Where no questions are given, it gets only
+the opening of a user's turn, and writes first the question, at temperature 1, and then the answer (Xu et al. 2024,
+"Magpie", arXiv 2406.08464). *task*: the target answers an instruction about a passage of a given text. *text*: the
+target continues such a passage.
 
-All of them run in one continuous batch. Sample i is a function of the options alone: its seed draws kind, passage and
-temperature, and the engine's draws depend on no neighbour where its operators are row-invariant.
+Half of the answers and continuations are greedy, and the others are drawn at temperatures of 0.5 and 1, because users
+will ask for all of these (Zhou et al. 2024, "DistillSpec", section 4: on-policy data). A text that repeats itself is
+cut after the third repetition: small models would repeat themselves for ever, which teaches nothing.
+
+All texts are written in one continuous batch. Sample i depends on the options alone: its seed draws kind, passage and
+temperature, and the engine's draws do not depend on other sequences where its operators are row-invariant.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ INSTRUCTIONS = (
     "Write a short story in which this text plays a part.\n\n{}",
 )
 MARK = "FORERUN-PLACE-OF-THE-QUESTION"
-TEMPERATURES = (0.0, 0.0, 0.5, 1.0)  # of answers and continuations, each as often as it stands here
-PERIODS = range(1, 65)  # tokens of the repeated part
-REPEATED = 3  # times, and
-LEAST_REPEATED = 32  # tokens of it at least, end a text
-LOOK_EVERY = 16  # tokens, while a text is written
+TEMPERATURES = (0.0, 0.0, 0.5, 1.0)  # of answers and continuations; each entry is equally likely
+PERIODS = range(1, 65)  # numbers of tokens that a repeated part may have
+REPEATED = 3  # repetitions of a part end a text,
+LEAST_REPEATED = 32  # where they have at least so many tokens in all
+LOOK_EVERY = 16  # tokens from one look for repetitions to the next
 MOST_REPEATED = 64  # samples in a row with a beginning that an earlier sample has
-WINDOW = 8  # numbers that may be under way for each place in the batch, while the first of them is not finished
+WINDOW = 8  # samples that may be begun, for each place in the batch, while the first of them is not finished
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The share of each kind among the samples; together 1."""
+    """The shares of the three kinds of text among the samples. Their sum is 1."""
 
     chat: float = 0.7
     task: float = 0.15
@@ -82,7 +83,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The most tokens of a passage (the fewest, too), a question and an answer."""
+    """The least and most tokens of a passage, the most of a question, and the most of an answer."""
 
     passage: tuple[int, int] = (16, 160)
     question: int = 160
@@ -98,7 +99,10 @@ class Frame:
 
     @classmethod
     def of(cls, template: ChatTemplate, encode: Callable[[str], list[int]]) -> Frame:
-        """Render one conversation and cut it. Raises BadOption where the template changes the user's text."""
+        """Return the frame of a template, by rendering one conversation and cutting it at the user's text.
+
+        Raises BadOption where the template changes the user's text.
+        """
         text = template.render([{"role": "user", "content": MARK}], add_generation_prompt=True)
         before, mark, after = text.partition(MARK)
         if not mark:
@@ -115,13 +119,13 @@ class Frame:
 
     @classmethod
     def of_model(cls, llm: LLM) -> Frame:
-        """Return the frame of a model. Raises NotFound without a template, and as `of`."""
+        """Return the frame of a model. Raises NotFound where the model has no template, and BadOption as `of` does."""
         return cls.of(llm.chat_template, lambda text: llm.tokenizer.encode(text, add_special_tokens=False))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one sample. prompt: the ids that the target is given first."""
+    """The plan of one sample. prompt: the ids that the target is given at first."""
 
     number: int
     kind: str
@@ -133,9 +137,11 @@ class Plan:
 class Writer:
     """Plans the samples of a target, and writes them.
 
-    texts: passages are cut from them. questions: conversations begin with them, where short enough; without any the
-    target writes its own. begun: the options of a file that is to go on (samples.begun_with), whose frame stays, as
-    some templates print the date of the day. Raises BadOption where there are no texts to cut from.
+    texts: the texts from which passages are cut. questions: the questions with which conversations begin; those that
+    are too long are left out. Where there are no questions, the target writes its own. begun: the options of a file to
+    which samples are added (samples.begun_with). The frame of that file is used again, because some templates print the
+    current date. Raises BadOption for texts, questions or a template that do not fit the shares, and NotFound where a
+    template is needed and there is none.
     """
 
     def __init__(
@@ -154,7 +160,7 @@ class Writer:
         if shares.chat + shares.task > 0:
             known = begun.get("frame", ())
             self.frame = Frame(*map(tuple, known)) if any(known) else Frame.of_model(llm)
-        self._writes_frame = not begun or "frame" in begun  # files once were begun without
+        self._writes_frame = not begun or "frame" in begun  # older files have no frame
         if questions and shares.chat == 0:
             raise BadOption("questions begin conversations, and --chat 0 writes none: leave one of them out")
         self.questions = self._short_enough(questions)
@@ -170,7 +176,7 @@ class Writer:
             raise BadOption("there is no text to cut passages from: name some with --text, or sample with --chat 1")
 
     def options(self) -> dict[str, Any]:
-        """Return everything that a sample depends on beside its number, for the file."""
+        """Return all that a sample depends on besides its number, to be written into the file."""
         llm = self.llm
         frame = {"frame": [list(self.frame.before), list(self.frame.after)]} if self._writes_frame else {}
         options = {
@@ -191,7 +197,7 @@ class Writer:
         return options | frame | asked
 
     def plan(self, number: int) -> Plan:
-        """Return the plan of this number, a function of the options."""
+        """Return the plan of the sample with this number. It depends on the options alone."""
         rng = random.Random(f"{self.seed} {number}")
         kind = self.shares.kind(rng.random())
         temperature = rng.choice(TEMPERATURES)
@@ -219,18 +225,18 @@ class Writer:
         say: Callable[[SampleWriter], None] = lambda w: None,
         recording: Recording | None = None,
     ) -> None:
-        """Append samples until the file holds `num_tokens` ids. say: called after each of them.
+        """Append samples until the file holds `num_tokens` ids.
 
-        recording: stores their features, in the folder that grows with this file.
-
-        Raises BadOption where the texts have too few different passages for that, or there are too few questions.
+        say: called after each sample. recording: stores the features of the samples, in a folder that grows with the
+        file. Raises BadOption where the texts have too few different passages for so many samples, or there are too few
+        questions.
         """
         ended = SimpleQueue[tuple[int, Request]]()
         planned, answers = dict[int, Plan](), dict[int, int]()
         done: dict[int, tuple[Sample, Features | None]] = {}
         going = dict[int, Request]()
         next_number, num_repeated = out.next_number, 0
-        places = batch_size + -(-batch_size // 4)  # some wait, so that no place in the batch is empty for a step
+        places = batch_size + -(-batch_size // 4)  # more than fit, so that no place in the batch is empty for a step
 
         def start(number: int, prompt: Seq[int], params: SamplingParams) -> None:
             def hear(request: Request) -> None:
@@ -272,7 +278,7 @@ class Writer:
                     if is_new and recording is not None and recorded is not None:
                         recording.write(
                             end, recorded
-                        )  # behind the sample: features that a kill loses are computed when it goes on
+                        )  # after the sample: features that a kill loses are computed by the next run
                     say(out)
                 if num_repeated > MOST_REPEATED:
                     raise BadOption(
@@ -311,7 +317,7 @@ class Writer:
         return short
 
     def _passage(self, rng: random.Random, num: int) -> list[int]:
-        """Return `num` ids of the given texts, or fewer where a text ends, from the beginning of a line."""
+        """Return `num` ids of a given text from the beginning of a line on, or fewer where the text ends."""
         at = rng.randrange(int(self._sizes[-1]))
         which = int(np.searchsorted(self._sizes, at, side="right"))
         text = self.texts[which]
@@ -324,15 +330,15 @@ def _digest(texts: Seq[str]) -> str:
 
 
 def looped(ids: Seq[int], start: int) -> int | None:
-    """Return the index at which the ids from `start` on end their REPEATEDth repetition; None without one."""
+    """Return the index at which the ids from `start` on end their REPEATEDth repetition; None where they have none."""
     written = np.asarray(ids[start:])
     ends = [end for period in PERIODS if (end := _repeats(written, period)) is not None]
     return start + min(ends) if ends else None
 
 
 def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
-    """Return the end of the first REPEATED repetitions of `period` ids; None without them."""
-    wanted = max((REPEATED - 1) * period, LEAST_REPEATED - period)  # equal neighbours, in a row
+    """Return the index at which REPEATED repetitions of a part of `period` ids first end; None where there are none."""
+    wanted = max((REPEATED - 1) * period, LEAST_REPEATED - period)  # ids in a row that equal the id one period later
     if len(ids) < period + wanted:
         return None
     is_same = np.concatenate(([0], np.cumsum(ids[period:] == ids[:-period])))
@@ -341,12 +347,12 @@ def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
 
 
 def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that a tokenizer puts before a text, such as the beginning of a sequence; () for many."""
+    """Return the ids that a tokenizer puts before a text, such as a begin-of-sequence id; () where it puts none."""
     whole, bare = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
     num = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tuple(whole[:num])
 
 
 def longest(lengths: Lengths) -> int:
-    """Return a length in tokens that no such sequence exceeds, with room for the chat template."""
+    """Return a number of tokens that no sequence of these lengths exceeds, with room for the chat template."""
     return max(lengths.question, 2 * lengths.passage[1] + 64) + lengths.answer + 256

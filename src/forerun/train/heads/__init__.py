@@ -1,8 +1,9 @@
-"""Heads that can be trained: each is one file, named as the drafter that reads what it writes, found by scanning.
+"""The heads that can be trained. Each is one file of this package, named like the drafter that reads the trained head.
 
-A file has `Options` (a frozen dataclass; fields with help and range in `metadata`), `LR`, the peak learning rate where
-none is given, and `Head(options, teacher, seed)`, which follows the protocol below. loop.py trains it, batches come
-from here, and `forerun train head` finds it.
+The files are found by scanning. `Options` of a file is a frozen dataclass, whose fields have help and range in
+`metadata`. `LR` is the peak learning rate where none is given. `layers` returns which residual streams of the target
+are read. `Head(options, teacher, seed)` follows the protocol below. `forerun train head` looks the head up here,
+batches come from here, and loop.py trains.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from forerun.train.features import FeatureSource
 from forerun.train.samples import Sample
 
 WHAT = "method that can be trained"
-RATED_SIZE = 576  # the hidden size of the target that the methods' learning rates, LR, were found on
-ROWS = 128  # rows that have logits of all ids in memory at a time
+RATED_SIZE = 576  # the target's hidden size at which the methods' learning rates, LR, were found
+ROWS = 128  # rows whose logits of all ids are in memory at a time
 
 
 @dataclass(frozen=True)
 class Teacher:
     """The parts of the target that a head may read. embeddings, head: float32 [V, H], frozen.
 
-    counts [num_ids]: how often each id with a token was written in the texts that training sees. probe: see
-    head_files.py. last: the weights of the last layer with attention, named as layer 0, and the final norm. model: the
-    whole target.
+    counts [num_ids]: how often the target wrote each id in the texts that training sees, without padding ids. probe:
+    see head_files.py. last: the weights of the last layer with attention, named as layer 0, and of the final norm.
+    model: the whole target.
     """
 
     config: Spec
@@ -55,7 +56,10 @@ class Teacher:
 
     @classmethod
     def of(cls, model: LoadedModel, counts: Tensor, num_ids: int) -> Teacher:
-        """Read the parts from a model in memory. counts [V]; num_ids: ids that have a token, others are padding."""
+        """Read the parts from a model in memory.
+
+        counts [V]. num_ids: the number of ids that have a token; the others are padding.
+        """
         ids = range(model.config.vocab_size)
         embedded = model.rows.to_host(model.embed(ids))
         embeddings, head = torch.from_numpy(embedded).float(), torch.from_numpy(model.head(ids)).float()
@@ -67,7 +71,7 @@ class Teacher:
         return cls(model.config, embeddings, head, counts[:num_ids], probe, last, model)
 
     def mass(self, hidden: Tensor) -> Tensor:
-        """Return the logsumexp of the logits for rows behind the final norm [S, L, H], float32 [S, L].
+        """Return the logsumexp of each row's logits, float32 [S, L]. hidden [S, L, H]: the rows after the final norm.
 
         As everywhere in training, these are the LM head's plain logits: the target's scale, cap or bias is not applied.
         """
@@ -76,7 +80,7 @@ class Teacher:
         return torch.unflatten(rows, 0, hidden.shape[:2])
 
     def decoder(self, ops: ReferenceOps) -> TorchModel:
-        """Return a float32 copy of the target that is computed by `ops`; it takes 4 bytes for each weight."""
+        """Return a float32 copy of the target that computes with `ops`. The copy takes 4 bytes for each weight."""
         weights = {name: tensor_of(self.model.weight(name)) for name in weight_shapes(self.config)}
         return TorchModel(self.config, weights, ops)
 
@@ -89,7 +93,8 @@ def last_attending(target: Spec) -> int:
 def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
     """Return a head's spec: `num` blocks like the target's last one with attention, but without a window.
 
-    changes: other values for fields of the target's spec. Raises BadOption for blocks that training does not know.
+    changes: other values for fields of the spec. Raises BadOption for a target whose block has parts that training does
+    not know.
     """
     block = target.blocks[last_attending(target)]
     a = block.attention
@@ -105,7 +110,7 @@ def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
 class TrainedBlock:
     """One block of a head with gradients, computed by the code that runs models. Rows are [S, L, H].
 
-    weights: all weights of the head; the names of this block's begin with `at`.
+    i: the index of the block in the spec. weights: all weights of the head; the names of this block's begin with `at`.
     """
 
     def __init__(self, spec: Spec, weights: Mapping[str, Tensor], at: str, i: int = 0) -> None:
@@ -123,7 +128,7 @@ class TrainedBlock:
         return self._block.attention
 
     def read(self, x: Tensor) -> Tensor:
-        """Return the normed rows of the residual stream that attention reads."""
+        """Return the input of attention: the rows of the residual stream after the norm."""
         return normed(self._block.pre_attention, self.ops, x)
 
     def queries(self, y: Tensor, at: Tensor) -> Tensor:
@@ -132,25 +137,32 @@ class TrainedBlock:
         return _by_text(self._attention.queries(self.ops, rows, self._turned(at)), len(y))
 
     def keys_values(self, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each [S, heads, L, D]; a key-value head is repeated for the queries of its group."""
+        """Return keys and values, each [S, heads, L, D].
+
+        Each key-value head is repeated for all query heads of its group.
+        """
         rows = self._attention.project(self.ops, y.flatten(0, 1), "k_proj")
         k, v = self._attention.keys_values(self.ops, rows, self._turned(at))
         num = self.spec.heads // self.spec.kv_heads
         return _by_text(k, len(y)).repeat_interleave(num, dim=1), _by_text(v, len(y)).repeat_interleave(num, dim=1)
 
     def behind(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
-        """Return the residual stream behind the block. x: before it; y: from `read`. attended [S, heads, L, D]."""
+        """Return the residual stream after the block.
+
+        x: the residual stream before the block. y: the result of `read`. attended [S, heads, L, D]: the result of
+        attention.
+        """
         rows = self._attended(x, y, attended)
         return torch.unflatten(self._block.fed_forward(self.ops, rows, rows), 0, x.shape[:2])
 
     def inner(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
-        """Return the input of the last matrix of the feed-forward part [S * L, size]; arguments as in `behind`."""
+        """Return the input of the last matrix of the feed-forward part, [S * L, size]. Arguments: see `behind`."""
         assert self._block.mlp is not None
         rows = self._attended(x, y, attended)
         return self._block.mlp.inner(self.ops, normed(self._block.pre_mlp, self.ops, rows))
 
     def _attended(self, x: Tensor, y: Tensor, attended: Tensor) -> Tensor:
-        """Return the residual stream behind attention [S * L, H]."""
+        """Return the residual stream after attention, [S * L, H]."""
         rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         if self.spec.gate:
             rows = rows * self._attention.project(self.ops, y.flatten(0, 1), "gate_proj")["gate_proj"].sigmoid()
@@ -166,13 +178,16 @@ def _by_text(rows: Tensor, num: int) -> Tensor:
 
 
 def norm_of(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Return the root mean square norm of rows, float32."""
+    """Return rows after a root mean square norm, float32. offset: added to the weight."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight + offset if offset else weight)
 
 
 class Vocabulary:
-    """The ids that a head drafts: the target's most frequent ones. ids [n], ascending; rows [n, H]: of the LM head."""
+    """The ids that a head drafts: those that the target writes most often.
+
+    ids [n], ascending. rows [n, H]: the rows of the LM head for these ids.
+    """
 
     def __init__(self, teacher: Teacher, num_ids: int) -> None:
         self.ids = teacher.counts.argsort(descending=True, stable=True)[:num_ids].sort().values
@@ -185,11 +200,11 @@ class Vocabulary:
         return self._has[ids]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map rows behind the final norm [R, H] to float32 logits of the drafted ids [R, n]."""
+        """Map rows after the final norm [R, H] to float32 logits of the drafted ids [R, n]."""
         return F.linear(hidden.to(self.rows.dtype), self.rows).float()
 
     def offsets(self) -> Tensor:
-        """Return the tensor d2t of published heads [n]: added to a draft id, it gives the target's id."""
+        """Return the tensor d2t of published heads [n]: the target's id minus the draft id, for each draft id."""
         return self.ids - torch.arange(len(self.ids))
 
 
@@ -197,10 +212,10 @@ class Vocabulary:
 class Batch:
     """Texts, packed into S rows of L tokens.
 
-    ids [S, L] int64; text [S, L] int64: the number of the token's text in its row, -1 = none; at [S, L]: the index in
-    its text; is_written [S, L] bool: whether the target wrote it. layers [S, L, k, H] and hidden [S, L, H] bfloat16,
-    best [S, L] int64: the target's features of each token. mass [S, L] float32: see Teacher.mass; 0 where nothing is
-    measured.
+    ids [S, L] int64. text [S, L] int64: the number of the token's text in its row, -1 = padding. at [S, L]: the token's
+    index in its text. is_written [S, L] bool: whether the target wrote the token. layers [S, L, k, H] and hidden
+    [S, L, H] bfloat16, best [S, L] int64: the target's features of each token. mass [S, L] float32: see Teacher.mass; 0
+    where nothing is measured.
     """
 
     ids: Tensor
@@ -234,10 +249,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """The guesses of a head at one position, over all rows [S, L].
+    """The guesses of a head for one position, over all rows [S, L].
 
-    wanted: rows that have such a token. learned: rows with logits. ids [n]: the ids that are drafted. best: the
-    target's likeliest id there; mass: see Teacher.
+    wanted: the rows that have a token at this position. learned: the rows for which the head has logits. ids [n]: the
+    ids that are drafted. best: the target's likeliest id at this position. mass: see Teacher.mass.
     """
 
     wanted: Tensor
@@ -247,17 +262,18 @@ class Rows:
     mass: Tensor
 
     def found(self, own: Tensor) -> Tensor:
-        """Return where the head's likeliest id is the target's, [S, L] bool. own [R, n]: logits of learned rows."""
+        """Return where the head's likeliest id is the target's, [S, L] bool. own [R, n]: logits of the learned rows."""
         agrees = torch.zeros_like(self.wanted)
         agrees[self.learned] = self.ids[own.argmax(-1)] == self.best[self.learned]
         return agrees
 
     def numbers(self, at: str, own: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss, with `at` behind their names.
+        """Return agreement, overlap and loss, each as a sum and its divisor. `at` is added to the end of their names.
 
-        agreement, alpha at temperature 0: among rows where all earlier positions agreed (reached), the share whose
-        likeliest id is the target's. overlap, alpha at temperature 1: the mean of sum min(p, q) over all rows; a row
-        whose likeliest id is not drafted counts as 0, so it is a little less. target [R, n]: the target's logits.
+        agreement is alpha at temperature 0: among the rows where all earlier positions agreed (`reached`), the share
+        where the head's likeliest id is the target's. overlap is alpha at temperature 1: the mean of sum min(p, q) over
+        all rows. It is a little too low, because a row counts as 0 where the target's likeliest id is not drafted. own,
+        target [R, n]: the logits of the head and of the target.
         """
         probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
         overlap = torch.minimum(probs, own.softmax(-1)).sum()
@@ -270,14 +286,18 @@ class Rows:
 
 
 def cross_entropy(own: Tensor, target: Tensor) -> Tensor:
-    """Return the cross entropy [R], nats, of the target's distribution over these ids and the head's; logits [R, n]."""
+    """Return each row's cross entropy between the distributions of target and head over the same ids, in nats, [R].
+
+    own, target [R, n]: the logits of the head and of the target.
+    """
     return F.cross_entropy(own, target.softmax(-1), reduction="none")
 
 
 def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: str = "kl") -> Tensor:
-    """Return the loss over positions: the sum of decay^k times the mean loss of position k.
+    """Return the loss over positions: the sum of decay^k times the mean loss of position k (from 0).
 
-    parts: for each position, the learned rows and their head and target logits [R, n]. loss: a name of losses.py.
+    parts: for each position, the learned rows, and the logits of head and target [R, n] for these rows. loss: a name of
+    losses.py.
     """
     total = torch.zeros(())
     for k, (_, logits, target) in enumerate(parts):
@@ -289,10 +309,10 @@ def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: 
 def measured(
     parts: Iterable[tuple[Tensor, Tensor, Tensor]], batch: Batch, ids: Tensor, *, of_learned: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """Return the numbers of `Rows` by position, for heads that guess behind every token.
+    """Return the numbers of `Rows` by position, for heads that guess after every token.
 
-    parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: measure the learned rows alone, not all
-    rows with such a token.
+    parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: whether only the learned rows are measured,
+    and not all rows that have a token at the position.
     """
     numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
     for k, (learned, logits, target) in enumerate(parts):
@@ -311,19 +331,20 @@ def visible(batch: Batch) -> Tensor:
 
 
 def shifted(rows: Tensor, num: int) -> Tensor:
-    """Return rows [S, L, ...] moved `num` places to the front; the last row fills the end, which means nothing."""
+    """Return rows [S, L, ...] moved `num` places to the front. Copies of the last row fill the end and mean nothing."""
     return torch.cat((rows[:, num:], rows[:, -1:].expand(-1, num, *rows.shape[2:])), 1) if num else rows
 
 
 class Head(Protocol):
-    """A head that is trained. weights: by the names of its file.
+    """A head that is trained. weights: by their names in the file of the head.
 
-    It may have `at(share)`, called before each step with the share of the steps that is done; `rates`, by name of a
-    weight, its learning rate over the usual one; `backbone`, a target that is trained along (backbone.py);
-    `go_on_as(config)`, which takes over other settings from the config.json of the head that it goes on from;
-    `read(folder)`, which reads the weights of such a head where its file has other names; and
-    `save_beside(out, checkpoint)`, which writes beside its folder. Its file may have `remark(checkpoint)`, which
-    returns a warning about this target for the user.
+    Six members are optional. `at(share)` is called before each step with the share of the steps that is done. `rates`
+    has the learning rates of some weights, by name, as multiples of the usual one. `backbone` is a target that is
+    trained along (backbone.py). `go_on_as(config)` takes over settings from the config.json of an earlier head, from
+    which training goes on. `read(folder)` reads the weights of such an earlier head, where its file has other names.
+    `save_beside(out, checkpoint)` writes more beside the folder of the head.
+
+    The file of a head may have `remark(checkpoint)`, which returns a warning about this target for the user, or None.
     """
 
     weights: dict[str, Tensor]
@@ -344,8 +365,9 @@ class Head(Protocol):
 def rate_of(spec: str, hidden_size: int = RATED_SIZE) -> float:
     """Return the default peak learning rate of `method[:option=value,...]` for a target. Raises BadOption.
 
-    Matrices of a wider target get less, in inverse proportion to its hidden size (Yang et al. 2022, arXiv 2203.03466,
-    table 3: Adam's rate of hidden weights). At one of 1,536 the rate of 576 made a head worse from step to step.
+    The rates were found at hidden size 576. Matrices of a wider target get a lower rate, in inverse proportion to its
+    hidden size (Yang et al. 2022, arXiv 2203.03466, table 3: Adam's rate of hidden weights). At hidden size 1,536 the
+    unscaled rate made a head worse from step to step.
     """
     name, _ = registry.parse_spec(spec)
     method = registry.load(__name__, name, WHAT)
@@ -354,7 +376,10 @@ def rate_of(spec: str, hidden_size: int = RATED_SIZE) -> float:
 
 
 def load(spec: str, config: Spec) -> tuple[str, Any, Any]:
-    """Return name, module and options of `method[:option=value,...]`. Raises BadOption."""
+    """Return name, module and options of `method[:option=value,...]`.
+
+    Raises BadOption for an unknown method or option, and for layers that the target does not have.
+    """
     name, options = registry.parse_spec(spec)
     module = registry.load(__name__, name, WHAT)
     given = registry.make_options(module.Options, options, name)
@@ -366,8 +391,8 @@ def load(spec: str, config: Spec) -> tuple[str, Any, Any]:
 class Packing:
     """Batches of whole texts, packed into rows. A batch depends on (seed, step) alone.
 
-    Texts are shuffled anew in every epoch and put, in that order, into the first open row with room for them; longer
-    ones are cut. Raises BadOption where there is nothing to pack.
+    Texts are shuffled anew in every epoch. In that order, each text is put into the first open row that has room for
+    it. Texts longer than a row are cut. Raises BadOption where there is no text.
     """
 
     def __init__(self, samples: Seq[Sample], source: FeatureSource, length: int, rows: int, seed: int) -> None:
@@ -383,11 +408,11 @@ class Packing:
         return self.joined([self._row(i) for i in wanted])
 
     def epoch(self) -> list[list[int]]:
-        """Return all rows once, in the first epoch's order, as indices of samples."""
+        """Return all rows of the first epoch in order, each as a list of indices of samples."""
         return self._packed(0)
 
     def joined(self, rows: Seq[Seq[int]]) -> Batch:
-        """Return a batch of these rows."""
+        """Return a batch of these rows, which are lists of indices of samples."""
         return _joined([self._filled(row) for row in rows])
 
     def _row(self, number: int) -> list[int]:

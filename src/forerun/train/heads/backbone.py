@@ -1,17 +1,17 @@
 """Medusa-2: the target is trained along with heads that read its last hidden state (Cai et al. 2024, section 2.2.2).
 
-The paper's recipe has two stages. First the heads learn alone, as in Medusa-1: while they know nothing, their loss is
-no reason to change the target. Then both learn from one loss,
+The paper's recipe has two stages. First the heads learn alone, as in Medusa-1, because the loss of untrained heads is
+no reason to change the target. Then heads and target learn from one loss,
 
     L = L_target + w * L_heads,   w rising to `heads_weight`,
 
-where the target's learning rate is a fraction of the heads' (`backbone_rate`). In the paper L_target is the
-cross-entropy of a text; here, and for its models without a data set (section 2.3.2, self-distillation), it is
-KL(p || q) of the original's distribution p and the new one's q, on text that the original wrote. All layers and the
-final norm learn, where the paper has low-rank adapters; embeddings and LM head stay, so that heads may go on using rows
-of them.
+and the target's learning rate is a fraction of the heads' (`backbone_rate`). L_target is KL(p || q) between the
+distributions of the original target, p, and the new one, q, on text that the original wrote. The paper does so for
+models without a data set (section 2.3.2, self-distillation), and otherwise takes the cross entropy of a text. All
+layers and the final norm are trained, where the paper trains low-rank adapters. Embeddings and LM head stay, so that
+heads may go on using rows of them.
 
-The result is another target than the original: `save` writes it as a separate checkpoint, with a card.
+The new target is another model than the original: `save` writes it as a separate checkpoint, with a card.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from forerun.train.heads import Batch, Teacher, visible
 from forerun.train.ops import RememberingOps, run_rows
 
 FROZEN = ("model.embed_tokens.weight", "lm_head.weight")
-PREFIX = "target."  # of the names of its weights, among all that are trained
-ROWS = 256  # of a batch: compared as whole distributions in `_own`; with logits at a time in `renewed`
+PREFIX = "target."  # of the names of the target's weights, among all weights that are trained
+ROWS = 256  # of a batch: `_own` compares about as many, and `renewed` computes the logits of as many at a time
 
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    """Whether the target learns, too, and how it does."""
+    """Whether the target is trained too, and how."""
 
     backbone: bool = option(False, "train the target along (Medusa-2); OUT/model is then another target")
     backbone_rate: float = option(0.25, "its learning rate over that of the heads")
@@ -59,10 +59,10 @@ class BackboneOptions:
 
 
 class Backbone:
-    """A copy of the target in float32, whose layers and final norm are trained. weights: by their names, with PREFIX.
+    """A copy of the target in float32, whose layers and final norm are trained.
 
-    share: of the steps that are done. Raises BadOption for a target that cannot be trained, UnsupportedModel
-    for one that cannot be written.
+    weights: the trained weights, by their names with PREFIX. share: the share of the steps that are done. Raises
+    BadOption for a target that cannot be trained, UnsupportedModel for one that cannot be written.
     """
 
     def __init__(self, options: BackboneOptions, teacher: Teacher) -> None:
@@ -84,14 +84,17 @@ class Backbone:
         return self.share >= self.options.heads_first
 
     def rows(self, batch: Batch) -> Tensor:
-        """Return its rows behind the final norm, float32 [S, L, H]."""
+        """Return the new target's hidden states after the final norm, float32 [S, L, H]."""
         self._ops.begin(visible(batch), remembers=True)
         rows = run_rows(self._model, batch.ids, batch.at)
         self._ops.memory = []
         return torch.unflatten(rows, 0, batch.ids.shape)
 
     def loss(self, batch: Batch, rows: Tensor, heads: Tensor) -> Tensor:
-        """Return the loss of both. rows: of the batch, see `rows`. heads: the loss of the heads that read them."""
+        """Return the loss of target and heads together.
+
+        rows: the hidden states of the batch, from `rows`. heads: the loss of the heads that read these hidden states.
+        """
         place = (self.share - self.options.heads_first) / (1 - self.options.heads_first)
         return self._own(batch, rows).mean() + self.options.heads_weight * min(1.0, 2 * place) * heads
 
@@ -109,14 +112,17 @@ class Backbone:
 
     @torch.no_grad()
     def measure(self, batch: Batch, renewed: Batch) -> dict[str, tuple[float, float]]:
-        """Return its distance from the original: KL in nats, and the share of rows with the same likeliest id."""
+        """Return the distance of the new target from the original, as sums and divisors.
+
+        It is the KL divergence in nats, and the share of rows with the same likeliest id.
+        """
         kl, rows = self._own(batch, renewed.hidden), batch.ahead(1)
         same = (batch.best == renewed.best)[rows]
         return {"kl": (float(kl.sum()), float(len(kl))), "same_best": (float(same.sum()), float(len(same)))}
 
     @torch.no_grad()
     def save(self, folder: Path, original: Checkpoint, log: Mapping[str, Any], method: str) -> None:
-        """Write the checkpoint, with a card that describes it. log: the last numbers."""
+        """Write the checkpoint of the new target, with a card that describes it. log: the last numbers."""
         config = self._model.config
         weights = {name: self._model.weights[name].detach().bfloat16() for name in weight_shapes(config)}
         save_checkpoint(
@@ -134,7 +140,7 @@ class Backbone:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _own(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return KL(original || new) of some rows that the original wrote [R], spread over the batch."""
+        """Return KL(original || new) at some rows of text that the original wrote, spread over the batch, [R]."""
         written = batch.ahead(1).flatten().nonzero()[:, 0]
         written = written[:: max(1, len(written) // ROWS)]
         new, old = (F.linear(part.flatten(0, 1)[written].float(), self._head).float() for part in (rows, batch.hidden))

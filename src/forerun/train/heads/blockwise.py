@@ -1,11 +1,11 @@
 """Blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115, section 6); the drafter is drafters/blockwise.py.
 
-One feed-forward layer reads the target's last hidden state of token m. Its output k (from 1), added to that state, goes
-through the rows of the target's LM head and learns the target's distribution of token m+k+1. All outputs are made of
-one hidden layer; in this it differs from medusa.py. The target stays as it is.
+One feed-forward layer reads the target's last hidden state of token m. Its output k (from 1) is added to that state.
+The sum goes through rows of the target's LM head, and learns the target's distribution of token m+k+1. All outputs
+share one hidden layer, unlike the heads of medusa.py. The target stays as it is.
 
-The first matrix begins as random numbers, and the second by least squares (`begin`): output k, added to the state, is
-to be the target's hidden state of token m+k.
+The first matrix begins as random numbers, and the second as a least squares fit (`begin`): output k, added to the
+state, is fitted to the target's hidden state of token m+k.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Options(medusa.Options):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers: only the last hidden state, behind the final norm, is read."""
+    """Return no layers, because only the last hidden state, after the final norm, is read."""
     return ()
 
 
@@ -61,11 +61,11 @@ class Head(medusa.Head):
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit the second matrix so that each output, added to a hidden state, gives the one of a later token."""
+        """Fit the second matrix so that output k, added to a hidden state, gives the hidden state k tokens later."""
         num, units = self.options.heads, self._units + 1
         squares, products = torch.zeros(units, units), torch.zeros(units, len(self.weights["output.bias"]))
         for batch in batches:
-            rows = batch.ahead(num + 1)  # a text's last token may have no features
+            rows = batch.ahead(num + 1)  # a text's last token may have no features, see Batch.inside
             x = batch.hidden[rows].float()
             inner = F.pad(F.relu(self._linear("hidden", x)), (0, 1), value=1.0)
             wanted = [shifted(batch.hidden, k + 1)[rows].float() - x for k in range(num)]

@@ -1,13 +1,13 @@
-"""A block drafter as DFlash (Chen et al. 2026, arXiv 2602.06036); drafters/dflash.py guesses with it.
+"""A block drafter as in DFlash (Chen et al. 2026, arXiv 2602.06036), with which drafters/dflash.py drafts.
 
-A block is a token of the text, its anchor, and masks at the places behind it; row k learns the target's distribution of
-the token k places behind the anchor. Every row sees its block, and the context: keys and values made of the target's
-features of the tokens before the anchor. Each step learns blocks at many anchors of each text at once, every n-th token
-from a place that is drawn anew; a mask keeps them apart. The loss is the sum over k of decay^(k-1) times the cross
-entropy to the target's distribution over the ids that are drafted.
+A block is a token of the text, its anchor, followed by masks. Row k of a block learns the target's distribution of the
+token k places after the anchor. Every row attends to its own block and to the context: keys and values made from the
+target's features of the tokens before the anchor. Each step learns blocks at many anchors of each text at once: every
+n-th token (`every`), from a place that changes with the batch. A mask keeps the blocks apart. The loss is the sum over
+k of decay^(k-1) times a loss of losses.py over the ids that are drafted.
 
-The layers begin as the target's last one, and the context as the input of that layer, so that its keys and values are
-the target's own before the first step.
+The layers begin as the target's last layer with attention, and the context begins as the input of that layer. So the
+context's keys and values are the target's own before the first step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Options:
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return the layers whose residual streams are read. Raises BadOption for layer 0, which its files cannot name."""
+    """Return which residual streams of the target are read; k is the stream after the first k layers.
+
+    Raises BadOption for k = 0, which the drafter's files cannot name.
+    """
     num = config.num_layers
     if options.layers is None:
         return tuple(dict.fromkeys((max(1, num // 2), max(1, num - 1), num)))
@@ -75,7 +78,7 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 class Head:
-    """The layers in float32, with gradients."""
+    """The drafter's layers in float32, with gradients."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         target = teacher.config
@@ -90,15 +93,15 @@ class Head:
         self._norm = decoder.final_norm or Norm()
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package: nothing."""
+        """See `Head` in this package. Does nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package; the anchors depend on the batch alone, as a resumed run needs it."""
+        """See `Head` in this package. The anchors depend on the batch alone, because a resumed run needs the same."""
         start = int(batch.ids.sum()) % self.options.every
         return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package; over all anchors."""
+        """See `Head` in this package. Measures at all anchors."""
         sums: dict[str, tuple[float, float]] = {}
         for start in range(self.options.every):
             anchors = self._anchors(batch, start)
@@ -118,15 +121,18 @@ class Head:
         return weights | {"d2t": self._vocab.offsets()}, self.config.to_json(self._teacher.config.num_layers)
 
     def go_on_as(self, config: Mapping[str, Any]) -> None:
-        """See `Head` in this package: takes over the id of the mask, which the layers have learned."""
+        """See `Head` in this package. Takes over the id of the mask, because the layers were trained with it."""
         self.config = dataclasses.replace(self.config, mask_id=int(config["dflash_config"]["mask_token_id"]))
 
     def _anchors(self, batch: Batch, start: int) -> Tensor:
-        """Return the indices of the blocks' first tokens in a row [A], from 1: an anchor needs features before it."""
+        """Return the index of each block's first token, its anchor, in a row of the batch, [A].
+
+        Index 0 is no anchor, since an anchor needs the features of a token before it.
+        """
         return torch.arange(1 + start, batch.ids.shape[1], self.options.every)
 
     def _places(self, batch: Batch, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each place behind the anchors the learned rows [S, A], and their logits and the target's [R, n]."""
+        """Yield for each place after the anchors: which anchors learn [S, A], their logits and the target's [R, n]."""
         x = torch.unflatten(self._streams(batch, anchors), 1, (len(anchors), self.options.block))
         x = self._normed(x, "norm")
         for k in range(self.options.block - 1):
@@ -137,7 +143,7 @@ class Head:
             yield learned, logits, target
 
     def _streams(self, batch: Batch, anchors: Tensor) -> Tensor:
-        """Return the residual stream of all blocks behind all layers [S, A block, H]."""
+        """Return the residual stream of all blocks after the last layer, [S, A * block, H]."""
         block = self.options.block
         context, at = self._context(batch), batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)
         ids = torch.full((*at.shape[:2], block), self.config.mask_id)
@@ -152,7 +158,7 @@ class Head:
         return x
 
     def _context(self, batch: Batch) -> Tensor:
-        """Return the rows that keys and values of the context are made of [S, L, H]."""
+        """Return the rows from which the keys and values of the context are made, [S, L, H]."""
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST).flatten(2)
         joined = F.linear(rows, self.weights["fc.weight"])
         return self._normed(joined, "hidden_norm")
@@ -162,7 +168,11 @@ class Head:
 
 
 def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
-    """Return the target's last layer for each; the context begins as its input, else as the last tapped layer."""
+    """Return the first weights: each layer is the target's last layer with attention.
+
+    The context begins as the input of that layer. Where this input is not read, it begins as the last of the layers
+    that are read.
+    """
     width, num, at = config.decoder.hidden_size, len(config.layers), "layers.0."
     wanted = last_attending(teacher.config)
     place = config.layers.index(wanted) if wanted in config.layers else num - 1
@@ -177,7 +187,7 @@ def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
 
 
 def _visible(batch: Batch, anchors: Tensor) -> Tensor:
-    """Return the mask of the tokens of the same text before each anchor, [S, A, L] bool."""
+    """Return which tokens an anchor's block may attend to: those of its text before the anchor, [S, A, L] bool."""
     before = torch.arange(batch.ids.shape[1]) < anchors.unsqueeze(1)
     return (batch.text[:, anchors].unsqueeze(2) == batch.text.unsqueeze(1)) & before
 
@@ -185,7 +195,11 @@ def _visible(batch: Batch, anchors: Tensor) -> Tensor:
 def _attend(
     q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Tensor, block: int, scale: float
 ) -> Tensor:
-    """Attend from q [S, heads, A block, D] to the masked context [S, heads, L, D] and all rows of the same block."""
+    """Attend from queries q to the context, under the mask, and to all rows of the same block.
+
+    q [S, heads, A * block, D]. context: keys and values [S, heads, L, D]. own: keys and values of the blocks, shaped as
+    q.
+    """
     length = context[0].shape[2]
     far = (q @ context[0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
     blocks, keys, values = (torch.unflatten(rows, 2, (-1, block)) for rows in (q, *own))

@@ -1,15 +1,17 @@
-"""A head as in EAGLE-3, with training-time test (Li et al. 2025, arXiv 2503.01840); drafters/eagle.py draws with it.
+"""A head as in EAGLE-3, with training-time test (Li et al. 2025, arXiv 2503.01840); drafters/eagle.py drafts with it.
 
-Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of
-token m+2. Then one row of `every` goes on as it will when it drafts: step j takes the head's output of the step before
-in place of features, and the embedding of token m+j+1, and sees the rows of true features up to m and its rows of steps
-1 to j. The loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted; a row is left
-out where the target's likeliest id is not one of them. Rows that no step learns from are not computed.
+Row m has the target's features of token m and the embedding of token m+1, and learns the target's distribution of token
+m+2. This is step 0. Then one row in `every` goes on as the head does in drafting: step j takes the head's output of the
+step before in place of features, and the embedding of token m+j+1. In step j the row attends to the rows of true
+features up to m, and to its own rows of steps 1 to j.
 
-The layer begins as the target's last one with attention, whose feed-forward part is narrowed (narrowing.py), and behind
-it come the target's final norm and LM head. So all that is missing is the input of that layer, had the target run
-token m+1. A least squares fit predicts it from the features of token m and the embedding of token m+1, before the first
-step (`begin`).
+The loss is the sum over steps of decay^j times a loss of losses.py over the ids that are drafted. A row is left out
+where the target's likeliest id is not one of these ids. Rows that no step learns from are not computed.
+
+The head's layer begins as the target's last layer with attention, with its feed-forward part narrowed (narrowing.py).
+The target's final norm and LM head follow it. Only this layer's input for token m+1 is missing, because the target has
+not run that token. Before the first step, a least squares fit (`begin`) predicts this input from the features of token
+m and the embedding of token m+1.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ from forerun.train.narrowing import Narrowing, narrowed
 LAYER = "model.layers.0."
 RIDGE = 1e-3  # of the mean square of the inputs, added to the fit's normal equations
 LR = 8e-4
-LEAST_MLP = 2048  # inner outputs, where none are asked for
+LEAST_MLP = 2048  # inner outputs, where no number is asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """The options of learning for a head that goes on with its own rows."""
+    """The options of learning for a head that goes on from its own outputs."""
 
     draft_vocab: int = option(8192, "ids that it drafts, those that the target wrote most often", min=2)
     steps: int = option(4, "tokens that it learns to draft one after another", min=1)
@@ -82,7 +84,7 @@ class Options(Learning):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return the layers whose residual streams are read."""
+    """Return which residual streams of the target are read; k is the stream after the first k layers."""
     if options.layers is not None:
         return tuple(int(part) if part.isdigit() else -1 for part in parse_list(options.layers))
     num = config.num_layers
@@ -90,7 +92,10 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 def stepping_block(target: Spec, **changes: Any) -> Spec:
-    """Return the spec of a head of one layer, see `own_blocks`. Raises BadOption where its norm is not trained."""
+    """Return the spec of a head of one layer, see `own_blocks`.
+
+    Raises BadOption for a target whose final norm training does not know.
+    """
     decoder, norm = own_blocks(target, 1, **changes), target.final_norm or Norm()
     if norm.kind != "rms" or norm.bias:
         raise BadOption(
@@ -101,11 +106,11 @@ def stepping_block(target: Spec, **changes: Any) -> Spec:
 
 
 class SteppingHead:
-    """A head of one layer that goes on with its own rows, in float32, with gradients.
+    """A head of one layer that goes on from its own outputs, in float32, with gradients.
 
-    decoder: the layer, over the ids of vocab, tied. weights: of the layer, its norm, and the projection of its input,
-    which joins the embedding of a token with features of the token before. fitted: the index, among the layers that
-    are read, of the one whose rows the target's own layer reads; None = none.
+    decoder: the spec of the head. weights: those of the layer, its norms, and the projection `input`, which joins the
+    embedding of a token with the features of the token before. fitted: among the layers that are read, the index of the
+    input of the target's own layer; None where this input is not read.
     """
 
     def __init__(
@@ -124,19 +129,19 @@ class SteppingHead:
         self._eps = self._norm.eps
 
     def features(self, batch: Batch) -> Tensor:
-        """Return the features that it makes of the target's rows of each token [S, L, H]."""
+        """Return the features that the head makes from the target's rows of each token, [S, L, H]."""
         raise NotImplementedError
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return the features of the next step. stream [S, L, H]: the rows behind the layer."""
+        """Return the features of the next step. stream: the residual stream after the layer; both [S, L, H]."""
         return stream
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Fit `input` by least squares on these batches to the input of the target's own layer at the next token.
+        """Fit the projection `input` by least squares, to the input that the target's own layer has at the next token.
 
-        The square error of a row is weighted by one over the mean square of the fitted row. Without that layer's input
-        among the rows that are read, the weights stay as they are.
+        The squared error of a row is divided by the mean square of the fitted row. The weights stay as they are where
+        the input of that layer is not read.
         """
         if self._fitted is None:
             return
@@ -153,19 +158,19 @@ class SteppingHead:
         self.weights["input.weight"].copy_(torch.linalg.solve(squares + ridge, products).T)
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package; the rows that go on depend on the batch alone, as a resumed run needs it."""
+        """See `Head` in this package. Which rows go on depends on the batch alone, as a resumed run needs it."""
         every = self._learning.every
         going_on = torch.arange(batch.ids.shape[1]) % every == int(batch.ids.sum()) % every
         return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package; over all rows."""
+        """See `Head` in this package. All rows are measured in every step."""
         return measured(self._steps(batch), batch, self.ids)
 
     def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each step which rows it learns [S, L], and their logits and the target's, float32 [R, draft ids].
+        """Yield for each step: which rows learn [S, L], their logits and the target's, float32 [R, draft ids].
 
-        going_on [L] bool: the rows that are learned in later steps than the first; None = all.
+        going_on [L] bool: the rows that learn in steps after the first; None = all rows.
         """
         steps = range(self._learning.steps)
         learned = [batch.ahead(j + 2) & self._vocab.has(shifted(batch.best, j + 1)) for j in steps]
@@ -193,19 +198,19 @@ class SteppingHead:
             yield learned[j], logits, target
 
     def normed(self, rows: Tensor) -> Tensor:
-        """Return rows behind the final norm."""
+        """Return rows after the head's final norm."""
         return norm_of(rows, self.weights["model.norm.weight"], self._eps, self._norm.offset)
 
     def _inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Return the normed embeddings and features side by side, which `input` joins [S, L, 2 H]."""
+        """Return the normed embeddings and features side by side, [S, L, 2 H], which the projection `input` joins."""
         eps = self._eps
         sides = zip((embedded, feature), SIDES, strict=True)
         return torch.cat([norm_of(rows, self.weights[f"{name}.weight"], eps) for rows, name in sides], -1)
 
     def _read(self, ids: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream before the layer, and the input of its attention, both [S, L, H].
+        """Return the residual stream before the layer, and the input of the layer's attention, both [S, L, H].
 
-        ids [S, L]: the token behind each row; feature [S, L, H]: the features of the row's token.
+        ids [S, L]: the token after each row's token. feature [S, L, H]: the features of each row's token.
         """
         inputs = self._inputs(F.embedding(ids, self._teacher.embeddings), feature)
         x = F.linear(inputs, self.weights["input.weight"])
@@ -236,7 +241,7 @@ class Head(SteppingHead):
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `SteppingHead`; a feed-forward part that is narrower than the target's is fitted as well."""
+        """See `SteppingHead`. A feed-forward part that is narrower than the target's is fitted as well."""
         if self._narrowing is None:
             super().begin(batches)
             return
@@ -244,10 +249,10 @@ class Head(SteppingHead):
         down = self.weights[f"{LAYER}mlp.down_proj.weight"]
         for name, weight in self._narrowing.weights(down.shape[1]).items():
             self.weights[name].copy_(weight)
-        self._narrowing = None  # and its sums
+        self._narrowing = None  # frees its sums, too
 
     def features(self, batch: Batch) -> Tensor:
-        """See `SteppingHead`: rows behind several layers, each with a norm, joined by one product."""
+        """See `SteppingHead`. Several residual streams, each with its own norm, are joined by one product."""
         w, num = self.weights, batch.layers.shape[2]
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
         norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
@@ -260,7 +265,10 @@ class Head(SteppingHead):
 
 
 def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
-    """Return the target's last layer and final norm; features begin as the last tapped layer, with norms of 1."""
+    """Return the first weights: the layer and the final norm are the target's, and all other norms are 1.
+
+    The features begin as the last of the layers that are read.
+    """
     width = config.decoder.hidden_size
     weights = {name: torch.ones(shape) for name, shape in input_shapes(config).items() if len(shape) == 1}
     weights["fc.weight"] = torch.cat((torch.zeros(width, width * (len(config.layers) - 1)), torch.eye(width)), 1)
@@ -273,10 +281,10 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
 def _attend(
     q: Tensor, first: tuple[Tensor, Tensor], later: Seq[tuple[Tensor, Tensor]], mask: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
-    """Attend from some rows to the first step's, under the mask, and to each row's own keys of the later steps.
+    """Attend from some rows to the first step's keys, under the mask, and to each row's own keys of the later steps.
 
-    rows [S, L] bool: the rows that attend; q [heads, R, D]: their queries, in order. first: keys and values
-    [S, heads, L, D]. later: keys and values of each later step [1, heads, R, D].
+    rows [S, L] bool: the rows that attend. q [heads, R, D]: the queries of these rows, in order. first: keys and values
+    of the first step, [S, heads, L, D]. later: keys and values of each later step, [1, heads, R, D].
     """
     attended, begin = list[Tensor](), 0
     for packed, num in enumerate(rows.sum(1).tolist()):

@@ -1,9 +1,11 @@
-"""Hydra (Ankner et al. 2024, arXiv 2402.05109), trained as medusa.py trains; the drafter is drafters/hydra.py.
+"""Hydra (Ankner et al. 2024, arXiv 2402.05109), trained as in medusa.py; the drafter is drafters/hydra.py.
 
 Head k (from 0) reads the target's last hidden state of token m and the embeddings of tokens m+1 to m+k+1, and learns
-the target's distribution of token m+k+2. In training these tokens come from the text; when it drafts, token m+1 is
-committed and the others are drafted. Its first block is linear(x) + silu(linear(x)) from all that it reads to a hidden
-state, and begins as the hidden state alone; the blocks behind it are Medusa's.
+the target's distribution of token m+k+2. In training these tokens come from the text. In drafting, token m+1 is
+committed and the other tokens are drafted.
+
+The first block of a head is linear(x) + silu(linear(x)). It maps all that the head reads to one hidden state, which at
+first is the target's hidden state alone. The later blocks are Medusa's.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ class Options(medusa.Options):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers: only the last hidden state, behind the final norm, is read."""
+    """Return no layers, because only the last hidden state, after the final norm, is read."""
     return ()
 
 
 class Head(medusa.Head):
-    """All heads in float32, with gradients. They begin as the target's own head."""
+    """All heads in float32, with gradients. They begin as the target's own LM head."""
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """See medusa.py; the first block reads head + 2 rows."""
+        """See medusa.py. The first block of head k reads k + 2 rows: a hidden state and k + 1 embeddings."""
         weights: dict[str, Tensor] = {}
         for head in range(self.options.heads):
             layers = {f"0.{name}": head + 2 for name in ("linear", "res_connection")}
@@ -52,7 +54,7 @@ class Head(medusa.Head):
         return {**numbers, "hydra_head_arch": "mlp", "grounded_heads": True}
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """Return the output of one head for hidden states and the tokens behind them [R, H]."""
+        """Return the output of one head's blocks for the rows that learn and the tokens after them, [R, H]."""
         tokens = [shifted(batch.ids, j)[learned] for j in range(1, head + 2)]
         embedded = [F.embedding(ids, self._teacher.embeddings) for ids in tokens]
         x, at = torch.cat((batch.hidden[learned].float(), *embedded), -1), f"hydra_mlp.{head}."

@@ -1,10 +1,10 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): the backbone stays as it is, or learns, too (backbone.py: Medusa-2).
+"""Medusa (Cai et al. 2024, arXiv 2401.10774). The target stays as it is, or is trained too (Medusa-2, backbone.py).
 
 The drafter is drafters/medusa.py.
 
-Head k (from 1) reads the target's last hidden state of token m and learns the target's distribution of token m+k+1: one
-residual block, and the rows of the target's own LM head. The loss is the sum over heads of decay^k times a loss of
-losses.py over the ids that are drafted.
+Head k (from 1) reads the target's last hidden state of token m, and learns the target's distribution of token m+k+1. A
+head is one residual block, or several, and the rows of the target's own LM head. The loss is the sum over heads of
+decay^(k-1) times a loss of losses.py over the ids that are drafted.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Options(BackboneOptions):
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers: only the last hidden state, behind the final norm, is read."""
+    """Return no layers, because only the last hidden state, after the final norm, is read."""
     return ()
 
 
 class Head:
-    """All heads in float32, with gradients. They begin as the target's own head, as their blocks add nothing yet."""
+    """All heads in float32, with gradients. They begin as the target's LM head, as their blocks add nothing yet."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._teacher = options, teacher
@@ -60,7 +60,7 @@ class Head:
 
     @property
     def rates(self) -> dict[str, float]:
-        """See `Head` in this package: the target learns more slowly."""
+        """See `Head` in this package. A target that is trained too learns more slowly."""
         return {} if self.backbone is None else dict.fromkeys(self.backbone.weights, self.options.backbone_rate)
 
     def at(self, share: float) -> None:
@@ -69,7 +69,7 @@ class Head:
             self.backbone.share = share
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package: nothing."""
+        """See `Head` in this package. Does nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
@@ -80,7 +80,7 @@ class Head:
         return self.backbone.loss(batch, rows, heads)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package; with a target that learns, measured against the new one."""
+        """See `Head` in this package. Where the target is trained too, the heads are compared with the new target."""
         if self.backbone is None:
             return measured(self._heads(batch), batch, self.ids)
         renewed = self.backbone.renewed(batch)
@@ -94,7 +94,7 @@ class Head:
         return weights | {"d2t": self._vocab.offsets()}, {**self.sizes(), **sizes}
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """Return the first weights of all heads, by the names of the file."""
+        """Return the first weights of all heads, by their names in the file."""
         return {
             f"{head}.{block}.linear.{part}": torch.zeros((width, width) if part == "weight" else (width,))
             for head in range(self.options.heads)
@@ -107,11 +107,11 @@ class Head:
         return {"medusa_num_heads": self.options.heads, "medusa_num_layers": self.options.blocks}
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """Return the output of one head for the hidden states of these rows [R, H]."""
+        """Return the output of one head's blocks for the rows that learn, [R, H]."""
         return self._through([f"{head}.{i}.linear" for i in range(self.options.blocks)], batch.hidden[learned].float())
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each head the learned rows [S, L], and their logits and the target's, float32 [R, draft_vocab]."""
+        """Yield for each head: which rows learn [S, L], their logits and the target's, float32 [R, draft_vocab]."""
         for head in range(self.options.heads):
             learned = batch.ahead(head + 2) & self._vocab.has(shifted(batch.best, head + 1))
             logits = self._vocab.logits(self.rows(head, batch, learned))
@@ -123,7 +123,7 @@ class Head:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def _through(self, names: Iterable[str], x: Tensor) -> Tensor:
-        """Return x [R, H] behind these residual blocks."""
+        """Return the output of these residual blocks for x [R, H]."""
         for name in names:
             x = x + F.silu(self._linear(name, x))
         return x

@@ -1,10 +1,12 @@
-"""A block as models with multi-token prediction bring along (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
+"""A block like those that models with multi-token prediction have (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
 
-Row m reads the target's hidden state of token m, behind its final norm, and the embedding of token m+1, and learns the
-target's distribution of token m+2 by the target's own LM head. Then it goes on as it will when it drafts, with its own
-rows behind its norm in place of the target's: steps, masks, loss and first fit are as in eagle.py. The block begins as
-the target's last one with attention. It is written twice: by itself, and in a copy of the target's folder, under the
-names of published files, where it is found without being named (models/next_tokens.py).
+Row m reads the target's hidden state of token m, after the target's final norm, and the embedding of token m+1. By the
+target's own LM head it learns the target's distribution of token m+2. Then it goes on as in drafting: the block's own
+output, after the block's norm, takes the place of the target's hidden state. Steps, masks, loss and first fit are as in
+eagle.py. The block begins as the target's last block with attention.
+
+The block is written twice: by itself, and in a copy of the target's folder under the names of published files. In the
+copy it is found without being named (models/next_tokens.py).
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ __all__ = ["LR", "Head", "Options", "layers", "remark"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Learning):
-    """How the block learns: it drafts all ids, and learns to tell the ids apart that the target wrote most often."""
+    """How the block learns. It drafts all ids, but its loss is over the ids that the target wrote most often."""
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return the layer whose input the block is fitted to at first: the target's last one with attention."""
+    """Return the layer whose input the block is fitted to at first: the target's last layer with attention."""
     return (max(0, last_attending(config)),)
 
 
 def remark(checkpoint: Checkpoint) -> str | None:
-    """Return a warning that nothing is added to a GGUF file; None for other targets."""
+    """Return a warning that the block cannot be added to a GGUF file; None for other targets."""
     if _has_folder(checkpoint.opened):
         return None
     return f"{checkpoint.name} is a GGUF file, to which nothing is added: name the block with mtp:path=OUT/head"
@@ -63,11 +65,11 @@ class Head(SteppingHead):
         super().__init__(teacher, decoder, Vocabulary(teacher, options.draft_vocab), weights, options, 0)
 
     def features(self, batch: Batch) -> Tensor:
-        """See `SteppingHead`: the rows behind the target's final norm."""
+        """See `SteppingHead`. Returns the hidden states after the target's final norm."""
         return batch.hidden.float().clamp(-head_files.LARGEST, head_files.LARGEST)
 
     def fed(self, stream: Tensor) -> Tensor:
-        """See `SteppingHead`: rows behind the block's norm take the place of the target's."""
+        """See `SteppingHead`. Rows after the block's norm take the place of the target's."""
         return self.normed(stream)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -79,7 +81,7 @@ class Head(SteppingHead):
     def read(self, folder: str) -> dict[str, Tensor]:
         """See `Head` in this package."""
         block = next_tokens.find(OpenedCheckpoint.of(folder))
-        assert block is not None  # its file was looked at before
+        assert block is not None  # an earlier check has read its file
         weights = {
             name: torch.cat([tensor_of(rows).float() for rows in block.source.blocks(name)]) for name in self.weights
         }
@@ -88,7 +90,7 @@ class Head(SteppingHead):
         }
 
     def save_beside(self, out: Path, checkpoint: Checkpoint) -> None:
-        """See `Head` in this package: a copy of the target's folder that has the block."""
+        """See `Head` in this package. Writes a copy of the target's folder that has the block."""
         opened = checkpoint.opened
         if _has_folder(opened):
             assert opened.source is not None

@@ -1,9 +1,10 @@
-"""PaSS: vectors behind which the target itself guesses ahead (Monea et al. 2023, arXiv 2311.13581); drafters/pass.py.
+"""PaSS: look-ahead vectors, at which the target itself guesses ahead (Monea et al. 2023, arXiv 2311.13581).
 
-Behind token m stand LA_1 .. LA_T in place of tokens m+1 .. m+T, and the target's output behind LA_j learns the target's
-distribution of token m+j+1. The target stays as it is: T x H numbers are learned, by gradients through all of its
-layers. Every n-th token of a row is such an m (`every`). The texts are run once, without gradients; each group of
-vectors attends to the keys and values of its own text up to m, and to the vectors before it.
+After token m, the vectors LA_1 .. LA_T stand in place of tokens m+1 .. m+T. The target's output at LA_j learns the
+target's distribution of token m+j+1. The target stays as it is: only the T x H numbers of the vectors are learned, by
+gradients through all of the target's layers. Every n-th token of a row is such a token m (`every`). The texts are run
+once, without gradients. Each group of vectors then attends to the keys and values of its own text up to m, and each
+vector to those before it in the group. The drafter is drafters/pass.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from forerun.train.heads import Batch, Teacher, decayed, measured, shifted, visi
 from forerun.train.ops import RememberingOps, run_rows
 
 LR = 1e-2  # high, for so few numbers
-TRAINS_VECTORS = True  # and no matrices, so that their width says nothing
+TRAINS_VECTORS = True  # and no matrices, so that the target's width does not change the rate
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class Options:
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return no layers, as it reads behind the last one. Raises BadOption for a target with windows or states."""
+    """Return no layers, because only the target's output is read.
+
+    Raises BadOption for a target with windows or states.
+    """
     if config.has_windows:
         raise BadOption("pass cannot be trained for a target with sliding windows: train medusa or eagle")
     if config.has_states:
@@ -52,26 +56,26 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 class Head:
-    """The vectors, and the target that stays as it is."""
+    """The vectors, which are trained, and the target, which is not."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._rows = options, teacher.head
         self._ops = RememberingOps()
         self._target: TorchModel = teacher.decoder(self._ops)
-        # What the target writes, on average: an input of the usual size.
+        # The mean embedding of what the target writes: an input of the usual size.
         mean = teacher.counts @ teacher.embeddings[: len(teacher.counts)] / teacher.counts.sum().clamp(min=1)
         self.weights = {head_files.LOOK_AHEAD: mean.repeat(options.vectors, 1)}
         self.ids = torch.arange(len(teacher.head))
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package: nothing."""
+        """See `Head` in this package. Does nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
         """See `Head` in this package."""
         return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package; measured at the places that are learned."""
+        """See `Head` in this package. Measures at the places that are learned."""
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -80,7 +84,7 @@ class Head:
         return weights, {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each vector the learned rows [S, L], and their logits and the target's, float32 [R, V]."""
+        """Yield for each vector: which rows learn [S, L], their logits and the target's, float32 [R, V]."""
         length = batch.ids.shape[1]
         places = torch.arange(min(self.options.every, length) - 1, length, self.options.every)
         is_place = torch.zeros(length, dtype=torch.bool)
@@ -94,7 +98,7 @@ class Head:
             yield learned, logits, target
 
     def _run(self, batch: Batch, places: Tensor) -> Tensor:
-        """Return the target's hidden states behind the vectors at each place [S, places, T, H]."""
+        """Return the target's hidden states at the vectors of each place, [S, places, T, H]."""
         num, num_rows = self.options.vectors, len(batch.ids)
         mask = visible(batch)
         with torch.no_grad():
