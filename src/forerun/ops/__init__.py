@@ -1,20 +1,18 @@
-"""The backends that compute models: every file and subfolder here that has a NAME, found by scanning.
+"""The backends that compute models: every file and subfolder here that defines NAME, found by scanning.
 
-A backend's file says
+A backend's file defines the following names, and the backend is listed nowhere else.
 
-    NAME                                        how the option `ops` calls it
-    RANK                                        auto takes the highest that is usable and computes the model; 0 = never
-    DEVICE                                      where it computes, "cpu" or "cuda"; left out = both
-    NEEDS = "torch"                             if it imports torch; left out = it needs numpy alone
-    usable(device) -> reason or None            why it cannot run on "cpu" or "cuda", as a sentence goes on
+    NAME                                        the backend's name in the option `ops`
+    RANK                                        auto takes the highest rank that can compute the model; 0 = never
+    DEVICE                                      the device that it computes on, "cpu" or "cuda"; left out = both
+    NEEDS = "torch"                             where the file imports torch; left out = it needs numpy alone
+    usable(device) -> reason or None            why it cannot run on "cpu" or "cuda", worded to follow its name
     supports(spec) -> reason or None            why it does not compute a model
-    row_invariant                               whether the bits of a row depend on that row alone
-    KV_DTYPES                                   the values of kv_cache_dtype; left out = the model's own type
+    row_invariant                               whether the bits of an output row depend on that row alone
+    KV_DTYPES                                   the values of kv_cache_dtype; left out = the model's own dtype
     make() -> operators                         the operators, see operators.py
     load(spec, weights, operators, ...)         a model; see `load_model`
     sizes(wanted) -> Sizes                      the memory that it takes: bytes of weights and of a pass
-
-and is listed nowhere else.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from forerun.ops.operators import Operators
     from forerun.ops.passes import Lent
 
-MOST_HEAD_DIM = 1024  # of keys and values in 8 bits, as in csrc/kernels.h
+MOST_HEAD_DIM = 1024  # for keys and values in 8 bits, as in csrc/kernels.h
 
 
 class Backend(Protocol):
@@ -63,13 +61,13 @@ class Backend(Protocol):
 
 @cache
 def files() -> Mapping[str, str]:
-    """Return the backends' files by name, in the order that `auto` prefers them. None is imported."""
+    """Return the backends' files by backend name, in the order in which `auto` prefers them. Imports no file."""
     names, ranks = stated(__name__, "NAME"), stated(__name__, "RANK")
     return {names[file]: file for file in sorted(names, key=lambda file: -int(ranks[file]))}
 
 
 def backends() -> Mapping[str, Backend]:
-    """Return the backends that can be imported here by their names, in the order of `files`: most need torch."""
+    """Return the backends that can be imported here (most need torch), by name, in the order of `files`."""
     return {name: backend(name) for name in files() if why_no_import(name) is None}
 
 
@@ -84,13 +82,13 @@ def backend(name: str) -> Backend:
 
 @cache
 def why_no_import(name: str) -> str | None:
-    """Return why the file of a backend cannot be imported, as a sentence goes on behind its name; None where it can."""
+    """Return why a backend's file cannot be imported, worded to follow the backend's name; None where it can."""
     is_missing = _states(name, "NEEDS") == "torch" and native.torch_version() is None
     return f"is not possible: {native.needs_torch('it')}" if is_missing else None
 
 
 def refuse_without_torch(device: str) -> None:
-    """Raise BadOption for a device that nothing but torch reaches, where there is no torch."""
+    """Raise BadOption for a device that only torch can reach, where torch is missing."""
     if device == "cuda" and native.torch_version() is None:
         raise BadOption(f"device='cuda' is not possible: {native.needs_torch('a CUDA device', 'cuda')}")
 
@@ -101,10 +99,10 @@ def _states(name: str, constant: str) -> str | None:
 
 
 def resolve(name: str, device: str, spec: Spec | None = None) -> str:
-    """Return the name of the backend that "auto" stands for on a device, and other names as they are.
+    """Resolve "auto" to the name of a backend on a device; return any other name as it is.
 
-    spec: of the model to compute, if known. Raises BadOption for a backend that cannot run here,
-    UnsupportedModel for one that does not compute the model.
+    spec: the spec of the model to compute, if known. Raises BadOption for a backend that cannot run here, and
+    UnsupportedModel for a backend that does not compute the model.
     """
     refuse_without_torch(device)
     if name == "auto":
@@ -122,10 +120,12 @@ def resolve(name: str, device: str, spec: Spec | None = None) -> str:
 
 
 def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -> str:
-    """Return the backend that computes a draft model. name: the option; target: the backend that runs the target.
+    """Return the name of the backend that computes a draft model.
 
-    A backend named by the option computes all models; "auto" takes the best for each. But where the target runs on
-    another backend than "auto" would choose now, the draft model runs there too, if it can. Raises as `resolve`.
+    name: the option `ops`. target: the backend that runs the target. A backend that the option names computes all
+    models. "auto" takes the best backend for each model, with one exception: where the target runs on another backend
+    than "auto" would choose now, the draft model runs on the target's backend too, if it can. Raises the errors of
+    `resolve`.
     """
     if name == "auto" and target != resolve("auto", device, target_spec) and why_not(target, device, spec) is None:
         return target
@@ -157,20 +157,20 @@ def _ranked(device: str) -> Iterator[str]:
 
 
 def make(name: str, device: str, spec: Spec | None = None) -> Operators:
-    """Return the operators of a backend, one object for each backend. Raises as `resolve`."""
+    """Return the operators of a backend, the same object at every call. Raises the errors of `resolve`."""
     return backend(resolve(name, device, spec)).make()
 
 
 def kv_dtype(option: str, model: Model, *, must: bool = True) -> str:
-    """Return the type of a cache for a loaded model, by the option kv_cache_dtype; see kept_dtype."""
+    """Return the dtype of a loaded model's KV cache under the option kv_cache_dtype; see kept_dtype."""
     return kept_dtype(option, model.ops.name, model.config.cache_shape, model.cache_dtype, must=must)
 
 
 def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: bool = True) -> str:
-    """Return the type of a cache of this shape for a model that a backend computes, by the option kv_cache_dtype.
+    """Return the dtype of a KV cache of this shape under the option kv_cache_dtype.
 
-    own: the model's own type. must: raise BadOption for a type that the backend does not compute with; else the model's
-    own type is returned.
+    name: the backend that computes the model. own: the model's own cache dtype. must: whether to raise BadOption for a
+    dtype that the backend does not compute with; otherwise `own` is returned in its place.
     """
     if option in ("auto", own):
         return own
@@ -187,7 +187,7 @@ def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: boo
 
 
 def kv_dtypes(name: str) -> Collection[str]:
-    """Return the cache types that a backend computes with, beside its models' own."""
+    """Return the cache dtypes that a backend computes with, besides a model's own."""
     return getattr(backend(name), "KV_DTYPES", ()) if name in files() else ()
 
 
@@ -200,13 +200,13 @@ def load_model(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> LoadedModel:
-    """Make a model of a spec and its weights, computed by these operators.
+    """Make a model from a spec and its weights, computed by these operators.
 
-    weights: every name of `blocks.weights(spec)`, with that shape; tensors of the host of one type, or torch's on one
-    device. They are looked up once: later changes must be in place. device: "cpu" or "cuda". consume: a backend that
-    packs may free the tensors as it goes, so that nothing is in memory twice; the mapping must then not be used again.
-    lent: what a head borrows from its target, of the same operators. Raises UnsupportedModel for a spec that the
-    backend does not compute.
+    weights: a tensor for every name of `blocks.weights(spec)`, of the shape given there. They are host tensors of one
+    dtype, or torch tensors on one device. Each weight is looked up once, so later changes must be in place. device:
+    "cpu" or "cuda". consume: whether a backend that packs weights may free the tensors as it goes, so that no weight is
+    in memory twice; the mapping must then not be used again. lent: the parts that a head borrows from its target, which
+    must have the same operators. Raises UnsupportedModel for a spec that the backend does not compute.
     """
     if operators.name in files() and (reason := backend(operators.name).supports(spec)) is not None:
         raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={operators.name!r}: {reason}")

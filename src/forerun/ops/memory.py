@@ -1,4 +1,4 @@
-"""The memory that backends take: lines of a plan, the largest pass of a model, weights beside a model.
+"""The memory that backends take: the lines of a memory plan, the largest passes of models, and the weights of heads.
 
 A backend's `sizes(wanted)` returns an object of the protocol Sizes.
 """
@@ -16,22 +16,23 @@ from forerun.errors import CapacityError
 from forerun.ops.quantised import Scheme
 from forerun.ops.rotary import Rotations, turned
 
-Schemes = Mapping[str, Scheme]  # of quantised matrices, by the name of the weight
+Schemes = Mapping[str, Scheme]  # the schemes of quantised matrices, by the name of the weight
 
 FLOAT_BYTES = 4
 PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Model.logits and sampling.probs
 KERNEL_BYTES = 1 << 20  # workspace of torch's kernels; attention on a CPU was measured at 0.2 MB per thread
 
 
-BLOCK_BYTES = 8 << 20  # of a file, held while a tensor is read
+BLOCK_BYTES = 8 << 20  # of a block of a file, which is in memory while a tensor is read
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Weights of trained heads beside a model, as far as file headers tell.
+    """The weights of a trained head beside a model, as the head's file headers describe them.
 
-    matrices: (outputs, inputs) of each, and how it is rounded; None = not. num_looked_up: embedding weights, of the
-    type of other weights. num_floats: weights that are kept in float32, such as norms.
+    matrices: each matrix's (outputs, inputs), and the scheme that it is rounded to; None = not rounded. num_looked_up:
+    the number of embedding weights, which take the dtype of the model's weights. num_floats: the number of weights that
+    are kept in float32, such as norms.
     """
 
     matrices: tuple[tuple[tuple[int, int], Scheme | None], ...]
@@ -46,7 +47,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One line of a plan. how: the multiplication behind `bytes`, in words."""
+    """One line of a memory plan. how: the calculation of `bytes`, in words."""
 
     name: str
     bytes: int
@@ -57,9 +58,10 @@ class MemoryPart:
 class Pass:
     """The largest forward pass of a model. name: "target", "draft", or the name of an extra draft model.
 
-    num_rows: new tokens. longest_run: new tokens of one sequence. num_masked: rows in runs of more than one token,
-    which need a mask. context: cached and new tokens that one row may see. num_read: the same over all runs.
-    num_logits: rows whose logits are wanted. num_taps: inner layers whose rows it returns.
+    num_rows: the number of new tokens. longest_run: the most new tokens of one sequence. num_masked: the number of rows
+    in runs of more than one token, which need a mask. context: the most cached and new tokens that one row may see.
+    num_read: the number of cached and new tokens of all runs together. num_logits: the number of rows whose logits are
+    wanted. num_taps: the number of inner layers whose rows the pass returns.
     """
 
     name: str
@@ -74,27 +76,28 @@ class Pass:
 
     @property
     def tap_bytes(self) -> int:
-        """Bytes of the rows of inner layers, which are float32 with every operator."""
+        """The bytes of the rows of inner layers that the pass returns; they are float32 with every operator."""
         return self.num_taps * self.num_rows * self.model.hidden_size * FLOAT_BYTES
 
     @property
     def taps_said(self) -> str:
-        """The end of a sentence about the bytes of a pass; empty without taps."""
+        """The words about taps that end a sentence about a pass's bytes; empty without taps."""
         rows = f"{self.num_taps} x {self.num_rows:,} rows of inner layers, {self.tap_bytes / 1e6:,.1f} MB"
         return f"; {rows}" if self.num_taps else ""
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of a draft model's last logits, which are held while the next pass runs; 0 for the target."""
+        """The bytes of a draft model's last logits, which stay in memory during the next pass; 0 for the target."""
         return self.num_logits * self.model.vocab_size * PROB_BYTES if self.name != "target" else 0
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What decides the sizes of a backend, beside its models.
+    """The settings that decide the memory of a backend, besides its models.
 
-    dtype: of weights. schemes: by model, how its quantised matrices are stored. rounded: models whose matrices are
-    rounded in memory. in_place: whether consecutive rows of the cache are read without a copy.
+    dtype: the dtype of weights. in_place: whether consecutive rows of the cache are read without a copy. schemes: by
+    model name, the schemes of the model's quantised matrices. rounded: the names of models whose matrices are rounded
+    in memory.
     """
 
     dtype: str
@@ -106,24 +109,25 @@ class Wanted:
 
 
 class Sizes(Protocol):
-    """The memory that operators need; each kind of operators has a class of its own."""
+    """The memory that operators need. Each kind of operators has its own class."""
 
     def cache_dtype_of(self, name: str) -> str:
-        """Return the type of keys and values in the cache of a model."""
+        """Return the dtype of keys and values in this model's cache. name: as in `weights`."""
 
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return a part for each model's weights as the operators keep them, then a part for each head.
+        """Return one part for each model's weights, as the operators keep them in memory, then one for each head.
 
-        models: "target", "draft" and extra draft models. beside: the weights of trained heads, by name.
+        models: the specs by name: "target", "draft" and the names of extra draft models. beside: the weights of trained
+        heads, by name.
         """
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
         """Return an upper bound of the memory of passes that run one after another."""
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Return the memory that a process takes in addition when it runs for long."""
+        """Return the memory that a process takes in addition when it runs for a long time."""
 
     def loading_bytes(self, model: Spec) -> int:
         """Return an upper bound of the bytes that loading a model takes beyond its weights."""
@@ -131,7 +135,11 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Widths:
-    """The widest rows of any block. q, kv: over all heads. ffn: inside the feed-forward part. head_dim: of one head."""
+    """The largest widths of rows over all blocks.
+
+    q, kv: of queries, and of keys or values, all heads together. ffn: inside the feed-forward part. head_dim: of one
+    head. heads: the number of query heads. has_head_norm: whether queries are normed in some block.
+    """
 
     q: int
     kv: int
@@ -142,7 +150,7 @@ class Widths:
 
     @classmethod
     def of(cls, spec: Spec) -> Widths:
-        """Return the widths over all blocks of a spec."""
+        """Return the largest widths over all blocks of a spec."""
         attentions = [block.attention for block in spec.blocks if block.attention is not None]
         mlps = [block.mlp for block in spec.blocks if block.mlp is not None]
         return cls(
@@ -156,7 +164,7 @@ class Widths:
 
 
 def matrix_shapes(spec: Spec) -> set[tuple[int, int]]:
-    """Return (outputs, inputs) of the products of all layers; matrices of one input count as one product."""
+    """Return (outputs, inputs) of every product of the layers; matrices that share an input count as one product."""
     groups = products(weights(spec)).items()
     return {(sum(w.shape[0] for w in group), group[0].shape[1]) for n, group in groups if n not in OUTER}
 
@@ -165,19 +173,22 @@ OUTER = ("embedding", "head")  # products outside of layers
 
 
 def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
-    """Return the bytes of the tables of cos and sin, each twice while it grows. size: bytes of a number."""
+    """Return the bytes of all tables of cos and sin. size: the bytes of a number.
+
+    Each table counts twice, because it is in memory twice while it grows.
+    """
     num_positions = -(-max_seq_len // Rotations.BLOCK) * Rotations.BLOCK
     dims = {(a.rope, a.head_dim): turned(a.rope, a.head_dim) for b in spec.blocks if (a := b.attention) and a.rope}
     return 2 * num_positions * 2 * sum(dims.values()) * size
 
 
 def weight_bytes(config: Spec, dtype: str) -> int:
-    """Return the bytes of all weights; a tied LM head is its embedding and counts once."""
+    """Return the bytes of all weights; a tied LM head is the embedding, and counts once."""
     return config.num_weights * itemsize(dtype)
 
 
 def block_bytes(config: Spec) -> int:
-    """Return the bytes of the largest block of the files that loading reads at once, at 4 bytes per number.
+    """Return the bytes of the largest block that loading reads from a file at once, at 4 bytes per number.
 
     Files with float64 weights, which can be loaded but do not occur in practice, would need twice as much.
     """

@@ -1,4 +1,4 @@
-"""What every model can do, wherever it computes."""
+"""The protocols of models: what every model can do, on any device, and what only some can do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.types import Draw, Probs, RaggedBatch, Stop
 
 
 class ModelConfig(Protocol):
-    """The facts that the engine must know of an architecture."""
+    """The facts about an architecture that the engine must know."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,7 +31,7 @@ class ModelConfig(Protocol):
     def cache_shape(self) -> CacheShape: ...
     @property
     def num_slots(self) -> int:
-        """The cache slots of each sequence: two where its source needs one, else one."""
+        """The number of cache slots of each sequence: two where a source needs a slot of its own, otherwise one."""
 
     @property
     def encoder(self) -> Any:
@@ -39,32 +39,32 @@ class ModelConfig(Protocol):
 
     @property
     def has_experts(self) -> bool:
-        """Tell whether rows choose experts in some layer."""
+        """Whether rows choose experts in some layer."""
 
 
 class RowsOf(Protocol):
-    """Operations on the rows of a model, wherever the rows are."""
+    """Operations on the hidden rows of a model, on whichever device they lie."""
 
     def join(self, parts: Any) -> Any:
-        """Join rows, one part behind the other."""
+        """Concatenate parts along their rows, in order."""
 
     def take(self, rows: Any, places: Seq[int]) -> Any:
-        """Return a copy of the rows at some places."""
+        """Return a copy of the rows at these indices."""
 
     def from_host(self, rows: npt.NDArray[Any]) -> Any:
-        """Return rows of the host as rows of the model."""
+        """Return host rows as rows on the model's device."""
 
     def top(self, logits: Any, num: int) -> npt.NDArray[np.int64]:
-        """Return the ids of the largest logits of each row, best first [R, num], on the host."""
+        """Return the ids of each row's `num` largest logits on the host, [R, num], the best first."""
 
     def to_host(self, rows: Any) -> npt.NDArray[Any]:
-        """Return the rows as a numpy array, which is written once the model was waited for."""
+        """Return the rows as a numpy array, whose numbers are valid only after `Model.wait`."""
 
 
 class Model(Protocol):
-    """Weights plus one forward pass. It knows nothing of drafts, requests or text, and reads caches of one class.
+    """Weights and one forward pass. A model knows nothing of drafts, requests or text, and reads caches of one class.
 
-    Further protocols name what only some models can do: FindsBest, KeepsCache, DrawsRows, RunsAhead.
+    Further protocols describe what only some models can do: FindsBest, KeepsCache, DrawsRows, RunsAhead.
     """
 
     @property
@@ -85,42 +85,42 @@ class Model(Protocol):
     def ops(self) -> Operators: ...
     @property
     def weight_bits(self) -> tuple[int, ...]:
-        """The bits of weights that are multiplied as integers, ascending; () = all are of `weight_dtype`."""
+        """The bit widths of weights that are multiplied as integers, ascending; () = all weights are `weight_dtype`."""
 
     @property
     def bytes_per_pass(self) -> int:
-        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
+        """The bytes of weights that one pass of a few rows reads: every matrix once, as it is in memory.
 
-        A mixture of experts counts the experts that one row chooses. 0: the weights are not known, as in a module of
-        torch.
+        Of a mixture of experts, as many experts count as one row chooses. 0 = the weights are not known, as in a module
+        of torch that a caller gives.
         """
 
     def forward(
         self, batch: RaggedBatch, cache: Any, layers: Seq[int] | None = None, hidden: Any = None, taps: Seq[int] = ()
     ) -> Passed:
-        """Run every new token through these layers (None = all) and write their keys, values and states into the cache.
+        """Run all new tokens through these layers (None = all) and write their keys, values and states into the cache.
 
-        hidden [T, H]: the input of the first layer; None = the tokens' embeddings. taps: each k whose residual stream
-        before layer k is wanted.
+        hidden [T, H]: the input of the first layer; None = the tokens' embeddings. taps: numbers of layers; the
+        residual stream before each of them is returned, too.
         """
 
     def rounded(self, quantization: Quantization) -> Model:
-        """Return a second model of these weights with every matrix rounded."""
+        """Return a second model with these weights, every matrix rounded."""
 
     def embed(self, ids: Seq[int]) -> Any:
         """Return the embeddings of these ids [n, H]."""
 
     def head(self, ids: Seq[int]) -> npt.NDArray[np.float32]:
-        """Return rows of the LM head on the host [n, H]."""
+        """Return the LM head's rows for these ids, on the host [n, H]."""
 
     def norm(self, hidden: Any) -> Any:
         """Apply the final norm to rows of the residual stream [R, H]."""
 
     def logits(self, hidden: Any, num_ids: int | None = None) -> Any:
-        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] of the first ids."""
+        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] for the first `num_ids` ids."""
 
     def wait(self) -> None:
-        """Wait until everything launched is computed; a clock read before that measures the launch alone."""
+        """Wait until everything launched is computed. A clock that is read earlier measures the launches alone."""
 
 
 class LoadedModel(Model, Protocol):
@@ -130,7 +130,7 @@ class LoadedModel(Model, Protocol):
     def config(self) -> Spec: ...
     @property
     def precision(self) -> str:
-        """The precision of the weights in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        """The precision of the weights in words, such as "4-bit and 8-bit weights" or "bfloat16 weights"."""
 
     def weight(self, name: str) -> Floats:
         """Return a weight by its name in a checkpoint, float32, as it was before packing."""
@@ -138,12 +138,12 @@ class LoadedModel(Model, Protocol):
 
 @runtime_checkable
 class FindsBest(Protocol):
-    """A model that finds the largest logits without writing the others."""
+    """A model that finds a row's largest logit without writing the others."""
 
     def best(self, hidden: Any, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return id and value of the largest of the first `num_ids` logits of each of these rows of hidden [T, H].
+        """Return the id and value of the largest logit for each of these rows of hidden [T, H].
 
-        Ties go to the lowest id, and NaN counts as the largest.
+        Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest.
         """
 
 
@@ -157,21 +157,24 @@ class KeepsCache(Protocol):
 
 @runtime_checkable
 class DrawsRows(Protocol):
-    """A model that draws from rows of logits on its device, with the bits of the sampling pipeline."""
+    """A model that draws ids from logits on its device, with the same bits as the sampling pipeline on the host."""
 
     def draw(
         self, hidden: Any, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
     ) -> tuple[list[Probs], list[int]]:
-        """Draw an id from the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
+        """Draw an id for each of these rows of hidden [T, H], with the settings at the same place in `draws`.
 
-        asked: for each row, further ids whose probabilities are wanted. Returns the distributions and the likeliest
-        ids, -1 where logits are no numbers.
+        Only the first `num_ids` ids take part. asked: for each row, further ids whose probabilities are wanted. Returns
+        each row's distribution and likeliest id; the id is -1 where the row's largest logit is NaN or infinite.
         """
 
 
 @runtime_checkable
 class RunsAhead(Protocol):
-    """A model that continues runs in one call. tells_confidence: it takes stops; draws_ahead: it takes draws."""
+    """A model that continues each run by several tokens in one call.
+
+    tells_confidence: whether `run_ahead` takes stops. draws_ahead: whether `run_ahead` takes draws.
+    """
 
     tells_confidence: bool
     draws_ahead: bool
@@ -189,4 +192,4 @@ class RunsAhead(Protocol):
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run of a batch; return None where a logit is no number (ops/cpu/model.py says more)."""
+        """Continue each run of a batch; return None where a logit is NaN. See CpuModel.run_ahead."""

@@ -18,34 +18,34 @@ Array = npt.NDArray[np.floating[Any]]
 
 
 class HostRows:
-    """Hidden rows [T, H] of a model that computes on the host: numpy's arrays. See ops.model.RowsOf."""
+    """Operations on the hidden rows [T, H] of a model on the host, which are numpy arrays. See ops.model.RowsOf."""
 
     def join(self, parts: Seq[Array]) -> Array:
-        """Join rows, one part behind the other."""
+        """Concatenate parts along their rows, in order."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def take(self, rows: Array, places: Seq[int]) -> Array:
-        """Return a copy of the rows at some places."""
+        """Return a copy of the rows at these indices."""
         return rows[list(places)]
 
     def from_host(self, rows: Array) -> Array:
-        """Return rows of the host as rows of the model."""
+        """Return the rows as they are: this model's rows lie on the host, too."""
         return rows
 
     def top(self, logits: Array, num: int) -> npt.NDArray[np.int64]:
-        """Return the ids of the largest logits of each row, best first, the lowest on ties [R, num], on the host."""
+        """Return the ids of each row's `num` largest logits, [R, num]: the best first, and on ties the lowest id."""
         return top(logits, num)[0]
 
     def to_host(self, rows: Array) -> Array:
-        """Return the rows as a numpy array, which is written once the model was waited for."""
+        """Return the rows as they are, a numpy array."""
         return rows
 
 
 class Operators:
     """The operators of a backend, which compute its models.
 
-    row_invariant: whether the bits of one row depend on that row alone; tests hold a backend to it. extra_row: the
-    usual cost of one more row, in passes of one row; the cost on a machine is measured.
+    row_invariant: whether the bits of an output row depend on that row alone; tests check this. extra_row: the usual
+    cost of one more row, as a share of the cost of a one-row pass; the cost on a given machine is measured.
     """
 
     name = ""
@@ -54,7 +54,7 @@ class Operators:
 
     @property
     def build(self) -> str:
-        """The name of the build, for reports: bits are promised, and speeds were measured, for it alone."""
+        """The name of the build, for reports. Bits are promised, and speeds were measured, for this build alone."""
         return self.name
 
     @property
@@ -67,15 +67,15 @@ class Operators:
         return nullcontext()
 
     def inference(self) -> AbstractContextManager[Any]:
-        """Return a context in which nothing is remembered for gradients."""
+        """Return a context in which nothing is recorded for gradients."""
         return nullcontext()
 
     def auto_dtype(self, device: str, stored: str) -> str:
-        """Return the type that dtype="auto" means for weights of a stored type."""
+        """Return the dtype that dtype="auto" means for weights that are stored in this dtype."""
         return stored
 
     def rows_dtype(self, weights: str) -> str:
-        """Return the type of rows that go in and come out, beside weights of this type."""
+        """Return the dtype of a model's input and output rows, given the dtype of its weights."""
         return weights
 
     @property
@@ -84,7 +84,7 @@ class Operators:
         return None
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
-        """Return a function that multiplies a model's rows [T, I] by a matrix [O, I], in the model's type -> [T, O]."""
+        """Return a function that multiplies a model's rows [T, I] by a matrix [O, I] in the model's dtype -> [T, O]."""
         raise InternalError(f"the operators {self.name} have no products by themselves")
 
     def packs_scheme(self, scheme: Scheme) -> bool:

@@ -1,4 +1,4 @@
-"""Shared by the models of all backends: the checks of a pass, and words for the types of weights."""
+"""Code that the models of all backends share: results and checks of a pass, and words for the dtypes of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.types import Probs, RaggedBatch
 
 @dataclass(frozen=True)
 class Lent:
-    """What a head borrows from its target: the embedding and the LM head where it has none.
+    """The parts that a head borrows from its target: the embedding, and the LM head if the head has none of its own.
 
     ids: the target's id for each id that the head drafts.
     """
@@ -29,10 +29,11 @@ class Lent:
 
 @dataclass(frozen=True)
 class Passed:
-    """The result of one pass. The model's functions may read it at once; others call `Model.wait` first.
+    """The result of one pass. The model's own methods may read it at once; other code must call `Model.wait` first.
 
-    hidden [T, H]: rows behind the final norm if the last layer ran, else the residual stream. taps: by k, the residual
-    stream before layer k [T, H]. num_experts: for each layer with experts that ran, how many experts some row chose.
+    hidden [T, H]: the output of the final norm if the last layer ran, otherwise the residual stream. taps: by k, the
+    residual stream before layer k [T, H]. num_experts: for each layer with experts that ran, the number of experts that
+    at least one row chose.
     """
 
     hidden: Any
@@ -44,8 +45,8 @@ class Passed:
 class RanAhead:
     """The ids that continue each run of a batch.
 
-    confidences: by run, the probability of each id, where stops were given and the model can tell. probs: by run, the
-    distribution that each id was drawn from, where draws were given.
+    confidences: by run, the probability of each id; given where there were stops and the model knows the probabilities.
+    probs: by run, the distribution from which each id was drawn; given where there were draws.
     """
 
     ids: list[list[int]]
@@ -58,7 +59,7 @@ def check_pass(
 ) -> tuple[Seq[int], bool]:
     """Return the layers of a pass, and whether the final norm follows them. See TorchModel.forward for the arguments.
 
-    Raises InternalError for layers, taps and rows that do not fit the model.
+    Raises InternalError for layers, taps or rows that do not fit the model.
     """
     chosen = range(spec.num_layers) if layers is None else layers
     check_layers(spec, chosen)
@@ -68,16 +69,16 @@ def check_pass(
 
 
 def check_rows(tensors: Iterable[Any], batch: RaggedBatch, width: int) -> None:
-    """Raise InternalError for tensors that do not have the shape of a batch's hidden rows."""
+    """Raise InternalError unless each tensor has the shape of a batch's hidden rows, [T, width]."""
     for rows in tensors:
         if rows.shape != (batch.run_starts[-1], width):
             raise InternalError(f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens")
 
 
 def float_rows(x: npt.ArrayLike, width: int, num: int | None = None) -> Floats:
-    """Return rows of this width as native operators read them: float32, one behind the other.
+    """Return rows of this width in the form that native operators read: contiguous float32.
 
-    num: how many there must be, None = any number. Raises InternalError.
+    num: how many rows there must be; None = any number. Raises InternalError for any other shape.
     """
     x = np.asarray(x)
     if x.ndim != 2 or x.shape[1] != width:
@@ -88,7 +89,7 @@ def float_rows(x: npt.ArrayLike, width: int, num: int | None = None) -> Floats:
 
 
 def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
-    """Return the encoder's batch for sources, tokens by slot: each is one run from position 0 on."""
+    """Return the encoder's batch for these sources, each as one run from position 0 on. sources: tokens by slot."""
     starts = [0, *itertools.accumulate(map(len, sources.values()))]
     tokens = [token for source in sources.values() for token in source]
     positions = [i for source in sources.values() for i in range(len(source))]
@@ -96,13 +97,13 @@ def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
 
 
 def check_sources(batch: RaggedBatch) -> None:
-    """Raise InternalError where not every run of an encoder-decoder has a source."""
+    """Raise InternalError unless every run of an encoder-decoder has a source."""
     if len(batch.sources) != len(batch.slots):
         raise InternalError(f"{len(batch.slots)} runs of an encoder-decoder have {len(batch.sources)} sources")
 
 
 def check_layers(spec: Spec, layers: Seq[int]) -> None:
-    """Raise InternalError for layers that do not ascend or that the model does not have."""
+    """Raise InternalError for layers that do not ascend, or that the model does not have."""
     _check_part("layers", layers, spec.num_layers)
 
 
@@ -112,12 +113,12 @@ def _check_part(name: str, part: Seq[int], whole: int) -> None:
 
 
 def end_of(batch: RaggedBatch) -> int:
-    """Return an upper bound of the positions of a batch, exclusive."""
+    """Return an exclusive upper bound of the positions in a batch."""
     return max(map(batch.end, range(len(batch.slots))), default=0)
 
 
 def kinds_in_words(bits: Iterable[int], dtypes: Iterable[str]) -> str:
-    """Return weights of these bits and types in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+    """Describe weights of these bit widths and dtypes in words, such as "4-bit and bfloat16 weights"."""
     names = [f"{num}-bit" for num in sorted(set(bits))] + sorted(set(dtypes))
     *others, last = names
     return f"{', '.join(others)}{' and ' if others else ''}{last} weights"

@@ -1,8 +1,9 @@
 """Quantised weights on their way from a file to an operator: codes and the scales of their groups, nothing rounded.
 
-A weight is scale * code - minimum, or scale * (code - zero); where codes are looked up in a table, scale * table[code].
-Along a row, `group` consecutive weights share scale and minimum. The formats of GGUF, GPTQ, AWQ, compressed-tensors and
-OCP MX all fit, so that a kernel reads exactly the weights of the file (docs/development/kernels.md).
+A weight is scale * code - minimum, or scale * (code - zero). Where codes are looked up in a table, a weight is scale
+times the table's entry. Along a row, `group` consecutive weights share a scale and a minimum. The formats of GGUF,
+GPTQ, AWQ, compressed-tensors and OCP MX all have this form, so a kernel reads exactly the weights of the file
+(docs/development/kernels.md).
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from forerun.host_tensor import Array, Floats, HostTensor, float8_numbers
 
 Codes = npt.NDArray[np.uint8]
 
-UNIT = 32  # weights in a row whose inputs are rounded together
-LARGEST_FLOAT = 448  # of 8 bits
-TABLE_ZERO = 128  # the 8-bit code for 0, where table codes became 8-bit codes
+UNIT = 32  # consecutive weights of a row whose inputs are rounded together
+LARGEST_FLOAT = 448  # of the floats of 8 bits, e4m3
+TABLE_ZERO = 128  # the 8-bit code for 0, where table codes were turned into 8-bit codes
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How a matrix is quantised.
 
-    bits: 2 to 6, or 8 (codes 0 to 255). group: consecutive weights of a row that share a scale; it divides the row.
-    offset: what is subtracted, "zero" (an integer of the group, times its scale) or "minimum" (a number of its own).
-    scale_dtype: of scales and minimums, or of the factors above them where `super_group` is not 0. super_group:
-    consecutive weights whose integer scales (and minimums) share one more factor, as in K-quants; 0 = none. zero: the
-    zero point, where all groups of all such matrices share it. table: 16 integers, from -127 to 127, that codes
-    of 4 bits stand for; the zero point is 0 then. () = codes stand for themselves. powers: scales are powers of two, or
-    0. floats: codes are the bits of floats of 8 bits (e4m3, without infinities), and the zero point is 0.
+    bits: the bits of a code, 2 to 6, or 8 (codes 0 to 255). group: the number of consecutive weights of a row that
+    share a scale; it divides the row. offset: what is subtracted from a weight, "zero" (an integer for each group,
+    times its scale) or "minimum" (a number for each group). scale_dtype: the dtype of scales and minimums; where
+    `super_group` is not 0, the dtype of the factors above them. super_group: the number of consecutive weights whose
+    integer scales (and minimums) share one more factor, as in K-quants; 0 = there are no such factors. zero: the zero
+    point, where all groups of all matrices of this scheme share it; otherwise None. table: 16 integers from -127 to
+    127, one for each code of 4 bits; the zero point is 0 then. () = codes stand for themselves. powers: whether all
+    scales are powers of two, or 0. floats: whether codes are the bits of floats of 8 bits (e4m3, without infinities);
+    the zero point is 0 then.
     """
 
     bits: int
@@ -52,7 +55,7 @@ class Scheme:
 
     @property
     def most(self) -> int:
-        """The largest magnitude of the number that a scale multiplies."""
+        """The largest magnitude of a number that a scale multiplies."""
         if self.table:
             return max(map(abs, self.table))
         if self.floats:
@@ -61,7 +64,7 @@ class Scheme:
         return max(self.zero, top - self.zero) if self.zero is not None else top
 
     def looked_up(self) -> Scheme:
-        """Return the scheme of the same weights with table entries as 8-bit codes."""
+        """Return the scheme of the same weights with table entries in place of table codes, as 8-bit codes."""
         return replace(self, bits=8, zero=TABLE_ZERO, table=(), powers=False) if self.table else self
 
 
@@ -69,9 +72,9 @@ class Scheme:
 class QuantisedRows:
     """Some rows [R, I] of a quantised matrix.
 
-    codes: [R, I]. scales: [R, I / group], in `scale_dtype`, or int8 where there is a super group. zeros: [R, I / group]
-    with offset "zero". minimums: [R, I / group] with offset "minimum", in `scale_dtype`, or uint8 where there is a
-    super group. super_scales, super_minimums: [R, I / super_group] in `scale_dtype`.
+    codes: [R, I]. scales: [R, I / group], in `scale_dtype`, or int8 where there is a super group. zeros:
+    [R, I / group], only with offset "zero". minimums: [R, I / group], only with offset "minimum", in `scale_dtype`, or
+    uint8 where there is a super group. super_scales, super_minimums: [R, I / super_group] in `scale_dtype`.
     """
 
     scheme: Scheme
@@ -86,7 +89,7 @@ class QuantisedRows:
         return len(self.codes)
 
     def dequantise(self) -> Floats:
-        """Return the weights [R, I], rounded in the order in which GGUF's own package rounds them."""
+        """Return the weights [R, I], computed and rounded in the order of operations of GGUF's own package."""
         scales = _expanded(self.scales, self.super_scales, self.scheme)
         numbers = self._integers().reshape(len(self.codes), -1, self.scheme.group)
         if self.zeros is not None:
@@ -99,7 +102,7 @@ class QuantisedRows:
         return numbers.reshape(len(self.codes), -1)
 
     def looked_up(self) -> QuantisedRows:
-        """Return the same weights with table entries as 8-bit codes."""
+        """Return the same weights with table entries in place of table codes, as 8-bit codes."""
         if not self.scheme.table:
             return self
         codes = np.array([number + TABLE_ZERO for number in self.scheme.table], np.uint8)[self.codes]
@@ -113,10 +116,11 @@ class QuantisedRows:
         return float8_numbers()[self.codes] if self.scheme.floats else self.codes.astype(np.float32)
 
     def numbers(self, span: int, count: int, offset: str) -> tuple[Floats, Floats]:
-        """Return scales and subtracted numbers in float32, [R, count] each: one for `span` weights, 0 behind the last.
+        """Return float32 scales and subtracted numbers, [R, count] each: one for every `span` weights of a row.
 
-        offset: "zero" or "minimum"; "minimum" turns zero points into minimums. All are exact: a product of at most 8
-        and 16 bits has fewer than 24.
+        Places beyond the end of a row are 0. offset: the form of the subtracted numbers, "zero" or "minimum"; "minimum"
+        turns zero points into minimums. All numbers are exact, because a product of two numbers of at most 8 and 16
+        bits has fewer than 24 bits.
         """
         scales = _expanded(self.scales, self.super_scales, self.scheme)[..., 0]
         if self.zeros is not None:
@@ -143,10 +147,11 @@ MXFP4 = Scheme(4, 32, "zero", "float32", zero=0, table=E2M1, powers=True)
 def mxfp4(codes: Codes, exponents: Codes) -> QuantisedRows:
     """Return rows of MXFP4, the format of GGUF's type 39 and of gpt-oss.
 
-    codes: uint8 [R, I], the floats of 4 bits in order. exponents: uint8 [R, I / 32], of E8M0: 2 ** (exponent - 127) is
-    the scale of a block, and 255 is no number. A block of zeros gets the scale 0, whatever its exponent is.
+    codes: uint8 [R, I], the floats of 4 bits in order. exponents: uint8 [R, I / 32] in the format E8M0. The scale of a
+    block is 2 ** (exponent - 127), and the exponent 255 means NaN. A block of zeros gets the scale 0, whatever its
+    exponent is.
     """
-    # The table is doubled and the scale halved, which makes it denormal for the lowest two exponents.
+    # The table is doubled and the scale halved, which makes the scale denormal for the lowest two exponents.
     wide = exponents.astype(np.int32)
     scales = np.where(wide < 2, 0x200000 << np.minimum(wide, 1), (wide - 1) << 23).astype(np.int32).view(np.float32)
     scales[exponents == 255] = np.nan
@@ -163,11 +168,11 @@ class HasFileno(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Where an open file has the rows of a matrix, as blocks of a GGUF type.
+    """The place of a matrix's rows in an open file, where they are stored as blocks of a GGUF type.
 
-    type: its number in GGUF. start: the first byte of row 0. numbers: int32 [num_out], the row of each output; None =
-    all from row 0 on. rounded: the group size with which ops/quantising.py rounds the rows to 4 bits; 0 = the rows stay
-    as they are.
+    type: the number of that type in GGUF. start: the offset of row 0 in bytes. numbers: int32 [num_out], the file's row
+    for each output; None = all rows from row 0 on. rounded: the group size with which ops/quantising.py rounds the rows
+    to 4 bits; 0 = the rows stay as they are.
     """
 
     file: HasFileno
@@ -177,16 +182,17 @@ class StoredRows:
     rounded: int = 0
 
     def chosen(self, rows: list[int]) -> StoredRows:
-        """Return the places of some of the rows."""
+        """Return the places of these rows alone."""
         numbers = np.array(rows, np.int32)
         return replace(self, numbers=numbers if self.numbers is None else self.numbers[numbers])
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """A quantised weight [num_out, num_in] that is read when it is packed, some rows at a time, in order.
+    """A quantised weight [num_out, num_in] that is read only when it is packed, some rows at a time, in order.
 
-    stored: where kernels that know the blocks of a file can read the same rows themselves, many times as fast.
+    blocks() yields these rows. stored: the place of the same rows in a file, for kernels that know the file's blocks
+    and read them many times as fast.
     """
 
     scheme: Scheme
@@ -196,12 +202,12 @@ class QuantisedMatrix:
 
 
 def dequantised(matrix: QuantisedMatrix, dtype: str = "bfloat16") -> HostTensor:
-    """Return a whole matrix dequantised, for a product whose other parts are dense."""
+    """Return a whole matrix dequantised, for a product whose other matrices are dense."""
     return HostTensor.joined([HostTensor.of(rows.dequantise()).to(dtype) for rows in matrix.blocks()])
 
 
 def _expanded(numbers: HostTensor, factors: HostTensor | None, scheme: Scheme) -> Floats:
-    """Return one float32 for each group, [R, I / group, 1]."""
+    """Return each group's number in float32 [R, I / group, 1], multiplied by its factor where there are factors."""
     floats = numbers.float32()
     if factors is None:
         return floats[..., None]

@@ -1,8 +1,8 @@
-"""Rounds dense weights to 4 or 8 bits, the nearest integers of each group; no text is looked at.
+"""Rounding of dense weights to 4 or 8 bits, to the nearest integers of each group, without calibration text.
 
-8 bits are symmetric around a zero point of 128. 4 bits have a zero point within the group's range, and of a few scales
-the one with the least squared error: a range that clips the largest weight a little rounds all others finer (the search
-of GGUF's K-quants, with fewer steps).
+8-bit codes are symmetric around a zero point of 128. 4-bit codes have a zero point within the group's range. Of a few
+scales, the one with the least squared error is taken, because a range that clips the largest weight a little rounds all
+others more finely (the search of GGUF's K-quants, with fewer steps).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from forerun.errors import BadOption
 from forerun.host_tensor import Floats, HostTensor, address, kernels
 from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
-BLOCK_WEIGHTS = 1 << 17  # rounded at a time, with some ten times as many floats in memory
+BLOCK_WEIGHTS = 1 << 17  # weights that are rounded at a time, with some ten times as many floats in memory
 
 SCALE_DTYPE = "bfloat16"  # as in published checkpoints of models that are computed in bfloat16
-LANES = 16  # of the kernels
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range
+LANES = 16  # of a sum in the kernels
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # the shares of a group's range that are tried as the range of 4-bit codes
 
 
 def scheme_of(bits: int, group: int) -> Scheme:
-    """Return the scheme of weights that `quantise` rounds."""
+    """Return the scheme of weights that `quantise` rounds to these bits and groups."""
     return Scheme(bits, group, "zero", SCALE_DTYPE, zero=128 if bits == 8 else None)
 
 
 def quantise(rows: Floats, scheme: Scheme) -> QuantisedRows:
-    """Round rows [R, I] to a scheme of `scheme_of`, whose group divides I. The weights must be finite.
+    """Round finite weights [R, I] to a scheme of `scheme_of`, whose group must divide I.
 
     The native kernels do the operations of `rounded_by_numpy` in the same order, some ten times as fast.
     """
@@ -44,7 +44,7 @@ def quantise(rows: Floats, scheme: Scheme) -> QuantisedRows:
 
 
 def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
-    """Round as `quantise`, with the kernels of an instruction set; the group is a multiple of 16."""
+    """Round as `quantise` does, with the kernels of an instruction set; the group must be a multiple of 16."""
     weights, groups = np.ascontiguousarray(rows), (len(rows), rows.shape[1] // scheme.group)
     codes, zeros = np.empty(rows.shape, np.uint8), np.empty(groups, np.uint8)
     scales = HostTensor.empty(groups, SCALE_DTYPE)
@@ -54,7 +54,7 @@ def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
 
 
 def rounded_by_numpy(rows: Floats, scheme: Scheme) -> QuantisedRows:
-    """Round as `quantise`, without kernels."""
+    """Round as `quantise` does, without kernels."""
     groups = rows.reshape(len(rows), -1, scheme.group)
     with np.errstate(over="ignore"):  # infinite squares of large errors lose against any other
         codes, scales, zeros = _eight_bits(groups) if scheme.bits == 8 else _four_bits(groups)
@@ -84,7 +84,7 @@ def _four_bits(groups: Floats) -> tuple[Floats, HostTensor, Floats]:
 
 
 def _sum(numbers: Floats) -> Floats:
-    """Sum the last dimension in the kernels' order, which can decide between two close errors."""
+    """Sum the last dimension in the kernels' order, because the order can decide between two close errors."""
     if numbers.shape[-1] % LANES == 0:
         lanes = numbers.reshape(*numbers.shape[:-1], -1, LANES)
         numbers = lanes[..., 0, :]
@@ -98,14 +98,17 @@ def _sum(numbers: Floats) -> Floats:
 
 
 def _positive(scales: Floats) -> HostTensor:
-    """Return scales in their type; 1 where a group is all zeros, or too small for the type."""
+    """Return scales in SCALE_DTYPE; a scale that is 0 in this dtype, as in a group of zeros, becomes 1."""
     rounded = HostTensor.of(scales).to(SCALE_DTYPE)
     wide = rounded.float32()
     return HostTensor.of(np.where(wide > 0, wide, np.float32(1))).to(SCALE_DTYPE)
 
 
 def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
-    """Return the scheme of a weight that `is_rounded`. Raises BadOption where groups do not divide its rows."""
+    """Return the scheme to which a weight is rounded; only for weights that `is_rounded` accepts.
+
+    Raises BadOption where groups do not divide the weight's rows.
+    """
     num_in = weight.shape[1]
     bits = quantization.bits if quantization.again else max(quantization.bits, weight.least_bits)
     scheme = scheme_of(bits, quantization.group)
@@ -120,15 +123,15 @@ def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
 
 
 def is_rounded(weight: Weight) -> bool:
-    """Tell whether a weight gets fewer bits where a model is rounded: matrices, experts and the embedding do."""
+    """Tell whether rounding a model gives this weight fewer bits; matrices, experts and the embedding get fewer."""
     return weight.least_bits < 16
 
 
 class RoundedWeights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """Weights in memory, each matrix rounded when it is looked up, as `models.quantising` rounds a file's.
+    """A view of weights in memory that rounds each matrix when it is looked up, as `models.quantising` does for files.
 
-    weights: of the spec. read(name, rows) returns rows of a matrix; vector(name) a norm or a bias.
-    as_tensors: return all weights dequantised in this type; None = rounded matrices stay quantised. Raises BadOption
+    weights: the weights of the spec. read(name, rows) returns rows of a matrix, and vector(name) a norm or a bias.
+    as_tensors: the dtype to which all weights are dequantised; None = rounded matrices stay quantised. Raises BadOption
     where groups do not divide a row.
     """
 

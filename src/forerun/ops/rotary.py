@@ -1,8 +1,8 @@
-"""Positions as numbers: rotations with the frequencies of each kind, sinusoids, and buckets of distances.
+"""Positions as numbers: rotations for each kind of rope, sinusoids, and buckets of distances.
 
-All operators take them from here. They are computed in numpy, in steps that IEEE 754 rounds alike everywhere, so that a
-model's output depends on no library's cosine or power. Only the powers of theta come from the C library, in float64;
-rounding to float32 removes its differences.
+All operators take these numbers from here. They are computed in numpy, in steps that IEEE 754 rounds alike everywhere,
+so that a model's output does not depend on any library's cosine or power. Only the powers of theta come from the C
+library, in float64; rounding them to float32 removes the differences between libraries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Rotations:
-    """cos and sin by position, in a table that grows by blocks as positions are asked for."""
+    """A table of cos and sin by position, which grows by whole blocks when higher positions are asked for."""
 
     BLOCK = 256
 
@@ -33,7 +33,7 @@ class Rotations:
         self.num_positions = 0  # in the table
 
     def table(self, end: int) -> Singles:
-        """Return cos and sin of every position below `end`, and some more: [positions, 2, 1, turned dimensions]."""
+        """Return cos and sin of at least every position below `end`: [positions, 2, 1, turned dimensions]."""
         if end > self.num_positions:
             firsts = range(self.num_positions, end, self.BLOCK)
             blocks = [rotations(self.inv_freq, self._factor, range(first, first + self.BLOCK)) for first in firsts]
@@ -43,10 +43,10 @@ class Rotations:
 
 
 def rotations(inv_freq: Singles, factor: float, positions: range) -> Singles:
-    """Return cos and sin of positions, [positions, 2, 2 pairs]: pair i turns dimensions i and pairs + i of a head.
+    """Return cos and sin of positions, [positions, 2, 2 * pairs]. Pair i turns dimensions i and pairs + i of a head.
 
-    Angles are products in float32, as published code has them; cos and sin are rounded once, and the first half of sin
-    is negated. factor: of cos and sin.
+    factor: multiplies cos and sin. Angles are products in float32, as in published code. cos and sin are rounded once,
+    and the first half of sin is negated.
     """
     angles = np.arange(positions.start, positions.stop, dtype=np.float32)[:, None] * inv_freq
     both = arithmetic.sine_cosine(angles.astype(np.float64))
@@ -55,9 +55,10 @@ def rotations(inv_freq: Singles, factor: float, positions: range) -> Singles:
 
 
 def sinusoids(num: int, width: int) -> Singles:
-    """Return sines of positions times falling frequencies, then cosines (Vaswani et al. 2017, 3.5) [num, width].
+    """Return the sinusoids of positions [num, width]: sines of position times frequency, then cosines.
 
-    They are float64 until the end, as in published code.
+    Frequencies fall along a row (Vaswani et al. 2017, 3.5). The numbers are float64 until the end, as in published
+    code.
     """
     frequencies = np.array([10000.0 ** (-i / width) for i in range(0, width, 2)])
     sin, cos = arithmetic.sine_cosine(np.arange(num, dtype=np.float64)[:, None] * frequencies)
@@ -65,17 +66,18 @@ def sinusoids(num: int, width: int) -> Singles:
 
 
 def turned(rope: Rope, head_dim: int) -> int:
-    """Return how many dimensions of a head a table of rotations has; some of them may turn by 0."""
+    """Return how many dimensions of a head a table of rotations covers; some of them may turn by 0."""
     return head_dim if rope.kind == "proportional" else rope.dims or head_dim
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Singles:
-    """Return the angle per position of each turned pair of dimensions [pairs].
+    """Return the angle by which each turned pair of dimensions turns from one position to the next, [pairs].
 
-    llama3 blends scaled and unscaled frequencies by wavelength (Llama 3.1 release), yarn by dimension (Peng et al.
-    2023, section 3.2). longrope divides by different factors for texts within the training length and for longer texts
-    (Ding et al. 2024). proportional turns the first dims / 2 pairs of a head as if all were turned. The steps are in
-    float32, as published code has them, and each is rounded correctly.
+    "llama3" blends scaled and unscaled frequencies by wavelength (Llama 3.1 release), and "yarn" by dimension (Peng et
+    al. 2023, section 3.2). "longrope" divides frequencies by one set of factors for sequences within the training
+    length, and by another for longer sequences (Ding et al. 2024). "proportional" gives the first dims / 2 pairs of a
+    head the angles that they would have if the whole head turned. The steps are in float32, as in published code, and
+    each is rounded correctly.
     """
     dims = rope.dims or head_dim
     whole = head_dim if rope.kind == "proportional" else dims
@@ -123,7 +125,7 @@ def _yarn(rope: Rope, dims: int, inv_freq: Singles) -> Singles:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Return the factor of cos and sin: yarn's and longrope's correction of the scores' temperature."""
+    """Return the factor of cos and sin, by which yarn and longrope correct the temperature of attention scores."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind == "longrope" and rope.factor > 1:
@@ -141,10 +143,11 @@ def _magnitude(factor: float, mscale: float) -> float:
 
 @cache
 def buckets_of_distances(buckets: Buckets) -> Ints:
-    """Return the bucket of each distance from row to key, from -max_distance to max_distance (Raffel et al. 2020).
+    """Return the bucket of each distance from a row back to a key, from -max_distance to max_distance.
 
-    Distances beyond have the buckets of the ends. Half of the buckets hold one distance each, the others grow by a
-    constant factor up to the largest distance; published code computes them in float32.
+    The buckets follow Raffel et al. 2020. Distances beyond the ends have the buckets of the ends. Half of the
+    buckets hold one distance each. The other buckets grow by a constant factor up to the largest distance, and are
+    computed in float32, as in published code.
     """
     num, distances = buckets.num, np.arange(-buckets.max_distance, buckets.max_distance + 1)
     offset = np.zeros_like(distances)

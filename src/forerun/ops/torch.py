@@ -58,7 +58,7 @@ NEEDS = "torch"
 RANK = 1
 row_invariant = False
 Rotation = tuple[Tensor, Tensor]  # cos and sin of rows
-Turn = tuple[Rope, int]  # with the size of the rotated heads
+Turn = tuple[Rope, int]  # a rope and the size of the heads that it rotates
 
 
 def usable(device: str) -> str | None:
@@ -67,7 +67,7 @@ def usable(device: str) -> str | None:
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why this backend cannot compute a model, as a sentence without its end; None where it can."""
+    """Return why this backend cannot compute a model, as a sentence without a full stop; None where it can."""
     if spec.encoder is not None and (why_not := supports(spec.encoder)) is not None:
         return why_not
     return None
@@ -100,7 +100,7 @@ def placed(spec: Spec, weights: Mapping[str, Any], device: str) -> Mapping[str, 
 def _room_for(spec: Spec, dtype: str, device: str) -> dict[str, Tensor]:
     try:
         return empty_weights(spec, torch_dtype(dtype), device)
-    except RuntimeError as error:  # torch's OutOfMemoryError is one too; a CPU raises a plain one
+    except RuntimeError as error:  # OutOfMemoryError is a subclass; a CPU raises RuntimeError itself
         raise no_room(spec.num_weights * itemsize(dtype), device) from error
 
 
@@ -111,13 +111,14 @@ def sizes(wanted: Wanted) -> Sizes:
 
 @dataclass
 class Step:
-    """The data that a pass's blocks share. positions [T]. rotations: cos and sin of the rows, by rope and head size.
+    """The data that all blocks of a pass share.
 
-    views: by kind of layers, the cache rows to write and read. Without a cache there is one view of the pass's own
-    rows where rows see all of their run, else none. sources: the cache rows of each run's encoder output; None where no
-    block reads them. layer_inputs [T, layers, size]: what blocks read beside the residual stream; None where none does.
-    num_experts: for each block with experts that has run, how many experts some row chose. batch, states: what
-    recurrent blocks read and write for each run.
+    positions: [T]. rotations: cos and sin of the rows, by rope and head size. views: one for each kind of layers, the
+    cache rows to write and read. Without a cache, there is one view of the pass's own rows if rows see all of their
+    run, and otherwise no view. sources: the cache rows of each run's source; None where no block reads them.
+    layer_inputs [T, layers, size]: the second inputs of blocks, beside the residual stream; None where no block has
+    one. num_experts: for each block with experts that has run, the number of experts that at least one row chose.
+    batch, states: the runs, and the states and rows that recurrent blocks read and write for each run.
     """
 
     positions: Tensor
@@ -137,7 +138,10 @@ class Step:
 
 
 class TorchAttention:
-    """The attention of one block. at: the prefix of its weight names. biased: the attention whose bias it shares."""
+    """The attention of one block.
+
+    at: the prefix of the block's weight names. biased: the attention whose position bias this one shares, if any.
+    """
 
     def __init__(self, a: Attention, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
         self.spec = a
@@ -164,7 +168,7 @@ class TorchAttention:
         )
 
     def run(self, ops: ReferenceOps, y: Tensor, i: int, step: Step) -> Tensor:
-        """Return what the block's branch adds [T, H]. y: the rows that the projections read. i: the block's number."""
+        """Return the output of attention [T, H]. y: the rows that the projections read. i: the block's number."""
         a = self.spec
         projected = self.project(ops, y, "q_proj" if a.sees == "encoder" else None)
         rotation = None if a.rope is None else step.rotations[a.rope, a.head_dim]
@@ -189,7 +193,7 @@ class TorchAttention:
     def project(self, ops: ReferenceOps, y: Tensor, wanted: str | None = None) -> dict[str, Tensor]:
         """Multiply rows y by the matrices and return the results by name.
 
-        wanted: multiply only by the product that holds this matrix; None = by all.
+        wanted: the name of a matrix; only the product with this matrix is computed. None = all products are computed.
         """
         projected = dict[str, Tensor]()
         for names, product in self._products:
@@ -244,7 +248,7 @@ class TorchMlp:
         self.down = parts.product(f"{at}down_proj") if mlp.down else Projections([], [], None)
 
     def run(self, ops: ReferenceOps, y: Tensor) -> Tensor:
-        """Compute y [T, H] -> [T, H]."""
+        """Apply the feed-forward part to y [T, H] -> [T, H]."""
         inner = self.inner(ops, y)
         return self.down.apply(ops, inner)[0] if self.spec.down else inner
 
@@ -255,7 +259,7 @@ class TorchMlp:
 
 
 class TorchExperts:
-    """A mixture of experts. Each row's sum runs over its experts in the order of their numbers."""
+    """A mixture of experts. The outputs of a row's experts are added in the order of the experts' numbers."""
 
     def __init__(self, e: Experts, parts: Parts, at: str) -> None:
         self.spec = e
@@ -268,7 +272,10 @@ class TorchExperts:
         self.shared_gate = parts.product(f"{at}shared_expert_gate") if e.shared_gate else None
 
     def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
-        """Compute y [T, H] -> [T, H], and count the experts that some row chose. stream [T, H]: y before its norm."""
+        """Apply the mixture to y [T, H] -> [T, H], and count the experts that at least one row chose.
+
+        stream [T, H]: y before its norm.
+        """
         chosen, shares = self.chosen(ops, stream if self.spec.reads_stream else y)
         out, num_experts = torch.zeros_like(y), 0
         for i, expert in enumerate(self.experts):
@@ -291,7 +298,7 @@ class TorchExperts:
         return num_bytes * (1 - self.spec.chosen / self.spec.num)
 
     def chosen(self, ops: ReferenceOps, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts of each row [T, chosen], and their shares, float32."""
+        """Return the chosen experts of each row, and their shares in float32; both are [T, chosen]."""
         e = self.spec
         scores = self.router.apply(ops, normed(self.router_norm, ops, y))[0].float() * e.score_scale
         if e.score == "softmax":
@@ -310,7 +317,7 @@ class TorchExperts:
 
 
 class TorchLayerInput:
-    """Computes what a block adds from its second input, beside the residual stream."""
+    """The part of a block that reads the block's second input, beside the residual stream; see blocks.LayerInput."""
 
     def __init__(self, own: LayerInput, parts: Parts, at: str) -> None:
         self.spec = own
@@ -319,13 +326,13 @@ class TorchLayerInput:
         self.norm = Normed.of(parts, f"{at}post_per_layer_input_norm", own.norm)
 
     def run(self, ops: ReferenceOps, x: Tensor, inputs: Tensor) -> Tensor:
-        """Compute x [T, H], inputs [T, size] -> [T, H]."""
+        """Compute the rows [T, H] that the block adds, from the residual stream x [T, H] and the inputs [T, size]."""
         inner = ops.activated(self.spec.act, self.gate.apply(ops, x)[0]) * inputs
         return normed(self.norm, ops, self.up.apply(ops, inner)[0])
 
 
 class TorchLayerInputs:
-    """Makes the second input of each block, beside the residual stream."""
+    """The maker of every block's second input, beside the residual stream; see blocks.LayerInput."""
 
     def __init__(self, own: LayerInput, parts: Parts) -> None:
         self.spec, self.table = own, parts.weights[LAYER_EMBEDDING]
@@ -334,16 +341,16 @@ class TorchLayerInputs:
         self.norm = Normed.of(parts, "model.per_layer_projection_norm", own.norm)
 
     def run(self, ops: ReferenceOps, tokens: Tensor, x: Tensor) -> Tensor:
-        """Compute the inputs [T, layers, size] from tokens [T] and their embeddings x [T, H]."""
+        """Compute the second inputs [T, layers, size] from tokens [T] and their embeddings x [T, H]."""
         projected = self.projection.apply(ops, x)[0] * x.shape[-1] ** -0.5
         projected = normed(self.norm, ops, projected.unflatten(-1, (-1, self.spec.size)))
-        found = self.look_up(tokens)
-        found = found * torch.tensor(math.sqrt(self.spec.size), dtype=found.dtype)
-        return (projected + found.view(projected.shape)) * 2**-0.5
+        looked_up = self.look_up(tokens)
+        looked_up = looked_up * torch.tensor(math.sqrt(self.spec.size), dtype=looked_up.dtype)
+        return (projected + looked_up.view(projected.shape)) * 2**-0.5
 
 
 class TorchFeatures:
-    """The input of a head: each token's embedding beside features, which are made from the target's rows."""
+    """The input of a head: each token's embedding beside features, which are made from the target's hidden states."""
 
     def __init__(self, own: Features, parts: Parts) -> None:
         self.spec = own
@@ -357,7 +364,7 @@ class TorchFeatures:
         self.output = parts.product("output") if own.feeds == "projected" else None
 
     def of_rows(self, ops: ReferenceOps, layer_rows: Seq[Tensor], dtype: torch.dtype) -> Tensor:
-        """Compute features [n, H] from the target's rows behind each layer [n, size]."""
+        """Compute features [n, H] from the target's hidden states [n, size] after each layer that the head reads."""
         cut = [x.to(dtype).clamp(-self.spec.largest, self.spec.largest) for x in layer_rows]
         rows = torch.cat([normed(norm, ops, x) for norm, x in zip(self.row_norms, cut, strict=True)], -1)
         rows = normed(self.whole_norm, ops, rows)
@@ -367,7 +374,7 @@ class TorchFeatures:
         return made if self.spec.act is None else made + ops.activated(self.spec.act, acted[0])
 
     def begun(self, ops: ReferenceOps, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the first block's input [T, H], and what its attention reads instead [T, 2 H]; None = the input."""
+        """Return the first block's input [T, H], and the rows [T, 2 H] that attention reads in its place, or None."""
         sides = [normed(norm, ops, x) for norm, x in zip(self.side_norms, (embedded, features), strict=True)]
         both = torch.cat(sides, -1)
         if self.input is not None:
@@ -399,7 +406,7 @@ class TorchBlock:
         self.out_scale = parts.vector(f"{at}layer_scalar.weight") if block.out_scale else None
 
     def run(self, ops: ReferenceOps, x: Tensor, i: int, step: Step, read: Tensor | None = None) -> Tensor:
-        """Run the block on the residual stream x [T, H]. read [T, ...]: what attention reads in place of normed x."""
+        """Run the block on the residual stream x [T, H]. read [T, ...]: rows for attention in place of normed x."""
         before = x
         if self.attention is not None:
             y = normed(self.pre_attention, ops, x) if read is None else read
@@ -414,13 +421,13 @@ class TorchBlock:
         return x if self.out_scale is None else x * self.out_scale
 
     def attended(self, ops: ReferenceOps, x: Tensor, branch: Tensor) -> Tensor:
-        """Add the output of attention, behind its output matrix, to rows x [T, H]."""
+        """Add a branch, the output of attention or of a recurrence, to rows x [T, H]."""
         return self._added(ops, x, branch, self.post_attention)
 
     def fed_forward(self, ops: ReferenceOps, x: Tensor, reads: Tensor, num_experts: list[int] | None = None) -> Tensor:
-        """Add the feed-forward part to rows x [T, H]. reads: its input rows, before their norm.
+        """Add the output of the feed-forward part to rows x [T, H]. reads: the part's input rows, before their norm.
 
-        num_experts: a block with experts appends how many of them some row chose.
+        num_experts: a list to which a block with experts appends the number of experts that at least one row chose.
         """
         y = normed(self.pre_mlp, ops, reads)
         parts = [] if self.mlp is None else [normed(self.post_dense, ops, self.mlp.run(ops, y))]
@@ -444,12 +451,13 @@ class TorchBlock:
 
 
 class TorchModel:
-    """Weights plus one forward over a ragged batch. It knows nothing of drafts, requests or text.
+    """Weights and one forward pass over a ragged batch. The model knows nothing of drafts, requests or text.
 
-    weights: every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: of the weights.
-    activation_dtype: of the rows that go in and come out. cache_dtype: of a KV cache for this model. The reference
-    operators have one type for all three. join: makes the products of matrices; None = matrices stay where they are,
-    for the reference operators alone. lent: what a head borrows from its target.
+    weights: a tensor for every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: the dtype of the
+    weights. activation_dtype: the dtype of input and output rows. cache_dtype: the dtype of a KV cache for this model.
+    The reference operators have one dtype for all three. join: a function that makes a product of matrices;
+    None = matrices stay where they are, which works with the reference operators alone. lent: the parts that a head
+    borrows from its target.
     """
 
     feeds_itself = False  # whether it has a `run_ahead` that takes a head's own rows as features
@@ -484,8 +492,8 @@ class TorchModel:
             shared = None if block.attention is None else block.attention.bias
             biased = self.blocks[shared].attention if isinstance(shared, int) else None
             self.blocks.append(TorchBlock(block, parts, f"model.layers.{i}.", biased))
-        found = [a for block in spec.blocks if (a := block.attention) is not None]
-        turns = dict.fromkeys((a.rope, a.head_dim) for a in found if a.rope is not None)
+        attentions = [a for block in spec.blocks if (a := block.attention) is not None]
+        turns = dict.fromkeys((a.rope, a.head_dim) for a in attentions if a.rope is not None)
         self._features = None if spec.features is None else TorchFeatures(spec.features, parts)
         own_inputs = spec.layer_input
         self._layer_inputs = None if own_inputs is None else TorchLayerInputs(own_inputs, parts)
@@ -497,11 +505,11 @@ class TorchModel:
             self.encoder = self._made_encoder(spec.encoder, encoder_weights, join)
         self._rotations = {turn: TorchRotations(*turn, self.place, self.rows_dtype) for turn in turns}
         self._packed = None if join is None else parts.made
-        if join is not None:  # the products hold the weights: let go, so that nothing is in memory twice
+        if join is not None:  # the products hold the weights; these are dropped, so that nothing is in memory twice
             self.weights = {}
 
     def _made_encoder(self, spec: Spec, own: Mapping[str, Tensor], join: Join | None) -> TorchModel:
-        """Return the encoder's model. own: its weights, by the names in its spec."""
+        """Return the encoder's model. own: the encoder's weights, by the names in the encoder's spec."""
         return TorchModel(spec, own, self.ops, join)
 
     def stored(self) -> Iterator[tuple[str, HostTensor]]:
@@ -510,19 +518,19 @@ class TorchModel:
             raise BadOption("kv_disk is not built for these operators: leave it out")
         yield from ((name, host_of(weight)) for name, weight in self.weights.items())
 
-    weight_bits: tuple[int, ...] = ()  # of weights that are multiplied as integers: none here
+    weight_bits: tuple[int, ...] = ()  # no weights are multiplied as integers here
 
     @property
     def precision(self) -> str:
-        """The precision of the weights in words: bfloat16 weights."""
+        """The precision of the weights in words, such as "bfloat16 weights"."""
         return kinds_in_words((), [self.weight_dtype])
 
     @property
     def bytes_per_pass(self) -> int:
-        """The bytes of weights that one pass of a few rows reads, counted from what is in memory: every matrix once.
+        """The bytes of weights that one pass of a few rows reads: every matrix once, as it is in memory.
 
-        An untied embedding does not count: only a few of its rows are looked up. A mixture of experts counts as many
-        experts as one row chooses.
+        An untied embedding does not count, because only a few of its rows are looked up. Of a mixture of experts, as
+        many experts count as one row chooses.
         """
         unread = round(sum(block.experts.unread_bytes for block in self.blocks if block.experts is not None))
         if self._packed is not None:
@@ -538,13 +546,14 @@ class TorchModel:
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run every new token through these layers, and write their keys and values into the cache.
+        """Run all new tokens through these layers, and write their keys and values into the cache.
 
-        layers: ascending, gaps allowed; None = all. hidden [T, H]: the input of the first layer; None = the tokens'
-        embeddings. For a head it is the tokens' features; None = zeros. Positions are added to the input of layer 0.
-        The rows are behind the final norm if the last layer ran, else they are the residual stream. taps: each k whose
-        residual stream before layer k is wanted; num_layers = behind all layers, before the final norm. Raises
-        InternalError for layers, taps and rows that do not fit the model.
+        layers: ascending, with gaps allowed; None = all. hidden [T, H]: the input of the first layer; None = the
+        tokens' embeddings. For a head, hidden is the tokens' features; None = zeros. Position embeddings are added to
+        the input of layer 0. The returned rows are the output of the final norm if the last layer ran, otherwise the
+        residual stream. taps: numbers of layers; the residual stream before each of them is returned, too. The number
+        num_layers stands for the place after all layers, before the final norm. Raises InternalError for layers, taps
+        and rows that do not fit the model.
         """
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         views, sources = list[CacheView](), None
@@ -574,8 +583,8 @@ class TorchModel:
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
         """Run the encoder over the tokens of each slot, and write the keys and values that the decoder reads.
 
-        sources: by slot, an encoder's whole input; each of its rows sees all of it. The caller has reserved the slot's
-        cache rows, from the first on, and keeps them.
+        sources: by slot, the encoder's whole input, in which each row sees all rows. The caller has reserved the slot's
+        cache rows, from the first on, and keeps them reserved.
         """
         if self.encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
@@ -588,7 +597,7 @@ class TorchModel:
                 cache.pools[i].write(places, *attention.of_source(self.ops, rows))
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None) -> Seq[StateRun]:
-        """Return what recurrent blocks read and write for each run; empty where there are no such blocks."""
+        """Return the states and rows that recurrent blocks read and write for each run; empty without such blocks."""
         if not self.config.has_states:
             return ()
         return runs_alone(batch) if cache is None or cache.states is None else cache.states.plan(batch)
@@ -600,7 +609,7 @@ class TorchModel:
     def _begun(
         self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, chosen: Seq[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the first layer's input [T, H], and what its attention reads instead, if anything."""
+        """Return the first layer's input [T, H], and the rows that attention reads in its place, or None."""
         is_first = len(chosen) > 0 and chosen[0] == 0
         if self._features is None or not is_first or self._features.spec.input in ("features", "context"):
             x = self._embedded(tokens) if hidden is None else hidden.to(self.rows_dtype)
@@ -611,15 +620,18 @@ class TorchModel:
         return self._entered(x, positions), read
 
     def features(self, layer_rows: Seq[Tensor]) -> Tensor:
-        """Return a head's features [n, H]. layer_rows: the target's rows [n, size] behind each layer that it reads."""
+        """Return a head's features [n, H].
+
+        layer_rows: the target's hidden states [n, size] after each layer that the head reads.
+        """
         if self._features is None:
             raise InternalError(f"model_type={self.config.model_type!r} is no head, and was given rows of a target")
         return self._features.of_rows(self.ops, layer_rows, self.rows_dtype)
 
     def fed(self, hidden: Tensor) -> Tensor:
-        """Project rows behind a head's final norm [n, H] to what replaces the target's rows in its next step [n, size].
+        """Project a head's final norm output [n, H] to rows [n, size] for the head's next step.
 
-        Only for a head whose features say feeds="projected".
+        There they replace the target's hidden states. This works only for a head whose features say feeds="projected".
         """
         if self._features is None or self._features.output is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no matrix behind its final norm")
@@ -628,7 +640,7 @@ class TorchModel:
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Tensor]) -> None:
         """Write the keys and values of these tokens' features into the cache of a head with a context.
 
-        batch: runs of the tokens, whose cache rows are reserved. layer_rows: as `features` takes them.
+        batch: the runs of these tokens; their cache rows are reserved. layer_rows: see `features`.
         """
         if self._features is None:
             raise InternalError(f"model_type={self.config.model_type!r} is no head, and was given rows of a target")
@@ -662,18 +674,18 @@ class TorchModel:
         return x * torch.tensor(self.config.embed_scale, dtype=x.dtype)  # rounded to the type, as published code does
 
     def _entered(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Add positions to embeddings and norm them, each where the spec says so: the input of the first layer."""
+        """Make the first layer's input: add positions to embeddings and norm the sums, each where the spec says so."""
         if self._positions is not None and self.config.positions is not None:
             x = x + F.embedding(positions + self.config.positions.offset, self._positions)
         return normed(self._embed_norm, self.ops, x)
 
     def wait(self) -> None:
-        """Wait until everything launched is computed; on a CPU it already is."""
+        """Wait until everything that was launched is computed; on a CPU, it already is."""
         if self.device == "cuda":
             torch.cuda.synchronize(self.place)
 
     def rounded(self, quantization: Quantization) -> TorchModel:
-        """Return a second model of rounded and dequantised matrices; this one stays as it is.
+        """Return a second model with all matrices rounded and then dequantised; this model stays as it is.
 
         Raises BadOption where groups do not divide a row.
         """
@@ -690,7 +702,7 @@ class TorchModel:
     def embed(self, ids: Seq[int]) -> Tensor:
         """Return the embeddings of these ids [n, H], without the positions that a pass adds.
 
-        A head returns zeros: it takes features in their place.
+        A head returns zeros, because it takes features in place of embeddings.
         """
         if self._features is not None:
             shape = len(ids), self.config.hidden_size
@@ -702,7 +714,7 @@ class TorchModel:
         return host_of(self.weights[name]).float32()
 
     def head(self, ids: Seq[int]) -> Floats:
-        """Return rows of the LM head on the host [n, H]."""
+        """Return the LM head's rows for these ids, on the host [n, H]."""
         return host_of(self._lm_head()[list(ids)]).float32()
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -710,7 +722,7 @@ class TorchModel:
         return normed(self._final_norm, self.ops, hidden.to(self.rows_dtype))
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids], reading the first head rows only."""
+        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] from only the first rows of the LM head."""
         if self._lent is not None and not self.config.head:
             return self._lent.target.logits(hidden, num_ids)  # type: ignore[no-any-return]
         bias = None if self._head_bias is None else self._head_bias[:num_ids]
@@ -727,9 +739,9 @@ class TorchModel:
 
 
 def empty_weights(spec: Spec, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-    """Allocate every weight of a spec, unwritten: memory is taken when something is written.
+    """Allocate every weight of a spec without writing it: the system takes memory only when something is written.
 
-    The matrices of one product lie back to back in one storage, so that a model computes them at once.
+    The matrices of one product lie back to back in one storage, so that a model multiplies by all of them at once.
     """
     weights = blocks.weights(spec)
     tensors: dict[str, Tensor] = {}
@@ -753,7 +765,7 @@ def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:
 
 
 def _of_itself(batch: RaggedBatch) -> CacheView:
-    """Return a view of rows that are in no cache: each run sees its own rows alone."""
+    """Return a view for rows that are in no cache, in which each run sees its own rows alone."""
     rows = np.arange(batch.run_starts[-1])
     return CacheView(batch, rows, [rows[batch.run(b).start : batch.run(b).stop] for b in range(len(batch.slots))])
 

@@ -1,7 +1,7 @@
 """Memory of the reference operators: weights to the byte, and an upper bound of the buffers of a pass.
 
-The bound follows the code that allocates: ops/torch.py, ops/reference.py, ops/torch_pools.py. On a CPU oneDNN compiles
-a kernel for every matrix and number of rows and keeps it, so that memory grows while a process runs.
+The bound follows the code that allocates: ops/torch.py, ops/reference.py, ops/torch_pools.py. On a CPU, oneDNN compiles
+a kernel for every pair of a matrix and a number of rows, and keeps it. So memory grows while a process runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPILED_MAX_BYTES = 1_700_000_000  # of all, measured: 1.0 GB for 2,000, 1.68 G
 
 @dataclass(frozen=True)
 class ReferenceSizes:
-    """The sizes of the reference operators. Weights, rows and caches are of one type.
+    """The sizes of the reference operators. Weights, rows and caches have one dtype.
 
     in_place: whether consecutive rows of the cache are read without a copy.
     """
@@ -45,15 +45,15 @@ class ReferenceSizes:
     row_by_row: bool
 
     def cache_dtype_of(self, name: str) -> str:
-        """Return the type of the weights."""
+        """Return the dtype of the weights, which every cache shares."""
         return self.dtype
 
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model with every weight counted once; a tied LM head is its embedding.
+        """Return one part for each model, then one for each head.
 
-        One part follows for each head, whose rounded matrices are kept dequantised.
+        Every weight counts once; a tied LM head is the embedding. The rounded matrices of a head are kept dequantised.
         """
         size, taken = itemsize(self.dtype), {name: weight_bytes(model, self.dtype) for name, model in models.items()}
         parts = [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in taken.items()]
@@ -81,7 +81,10 @@ class ReferenceSizes:
         ]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Return oneDNN's kernels, one for each matrix and number of rows that can occur; none on an accelerator."""
+        """Return the memory of oneDNN's kernels, one for each matrix and number of rows that can occur.
+
+        On an accelerator there are no such kernels.
+        """
         count = 0
         for run in passes:
             matrices = [shape for shape in matrix_shapes(run.model) if self._is_compiled(shape)]
@@ -93,14 +96,14 @@ class ReferenceSizes:
         return (MemoryPart("compiled kernels", min(count * COMPILED_BYTES, COMPILED_MAX_BYTES), how),)
 
     def loading_bytes(self, model: Spec) -> int:
-        """Return two blocks of the files; 0 on an accelerator, because files are read on the host."""
+        """Return the bytes of two blocks of a file; 0 on an accelerator, because files are read on the host."""
         return 2 * block_bytes(model) if self.device == "cpu" else 0
 
     def _is_compiled(self, shape: tuple[int, int]) -> bool:
         return self.dtype != "float32" or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
 
     def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
-        """Return the peak bytes of one pass: outside of attention, within it, and for the logits at the end."""
+        """Return the peak bytes of one pass: outside of attention, within attention, and for the logits at the end."""
         size, copies = itemsize(self.dtype), 2 if self.row_by_row else 1
         widened = 0 if size == PROB_BYTES else PROB_BYTES
         logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
@@ -110,7 +113,7 @@ class ReferenceSizes:
         return outside + held, within + held + working, logits + hidden
 
     def _layer_bytes(self, run: Pass) -> tuple[int, int]:
-        """Return the most bytes alive inside one layer, outside of attention and while it works.
+        """Return the most bytes alive inside one layer: outside of attention, and while attention works.
 
         The first number follows TorchBlock.run line by line; the layer's input lives until the layer is done.
         """
@@ -129,7 +132,7 @@ class ReferenceSizes:
         return run.num_rows * max(stages) * size, run.num_rows * (h + q + 2 * kv + rope + twice * q) * size
 
     def _attention_bytes(self, run: Pass) -> tuple[int, int]:
-        """Return the bytes that attention keeps over a pass, such as masks, and the work on the largest run."""
+        """Return the bytes that attention keeps during a pass, such as masks, and of its work on the largest run."""
         model, size = run.model, itemsize(self.dtype)
         windows = {block.attention.window for block in model.blocks if block.attention is not None}
         masked, longest = (0, 0) if self.row_by_row else (run.num_masked, run.longest_run)
@@ -148,10 +151,10 @@ class ReferenceSizes:
         return masks + reading, max(building, converting + gathered + max(scored, self._sdpa_bytes(run)))
 
     def _scored_bytes(self, run: Pass) -> int:
-        """Return the bytes of scores that are more than a product, line by line as reference.py's `_scored`.
+        """Return the bytes of attention whose scores are more than a product; follows reference.py's `_scored`.
 
-        In float32 are the keys of each query head, and three copies of the scores: the product, the result, and a soft
-        cap's step between them. Distances from rows to keys are int64.
+        The keys of each query head are float32, and so are three copies of the scores: the product, the step of a soft
+        cap, and the result. Distances from rows to keys are int64.
         """
         widths, rows = Widths.of(run.model), 1 if self.row_by_row else run.longest_run
         scores, distances = 3 * widths.heads * rows * run.context, 8 * rows * run.context
@@ -160,8 +163,8 @@ class ReferenceSizes:
     def _sdpa_bytes(self, run: Pass) -> int:
         """Return the bytes that torch's attention allocates; 0 on a CPU, where it works in tiles.
 
-        Elsewhere torch uses the plain formula in float32 for grouped heads under a mask: it writes out keys and values
-        of every query head, the scores, and their softmax.
+        On other devices, torch uses the plain formula in float32 for grouped heads under a mask. It then writes out the
+        keys and values of every query head, the scores, and their softmax.
         """
         if self.device == "cpu":
             return 0
@@ -171,6 +174,6 @@ class ReferenceSizes:
 
 
 def _has_scores(spec: Spec) -> bool:
-    """Tell whether an attention writes its scores out: soft caps, sinks and position biases are no fused product."""
+    """Tell whether an attention writes its scores out, as it does with soft caps, sinks and position biases."""
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
     return any(a.softcap is not None or a.sinks or a.bias is not None for a in attentions)

@@ -14,16 +14,17 @@ from forerun.ops.reference import ReferenceOps
 
 
 class Join(Protocol):
-    """A function that makes one product of several matrices, by name."""
+    """A function that makes one product of the matrices of these names."""
 
     def __call__(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections: ...
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What blocks are built from: weights by name, the function that joins matrices, and the type of rows and norms.
+    """The material from which blocks are built: weights by name, a function that joins matrices, and a dtype.
 
-    apart: queries, their gate, and keys with values are separate products. made: all products so far.
+    dtype: the dtype of rows and norms. apart: whether the queries, their gate, and the keys with the values are
+    separate products. made: all products so far.
     """
 
     weights: Mapping[str, Tensor]
@@ -33,11 +34,11 @@ class Parts:
     made: list[Projections] = field(default_factory=list)
 
     def vector(self, name: str) -> Tensor:
-        """Return a vector that rows are multiplied by or that is added to them, such as a norm's."""
+        """Return a vector that multiplies rows or is added to them, such as the weight of a norm."""
         return self.weights[name].to(self.dtype)
 
     def product(self, *names: str) -> Projections:
-        """Return the product of matrices of one input."""
+        """Make one product of the matrices of these names, which share their input."""
         self.made.append(self.join(self.weights, list(names)))
         return self.made[-1]
 
@@ -52,7 +53,7 @@ class Normed:
 
     @classmethod
     def of(cls, parts: Parts, at: str, norm: Norm | None) -> Normed | None:
-        """Look up the weights of a norm; at: the prefix of their names. None where there is no norm."""
+        """Look up the weights of a norm, or return None for no norm. at: the prefix of the weights' names."""
         if norm is None:
             return None
         weight = parts.vector(f"{at}.weight") if norm.weight else None
@@ -72,15 +73,16 @@ class Normed:
 
 
 def normed(norm: Normed | None, ops: ReferenceOps, x: Tensor) -> Tensor:
-    """Return rows behind a norm, or as they are where there is none."""
+    """Return rows after a norm, or unchanged where there is no norm."""
     return x if norm is None else norm.apply(ops, x)
 
 
 @dataclass(frozen=True)
 class Projections:
-    """Matrices with one input. parts: their weights and biases. joined: all as one matrix, where they lie so.
+    """Matrices that share one input.
 
-    sizes: the outputs of each.
+    parts: the weight and bias of each matrix. sizes: the number of outputs of each matrix. joined: all matrices as one,
+    and its bias, where the matrices lie back to back in memory; otherwise None.
     """
 
     parts: list[tuple[Any, Tensor | None]]
@@ -102,14 +104,14 @@ class Projections:
         return sum(weight.nbytes for weight, _ in ([self.joined] if self.joined else self.parts))
 
     def apply(self, ops: ReferenceOps, x: Tensor) -> Seq[Tensor]:
-        """Multiply x [T, H] -> one [T, size] for each part; a single product where the parts are joined."""
+        """Multiply x [T, H] by each part -> [T, size] for each part. Joined parts are multiplied at once."""
         if self.joined is None:
             return [ops.linear(x, weight, bias) for weight, bias in self.parts]
         return torch.split_with_sizes(ops.linear(x, *self.joined), self.sizes, dim=-1)
 
 
 def _back_to_back(weights: list[Tensor]) -> Tensor | None:
-    """Return one matrix over all rows, where the weights follow each other in one storage and none is being trained."""
+    """Return all weights as one matrix; None unless they lie back to back in one storage and none is trained."""
     first, end = weights[0], weights[0].storage_offset()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Pools of a KV cache in torch's tensors, on any device; see kv/pool.py."""
+"""Pools of a KV cache as torch tensors, on any device; see kv/pool.py."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Rows = Tensor | slice
 
 @dataclass(frozen=True)
 class TorchPool:
-    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the type of the cache."""
+    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the dtype of the cache."""
 
     keys: Tensor
     values: Tensor
 
     def write(self, rows: Rows, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [n, num_kv_heads, head_dim] of any type into these rows [n]."""
+        """Write keys and values [n, num_kv_heads, head_dim] of any dtype into these rows [n]."""
         self.keys[rows] = keys.to(self.keys.dtype)
         self.values[rows] = values.to(self.values.dtype)
 
@@ -41,7 +41,7 @@ class TorchPool:
 
 
 class TorchPools(LayerPools):
-    """Pools on a device."""
+    """The pools of all layers, as tensors on one device."""
 
     native = None
 
@@ -60,29 +60,29 @@ class TorchPools(LayerPools):
         self._device = device
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
-        """See `Pools`."""
+        """See `kv.pool.Pools.copy`."""
         source, target = (torch.tensor(rows, dtype=torch.int64, device=self._device) for rows in (sources, targets))
         for pool in self.of_kind[kind]:
             pool.keys[target], pool.values[target] = pool.keys[source], pool.values[source]
 
     def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
-        """See `Pools`."""
+        """See `kv.pool.Pools.copy_inputs`."""
         for pool in self.states.values():
             for part in (pool.inputs, pool.gates):
                 part[targets] = part[sources]
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
-        """See `Pools`."""
+        """See `kv.pool.Pools.clear`."""
         places = torch.from_numpy(rows).to(self._device)
         for tensor in self.tensors():
             tensor[places] = 0
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
-        """See `Pools`."""
+        """See `kv.pool.Pools.save`."""
         self._move(kind, block, out, lambda pool, stored: stored.copy_(pool))
 
     def load(self, kind: int, block: int, rows: memoryview) -> None:
-        """See `Pools`."""
+        """See `kv.pool.Pools.load`."""
         self._move(kind, block, rows, lambda pool, stored: pool.copy_(stored))
 
     def _move(self, kind: int, block: int, rows: memoryview, move: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -93,12 +93,12 @@ class TorchPools(LayerPools):
 
 
 def pools_on(device: str) -> MakePools:
-    """Return a function that makes the pools of models on a device."""
+    """Return a function that makes a model's pools on this device."""
     return partial(TorchPools, device=device)
 
 
 def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, device: str) -> list[TorchPool]:
-    """Allocate the pool of each layer that is kept. Raises CapacityError where there is no memory for them."""
+    """Allocate the pool of each layer that keeps keys and values. Raises CapacityError without enough memory."""
     sizes, torch_type = list(pool_sizes(shape, block_tokens, num_blocks, dtype)), torch_dtype(dtype)
     try:
         return [
@@ -112,7 +112,7 @@ def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype
 
 
 def _allocated_states(shape: CacheShape, room: StateRoom | None, dtype: str, device: str) -> dict[int, StatePool]:
-    """Allocate the states and inputs of recurrent layers; raises as `_allocated`."""
+    """Allocate the states and inputs of recurrent layers. Raises CapacityError without enough memory."""
     if room is None:
         return {}
     input_type = torch_dtype(inputs_of(dtype))

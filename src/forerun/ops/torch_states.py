@@ -1,7 +1,7 @@
 """Recurrent layers in torch: the same recurrence in the same order for prompts, decoding, drafts and trees.
 
-kv/states.py says what a pass reads and writes. Every token is one step of the recurrence, whatever pass it is in, so
-that a state has the same bits however its tokens came.
+kv/states.py says what a pass reads and writes. Every token is one step of the recurrence in every kind of pass, so a
+state has the same bits however its tokens were divided into passes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ LENGTH_EPS = 1e-6  # added to the squared lengths of q and k, as in published co
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens that one run steps through: tokens behind its first state, pending tokens, and the run's own.
+    """The tokens that one run steps through: kept tokens after its first state, pending tokens, and the run's own.
 
-    inputs [conv - 1 + tokens, width]: the last inputs of the state, then the tokens' inputs. gates [tokens, gates].
-    first_own: the first token of the run itself. parents: of each token, NOWHERE = the state.
+    inputs [conv - 1 + tokens, width]: the last inputs before these tokens, which are stored with the state, then the
+    tokens' inputs. gates: [tokens, gates]. first_own: the index of the run's own first token. parents: the parent of
+    each token; NOWHERE = the state.
     """
 
     inputs: Tensor
@@ -56,13 +57,13 @@ class TorchRecurrence:
 
     @property
     def decay(self) -> Tensor:
-        """The factor of the softplus of g [heads], computed anew for each pass because it may be trained."""
+        """The factor of the softplus in g [heads]. It is computed anew for each pass because it may be trained."""
         return self._decay if self.spec.decay == "negative" else -self._decay.exp()
 
     def run(
         self, ops: ReferenceOps, y: Tensor, pool: StatePool | None, runs: Seq[StateRun], batch: RaggedBatch
     ) -> Tensor:
-        """Return what the block's branch adds [T, H]. y: the rows that the projections read."""
+        """Return the output of the recurrence [T, H]. y: the rows that the projections read."""
         if self.spec.kind == "short_conv":
             b, c, x = self.input.apply(ops, y)[0].chunk(3, -1)
             inputs, gates = b * x, y.new_empty(len(y), 0, dtype=torch.float32)
@@ -107,7 +108,7 @@ class TorchRecurrence:
 
     @staticmethod
     def _tree(run: StateRun) -> list[int]:
-        """Return the parent of each token behind the state, for a run that is a tree."""
+        """Return the parent of each token that follows the state, for a run that is a tree."""
         num, last = len(run.before), len(run.before) - 1
         parents = list(range(-1, last)) + [last] * (len(run.pending) + len(run.rows))
         for i, path in enumerate(run.paths):
@@ -117,14 +118,17 @@ class TorchRecurrence:
         return parents
 
     def _convolved(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
-        """Return the short convolution of a run's rows [n, H], and save its states."""
+        """Return the short convolution of a run's rows [n, H], and save the states that the run leaves."""
         for num, state in run.saves:
             assert pool is not None
             pool.history[state] = tokens.inputs[num : num + self.spec.conv - 1].to(pool.history.dtype)
         return ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)[tokens.first_own :]
 
     def _read(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
-        """Return a run's reads of its states, float32 [n, heads, value_dim], and save states on the way."""
+        """Return the outputs that a run's rows read from its states, float32 [n, heads, value_dim].
+
+        The states that the run leaves are saved on the way.
+        """
         r, saves = self.spec, {} if pool is None else dict(run.saves)
         state = tokens.gates.new_zeros(r.value_heads, r.key_dim, r.value_dim)
         if pool is not None and run.first != NOWHERE:
@@ -138,7 +142,7 @@ class TorchRecurrence:
         return outs
 
     def _gated(self, ops: ReferenceOps, tokens: _Tokens) -> Gated:
-        """Return the tokens' steps of the delta rule."""
+        """Compute the tokens' factors in the delta rule."""
         r = self.spec
         convolved = ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)
         sizes = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]

@@ -1,4 +1,4 @@
-"""Conversion between host tensors and torch's: names of types, and the same numbers, without a copy on a CPU."""
+"""Conversions between host tensors and torch tensors, without a copy on a CPU, and names of dtypes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BYTES = {1: torch.uint8, 2: torch.int16}  # torch types that numpy has too, by 
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type by name."""
+    """Return torch's dtype of this name."""
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.device = "cpu") -> Tensor:
-    """Return host numbers as a tensor; on a CPU it shares their memory."""
+    """Return host numbers as a torch tensor; on a CPU, the tensor shares their memory."""
     if not isinstance(numbers, HostTensor):
         numbers = HostTensor.of(numbers)
     values = numbers.values
@@ -35,7 +35,7 @@ def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.de
 
 
 def host_of(tensor: Tensor) -> HostTensor:
-    """Return a tensor on the host; it shares the memory of a CPU tensor."""
+    """Return a torch tensor as a host tensor, which shares the memory of a tensor on a CPU."""
     on_host, name = tensor.detach().cpu(), dtype_name(tensor.dtype)
     if name in ("bfloat16", "float8_e4m3fn"):
         return HostTensor(on_host.view(_BYTES[on_host.dtype.itemsize]).numpy().view(HELD_AS[name]), name)
@@ -43,7 +43,7 @@ def host_of(tensor: Tensor) -> HostTensor:
 
 
 class TorchRows:
-    """Hidden rows [T, H] of a model that torch computes: tensors on its device. See ops.model.RowsOf."""
+    """Operations on the hidden rows [T, H] of a torch model, which are tensors on its device. See ops.model.RowsOf."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -53,30 +53,30 @@ class TorchRows:
         return torch.empty(num, width, device=self._device)
 
     def join(self, parts: Seq[Tensor]) -> Tensor:
-        """Join rows, one part behind the other."""
+        """Concatenate parts along their rows, in order."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def take(self, rows: Tensor, places: Seq[int]) -> Tensor:
-        """Return a copy of the rows at some places."""
+        """Return a copy of the rows at these indices."""
         return rows[list(places)]
 
     def from_host(self, rows: np.ndarray[Any, Any]) -> Tensor:
-        """Return rows of the host on the device."""
+        """Return host rows as a tensor on the model's device."""
         return torch.from_numpy(rows).to(self._device)
 
     def top(self, logits: Tensor, num: int) -> np.ndarray[Any, Any]:
-        """Return the ids of the largest logits of each row, best first [R, num], on the host.
+        """Return the ids of each row's `num` largest logits on the host, [R, num], the best first.
 
-        On a CPU the lowest of equal ids comes first; another device may choose any.
+        On a CPU, the lowest of equally good ids comes first; on another device, any of them may.
         """
         if logits.device.type == "cpu":
             return top(logits.detach().float().numpy(), num)[0]
         return logits.topk(min(num, logits.shape[1])).indices.cpu().numpy()
 
     def to_host(self, rows: Tensor) -> np.ndarray[Any, Any]:
-        """Return the rows as a numpy array; a device's rows come in one copy, written once the model was waited for.
+        """Return the rows as a numpy array, whose numbers are valid only after `TorchModel.wait`.
 
-        Rows in bfloat16, a type that numpy does not have, come as float32.
+        Rows on another device come in one copy. bfloat16 rows come as float32, because numpy has no bfloat16.
         """
         rows = rows.detach()
         if rows.dtype == torch.bfloat16:
@@ -105,7 +105,7 @@ class DeviceWeights(Mapping[str, Any]):
 
 
 class HostWeights(Mapping[str, HostTensor]):
-    """Torch tensors by name, each as a host tensor when it is looked up."""
+    """Torch tensors by name, each converted to a host tensor when it is looked up."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -121,15 +121,15 @@ class HostWeights(Mapping[str, HostTensor]):
 
 
 def dtype_of(weights: Mapping[str, Any]) -> str:
-    """Return the type of weights: the one that all are read as, or else the first weight's."""
+    """Return `weights.dtype`, the dtype in which all weights are read, if there is one; else the first weight's."""
     dtype: str | None = getattr(weights, "dtype", None)
     return dtype or dtype_name(next(iter(weights.values())).dtype)
 
 
 def as_tensors(weights: Mapping[str, Any], empty: Callable[[], dict[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Return weights as tensors: tensors as they are, host weights each read into its place in `empty()`.
+    """Return a dictionary of tensors as it is; read the tensors of any other mapping into their places in `empty()`.
 
-    Weights with `blocks(name)` are read some rows at a time.
+    Weights that have a method `blocks(name)` are read some rows at a time.
     """
     if isinstance(weights, dict) and all(isinstance(weight, Tensor) for weight in weights.values()):
         return weights
