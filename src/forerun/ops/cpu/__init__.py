@@ -1,4 +1,4 @@
-"""The native CPU backend: the kernels of forerun._native, and models whose pass is one call."""
+"""The native CPU backend: the kernels of forerun._native, and models that run each pass in one native call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from forerun.ops.quantised import QuantisedMatrix
 NAME = "native"
 RANK = 2
 DEVICE = "cpu"
-KV_DTYPES = ("bfloat16", "float32", "int8")  # of a cache
+KV_DTYPES = ("bfloat16", "float32", "int8")  # of a KV cache
 row_invariant = True
 
 
 def usable(device: str) -> str | None:
-    """Return why these kernels cannot run on a device, as a sentence goes on behind their name; None where they can."""
+    """Return why these kernels cannot run on a device, worded to follow the backend's name; None where they can."""
     if device != "cpu":
         return f"computes on the CPU and contradicts device={device!r}: drop one of them"
     if native.isa() == "reference":
@@ -34,14 +34,17 @@ def usable(device: str) -> str | None:
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why this backend cannot compute a model, as a sentence without its end; None where it can."""
+    """Return why this backend cannot compute a model, as a sentence without a full stop; None where it can."""
     extension = native.extension()
     return "the native extension is not there" if extension is None else extension.refusal(spec)
 
 
 @cache
 def make() -> Operators:
-    """Return the operators of the best kernels here, one object per process: they own a team of threads."""
+    """Return the operators with the best kernels for this machine.
+
+    There is one object per process, because the operators own a team of threads.
+    """
     return CpuOps()
 
 

@@ -1,11 +1,11 @@
 """Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
-The extension knows what a matrix, a buffer and the buffers of a pass take. Pass buffers grow to the largest pass and
-stay. No kernel is compiled while they run, so memory does not grow later.
+The extension tells the bytes of a packed matrix, of an allocated buffer and of all buffers of a pass. Pass buffers grow
+to the largest pass and stay. No kernel is compiled at run time, so memory does not grow later.
 
-Quantised matrices are packed as they are where the rest is bfloat16, and dequantised under float32. Their bytes follow
-from their schemes. Only where a file's scales of 16 bits do not fit into float16, which its header does not say, each
-scale and minimum takes 2 bytes more.
+Where all other weights are bfloat16, quantised matrices are packed as they are; under float32 they are dequantised. The
+bytes of packed quantised matrices follow from their schemes, with one exception. Where a file's 16-bit scales do not
+fit into float16, which the file's header does not say, each scale and minimum takes 2 bytes more.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from forerun.ops.quantised import QuantisedMatrix, Scheme
 class NativeSizes:
     """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32.
 
-    schemes: by model, how its quantised matrices are stored. rounded: models whose matrices are rounded in memory, and
-    packed so whatever `dtype` is.
+    schemes: by model name, the schemes of the model's quantised matrices. rounded: the names of models whose matrices
+    are rounded in memory; they are packed in rounded form whatever `dtype` is.
     """
 
     dtype: str
@@ -57,13 +57,13 @@ class NativeSizes:
     rounded: frozenset[str] = frozenset()
 
     def cache_dtype_of(self, name: str) -> str:
-        """Return the type of the weights, bfloat16 beside rounded ones."""
+        """Return the dtype of this model's weights and cache: bfloat16 where matrices are rounded in memory."""
         return "bfloat16" if name in self.rounded else self.dtype
 
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model, then one for each head, page ends included.
+        """Return one part for each model, then one for each head; buffers count up to the ends of their pages.
 
         A model has packed matrices with biases, float32 norms, and an untied embedding as it is stored.
         """
@@ -93,7 +93,7 @@ class NativeSizes:
         return parts
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return the buffers of every model, the results of the largest pass, and the freed memory that is kept."""
+        """Return every model's buffers, the largest pass's results, and the freed memory that the allocator keeps."""
         kept = sum(self._buffer_bytes(run) for run in passes)
         rows = " and ".join(f"{run.num_rows:,} rows of the {run.name}" for run in passes)
         parts = []
@@ -105,7 +105,7 @@ class NativeSizes:
             num_bytes = KERNEL_BYTES + hidden + logits + run.tap_bytes + run.kept_bytes
             parts.append(MemoryPart("activations", num_bytes, how))
         largest = max(parts, key=lambda part: part.bytes)
-        # glibc gives the end of its heap back where it is larger than twice the largest block that was freed.
+        # glibc gives the end of its heap back only where this end is larger than twice the largest freed block.
         freed = largest.bytes + 2 * max(run.num_logits * run.model.vocab_size for run in passes) * FLOAT_BYTES
         return [
             MemoryPart("pass buffers", kept, f"for {rows}, kept for the next pass"),
@@ -118,33 +118,34 @@ class NativeSizes:
         return ()
 
     def loading_bytes(self, model: Spec) -> int:
-        """Return two blocks of the files, or what is packed of a tensor before its source is given back, if more.
+        """Return the larger of two amounts: the blocks of a file, and the part of a tensor that is in memory twice.
 
-        Before a tensor is packed, it takes the bytes that it will have packed. Blocks that are unpacked or rounded take
-        several times their bytes.
+        Two blocks of a file are in memory at once. Where quantised matrices are packed, as much memory counts as four
+        blocks take, because blocks that are unpacked or rounded take several times their bytes. Of a tensor that is
+        being packed, at most GIVE_BACK_BYTES are in memory twice, because its source is given back piece by piece.
         """
         num_blocks = 4 if any(map(self._packed_schemes, self.schemes)) else 2
         packed = max(packed_matrix_bytes(model, self.dtype))
         return max(num_blocks * block_bytes(model), min(int(native.extension().GIVE_BACK_BYTES), packed))
 
     def _packed_schemes(self, name: str) -> Schemes:
-        """Return the schemes of a model's matrices that are packed as they are stored."""
+        """Return the schemes of this model's quantised matrices that are packed as they are, not dequantised."""
         if self.cache_dtype_of(name) != "bfloat16":
             return {}
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
 
     def _buffer_bytes(self, run: Pass) -> int:
-        """Return the bytes of one model's buffers and of its tables of rotations."""
+        """Return the bytes of the buffers and rotation tables of one model, its encoder included."""
         encoder, num_bytes = run.model.encoder, self._bytes_of(run, run.model, run.num_rows)
         if encoder is None:
             return num_bytes
-        rows, shape = max(run.num_rows, run.context), encoder.cache_shape  # one source at least, whatever its length
+        rows, shape = max(run.num_rows, run.context), encoder.cache_shape  # at least one source, whatever its length
         kept = 2 * shape.num_kv_heads * shape.head_dim
         num_made = encoder.hidden_size + 2 * kept  # keys and values as the kernels return them, and as they are written
         return num_bytes + self._bytes_of(run, encoder, rows) + rows * (kept + num_made) * FLOAT_BYTES
 
     def _bytes_of(self, run: Pass, model: Spec, num_rows: int) -> int:
-        """Return the bytes of the buffers and rotations of a decoder or an encoder."""
+        """Return the bytes of the buffers and rotation tables of a decoder or an encoder."""
         buffers = native.extension().pass_bytes(
             native.isa(),
             model,
@@ -158,7 +159,7 @@ class NativeSizes:
 
 
 def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
-    """Yield the size of each table whose rows are looked up: an embedding that is not packed, and positions."""
+    """Yield the number of weights of each table whose rows are looked up: unpacked embeddings and positions."""
     if not model.tied and EMBEDDING not in schemes:
         yield model.vocab_size * model.hidden_size
     if model.layer_input is not None and LAYER_EMBEDDING not in schemes:
@@ -169,12 +170,15 @@ def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
 
 
 def packed_bytes(num_out: int, num_in: int, dtype: str, *, paired: bool = False) -> int:
-    """Return the bytes of a packed matrix, padding included; paired: gate and up, of `num_out` outputs each."""
+    """Return the bytes of a packed dense matrix, padding included.
+
+    paired: whether the matrix is gate and up, with `num_out` outputs each.
+    """
     return int(native.extension().packed_bytes(num_out * (1 + paired), num_in, dtype == "bfloat16", paired))
 
 
 def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int:
-    """Return the bytes of a packed matrix of these parts, padding included; paired: they are gate and up."""
+    """Return the bytes of these parts packed as one matrix, padding included. paired: whether they are gate and up."""
     sections = sections_of(list(parts), paired)
     formats = [Format.of([part.scheme for part in section]) for section in sections]
     numbers = section_numbers(sections, formats)
@@ -182,15 +186,15 @@ def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int
 
 
 def packed_matrix_bytes(c: Spec, dtype: str, schemes: Schemes | None = None) -> Iterator[int]:
-    """Yield the bytes of every packed matrix of a decoder, the LM head and a quantised embedding last.
+    """Yield the bytes of every packed matrix of a decoder. The LM head and a quantised embedding come last.
 
-    schemes: by name, of the quantised matrices that are packed as they are.
+    schemes: by weight name, the schemes of the quantised matrices that are packed as they are.
     """
     schemes, groups = schemes or {}, products(weights(c))
     embedding = groups.pop("embedding")
     if LAYER_EMBEDDING not in schemes:
         groups.pop(LAYER_PRODUCTS[0], None)
-    groups["head"] = groups.pop("head", embedding)  # the last one; of a tied model the embedding
+    groups["head"] = groups.pop("head", embedding)  # comes last; the head of a tied model is the embedding
     if not c.tied and EMBEDDING in schemes:
         groups["embedding"] = embedding
     for name, group in groups.items():
@@ -205,20 +209,20 @@ def packed_matrix_bytes(c: Spec, dtype: str, schemes: Schemes | None = None) -> 
 
 
 def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
-    """Return a quantised matrix that has no rows to read."""
+    """Return a quantised matrix of this shape and scheme that has no rows to read."""
     return QuantisedMatrix(scheme, shape, lambda: iter(()))
 
 
 def allocated_bytes(num_bytes: int) -> int:
-    """Return the bytes that the system allocates for a buffer: whole pages from the size of a huge page on."""
+    """Return the bytes that the system allocates for a buffer; a buffer of a huge page or more takes whole pages."""
     return int(native.extension().allocated_bytes(num_bytes))
 
 
 def _vector_bytes(c: Spec) -> int:
     """Return the bytes of the norms, and of the biases padded to whole panels, all in float32.
 
-    Some are kept a second time: norms with their offset added, biases of relative positions by distance, and weights of
-    convolutions by input.
+    Some vectors are kept in a second form, too: norms with their offset added, biases of relative positions by
+    distance, and weights of convolutions by input.
     """
     all_weights, panel = weights(c), native.extension().PANEL
     recurrences = [block.recurrence for block in c.blocks if block.recurrence is not None]
@@ -228,11 +232,12 @@ def _vector_bytes(c: Spec) -> int:
     num = sum(norms) * (2 if c.final_norm is not None and c.final_norm.offset else 1)
     num += sum(math.prod(w.shape) for w in vectors) - sum(norms)
     num += sum(r.width(c.hidden_size) * r.conv + r.value_heads * (r.decay == "log") for r in recurrences)
-    num += max((r.width(c.hidden_size) for r in recurrences), default=0)  # the inputs of no token
+    num += max((r.width(c.hidden_size) for r in recurrences), default=0)  # zeros: the inputs before token 0
     biased = {weight.product for weight in all_weights if weight.name.endswith(".bias") and weight.product}
     for name, group in products(all_weights).items():
         if name in biased:
-            num += panel * -(-sum(weight.shape[0] for weight in group) // panel)  # half a panel of each of a pair
+            # A panel of a paired product holds half a panel of each matrix.
+            num += panel * -(-sum(weight.shape[0] for weight in group) // panel)
     for block in (*c.blocks, *(() if c.encoder is None else c.encoder.blocks)):
         if block.attention is not None and isinstance(block.attention.bias, Buckets):
             num += block.attention.heads * (block.attention.bias.num + len(distances_of(block.attention.bias)))

@@ -53,7 +53,10 @@ if TYPE_CHECKING:
 
 
 def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
-    """Return the distribution of a token. made: (ids or None, probabilities); None = the likeliest was taken."""
+    """Return the distribution of a drawn token.
+
+    made: the distribution as (ids or None, probabilities); None = the likeliest token was taken.
+    """
     if made is None:
         return Probs.of_point(token)
     ids, weights = made
@@ -63,8 +66,8 @@ def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
 class CpuModel:
     """The packed weights of a model, and the native object that runs a pass in one call.
 
-    Rows go in and come out as float32; keys and values are kept in the type of the weights (`weight_dtype`). weights,
-    consume: see ops.load_model; consumed weights are taken out of a dictionary.
+    Input and output rows are float32. Keys and values are kept in the dtype of the weights (`weight_dtype`). weights,
+    consume: see ops.load_model; consumed weights are removed from `weights` if it is a dictionary.
     """
 
     device = "cpu"
@@ -85,14 +88,14 @@ class CpuModel:
         lent: Lent | None = None,
     ) -> None:
         self.config, self.ops, self._lent = spec, ops, lent
-        # Referenced here because the native object has only the addresses of the tables.
+        # The model keeps these arrays alive, because the native object has only their addresses.
         self._vectors: dict[str, Floats] = {}  # norms and their biases
-        self._tables: dict[str, HostTensor] = {}  # whose rows are looked up
-        self._places: dict[str, tuple[PackedMatrix, int, int]] = {}  # name -> where it is packed: first row, rows
+        self._tables: dict[str, HostTensor] = {}  # tables whose rows are looked up
+        self._places: dict[str, tuple[PackedMatrix, int, int]] = {}  # by weight: where it is packed, first row, rows
         source, weights_of_spec = _Source(weights, consume), blocks.weights(spec)
         groups = {product: [w.name for w in members] for product, members in products(weights_of_spec).items()}
         embedding = groups.pop("embedding", [])
-        # The largest first: the memory that packing it takes is free again before the others are packed.
+        # The LM head, the largest matrix, comes first: the memory for packing it is free again before the others.
         if lent is None or spec.head:
             head = self._pack(source, groups.pop("head", embedding))
         else:
@@ -121,7 +124,7 @@ class CpuModel:
         self._embed_scale = float(scale.float32())  # rounded to the type, as published code does
 
     def _take_table(self, source: _Source, name: str) -> PackedMatrix | None:
-        """Keep an embedding apart from the LM head: pack and return it where it is quantised, else keep it as it is."""
+        """Keep an embedding apart from the LM head: pack and return it if it is quantised, else keep it as it is."""
         table = source.weights[name]
         if not isinstance(table, QuantisedMatrix):
             self._tables[name] = table.contiguous()
@@ -131,11 +134,11 @@ class CpuModel:
         return packed
 
     def _turns(self, end: int) -> list[tuple[int, int]]:
-        """Return where each table of cos and sin begins, and its number of positions: at least `end`."""
+        """Return the address of each table of cos and sin, and its number of positions, which is at least `end`."""
         return turns(self._rotations, end)
 
     def _take_positions(self, source: _Source, spec: Spec, name: str) -> None:
-        """Keep the table that a spec adds to embeddings by position, if any. name: of its weight."""
+        """Keep the table of position embeddings of a spec, if it has one. name: the name of the table's weight."""
         positions = spec.positions
         if positions is None:
             return
@@ -149,7 +152,7 @@ class CpuModel:
         self._tables[name] = dense.to(self.weight_dtype).contiguous()
 
     def _take_biases(self, source: _Source, spec: Spec, part: str) -> None:
-        """Keep the biases of relative positions as they are stored, and by distance as csrc/kernels.h reads them."""
+        """Keep the biases of relative positions as they are stored, and by distance, as csrc/kernels.h reads them."""
         for i, block in enumerate(spec.blocks):
             a = block.attention
             if a is None or not isinstance(a.bias, Buckets):
@@ -162,7 +165,7 @@ class CpuModel:
             self._vectors |= {f"{name}weight": table, f"{name}by_distance": np.ascontiguousarray(table[buckets].T)}
 
     def _made(self, spec: Spec, part: str = "model.") -> tuple[Any, list[Rotations]]:
-        """Return the native object of a spec, and its rotations. part: the prefix of its weight names."""
+        """Return the native object of a spec, and the rotations that it needs. part: the prefix of the weight names."""
 
         def named(found: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
             parts = (part, "head", EMBEDDING, *(blocks.BEFORE_BLOCKS if spec.features else ()))
@@ -189,19 +192,20 @@ class CpuModel:
 
     @property
     def weight_bits(self) -> tuple[int, ...]:
-        """The bits of the quantised matrices, ascending; () = no matrix is quantised."""
+        """The bit widths of the quantised matrices, ascending; () = no matrix is quantised."""
         return tuple(sorted({bits for matrix in self._all_matrices() for bits in matrix.bits}))
 
     @property
     def has_dense(self) -> bool:
-        """Tell whether a matrix is not quantised."""
+        """Whether some matrix is not quantised."""
         return bool(self._tables) or not all(matrix.bits for matrix in self._all_matrices())
 
     @property
     def bytes_per_pass(self) -> int:
-        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once, but a source's.
+        """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once.
 
-        A mixture of experts counts as many experts as one row chooses.
+        Weights that only a source's rows pass through do not count. Of a mixture of experts, as many experts count as
+        one row chooses.
         """
         of_sources = [name for name in self.matrices if name.startswith("encoder.") or name.endswith(".kv")]
         decoders = {name: matrix for name, matrix in self.matrices.items() if name not in of_sources}
@@ -219,7 +223,7 @@ class CpuModel:
 
     @property
     def precision(self) -> str:
-        """The precision of the weights in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        """The precision of the weights in words, such as "4-bit and 8-bit weights" or "bfloat16 weights"."""
         return kinds_in_words(self.weight_bits, [self.weight_dtype] * self.has_dense)
 
     def forward(
@@ -230,7 +234,7 @@ class CpuModel:
         hidden: Floats | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run one pass, as TorchModel.forward; its rows are float32."""
+        """Run one pass; see TorchModel.forward. The returned rows are float32."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         if cache is None and any(block.attention is not None for block in self.config.blocks):
             raise InternalError("native models keep keys and values in a cache and were given none")
@@ -257,7 +261,7 @@ class CpuModel:
         return Passed(out, inner, num_experts)
 
     def _cached(self, batch: RaggedBatch, cache: BlockCache | None) -> tuple[list[list[int]], Any]:
-        """Return the runs of a pass as numbers, and their pools; without a cache, pools that keep no rows."""
+        """Return the runs of a pass encoded as integers, and the KV pools; without a cache, pools that keep no rows."""
         if cache is not None:
             return [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds], cache.pools.native
         tables = [list(batch.run(b)) for b in range(len(batch.slots))]
@@ -267,9 +271,9 @@ class CpuModel:
         return [run_numbers(batch, tables)], pools
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None, counts: Seq[int] | None = None) -> list[int]:
-        """Return what recurrent blocks read and write for each run, as numbers; empty where there are no such blocks.
+        """Return the states and rows that recurrent blocks read and write for each run, encoded as integers.
 
-        counts: see `StateTables.plan`.
+        The list is empty without recurrent blocks. counts: see `StateTables.plan`.
         """
         if all(block.recurrence is None for block in self.config.blocks):
             return []
@@ -278,21 +282,24 @@ class CpuModel:
         return state_numbers(cache.states.plan(batch, counts))
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Floats]) -> None:
-        """Write the keys and values of these tokens' features into the cache, as TorchModel.remember."""
+        """Write the keys and values of these tokens' features into the cache; see TorchModel.remember."""
         rows = [float_rows(layer, self._feature_size, batch.run_starts[-1]) for layer in layer_rows]
         numbers, pools = self._cached(batch, cache)
         where = batch.ids()[1], self._turns(end_of(batch)), len(batch.slots), numbers, pools
         self._native.remember(*where, [address(layer) for layer in rows])
 
     def features(self, layer_rows: Seq[Floats]) -> Floats:
-        """Return a head's features, float32 [n, H], from its target's rows [n, size] behind each layer."""
+        """Return a head's features, float32 [n, H].
+
+        layer_rows: the target's hidden states [n, size] after each layer that the head reads.
+        """
         rows = [float_rows(layer, self._feature_size, len(layer_rows[0])) for layer in layer_rows]
         out = np.empty((len(rows[0]), self.config.hidden_size), np.float32)
         self._native.features([address(layer) for layer in rows], len(out), address(out))
         return out
 
     def fed(self, hidden: Floats) -> Floats:
-        """Return what replaces the target's rows in a head's next step, as TorchModel.fed."""
+        """Project a head's output to rows in place of the target's, for its next step; see TorchModel.fed."""
         return self.ops.linear(float_rows(hidden, self.config.hidden_size), self.matrices["output"])
 
     @property
@@ -300,7 +307,7 @@ class CpuModel:
         return self.config.hidden_size if self.config.features is None else self.config.features.size
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Run the encoder over the tokens of each slot, as TorchModel.begin."""
+        """Run the encoder over the tokens of each slot, and fill the decoder's cache; see TorchModel.begin."""
         encoder = self.config.encoder
         if encoder is None or self._encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
@@ -335,7 +342,7 @@ class CpuModel:
                 cache.pools[i].write(places, pairs[:, 0], pairs[:, 1])
 
     def _sources(self, batch: RaggedBatch, cache: BlockCache) -> list[int]:
-        """Return the sources of a batch's runs as numbers; empty without an encoder."""
+        """Return the places of the runs' sources in the cache, encoded as integers; empty without an encoder."""
         if self._encoder is None:
             return []
         check_sources(batch)
@@ -354,15 +361,17 @@ class CpuModel:
         layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run in one native call; returns lengths[b] ids for run b.
+        """Continue each run b by lengths[b] ids, all in one native call.
 
-        batch: runs of committed tokens, with cache rows for these and for lengths[b] - 1 more ids, which are fed one by
-        one. layers: the layers that run, None = all; the final norm follows the last of them. ids[b][i] comes from the
-        first `num_ids` logits behind the run's tokens and ids[b][:i]. draws: how each run is drawn; () = the likeliest
-        id is taken. stops: when each run ends early; () = none does. Returns None where a logit is NaN.
+        batch: runs of committed tokens. Cache rows are reserved for these tokens and for lengths[b] - 1 more ids, which
+        are fed one by one. layers: the layers that run, None = all; the final norm follows the last of them. ids[b][i]
+        comes from the first `num_ids` logits after the run's tokens and ids[b][:i]. draws: how the ids of each run are
+        drawn; () = the likeliest ids are taken. stops: when each run ends early; () = no run does. Returns None where a
+        logit is NaN.
 
-        A head takes hidden [T, H], the tokens' features, or layer_rows, the target's rows [T, size] behind each layer
-        that it reads. For an id fed back, the head's own row before it serves as features.
+        A head takes one of two inputs: hidden [T, H] is the tokens' features; layer_rows are the target's hidden states
+        [T, size] after each layer that the head reads. For an id that is fed, the features are the head's own output
+        for the token before that id.
         """
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
@@ -411,7 +420,7 @@ class CpuModel:
         """Do nothing: everything is computed when a call returns."""
 
     def rounded(self, quantization: Quantization) -> CpuModel:
-        """Return a second model of these weights with every matrix rounded; this one stays as it is.
+        """Return a second model of these weights with every matrix rounded; this model stays as it is.
 
         Raises BadOption where a matrix already has no more bits than asked for, or groups do not divide a row.
         """
@@ -425,9 +434,9 @@ class CpuModel:
         return CpuModel(self.ops, self.config, weights, lent=self._lent)
 
     def embed(self, ids: Seq[int]) -> Floats:
-        """Return the embeddings of these ids, float32 [n, H], with the bits that a pass has.
+        """Return the embeddings of these ids, float32 [n, H], with the same bits as in a pass.
 
-        A head returns zeros: it takes features in their place.
+        A head returns zeros, because it takes features in place of embeddings.
         """
         if self.config.features is not None:
             return np.zeros((len(ids), self.config.hidden_size), np.float32)
@@ -437,14 +446,14 @@ class CpuModel:
         return rows if self._embed_scale == 1 else rows * np.float32(self._embed_scale)
 
     def norm(self, hidden: Floats) -> Floats:
-        """Apply the final norm to rows of the residual stream [R, H], float32, with the bits that a pass has."""
+        """Apply the final norm to rows of the residual stream [R, H], float32, with the same bits as in a pass."""
         hidden = float_rows(hidden, self.config.hidden_size)
         out = np.empty_like(hidden)
         self._native.norm(address(hidden), len(hidden), address(out))
         return out
 
     def logits(self, hidden: Floats, num_ids: int | None = None) -> Floats:
-        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] of the first ids."""
+        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] for the first `num_ids` ids."""
         width = min(num_ids or self.config.vocab_size, self.config.vocab_size)
         hidden = float_rows(hidden, self.config.hidden_size)
         out = np.empty((len(hidden), width), np.float32)
@@ -453,10 +462,10 @@ class CpuModel:
         return out
 
     def best(self, hidden: Floats, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return id and value of the largest of the first `num_ids` logits of each of these rows of hidden [T, H].
+        """Return the id and value of the largest logit for each of these rows of hidden [T, H].
 
-        Ties go to the lowest id, and NaN counts as the largest. The values have the bits of `logits`; the other logits
-        are not written.
+        Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest. The values have
+        the bits of `logits`; the other logits are not written.
         """
         if not rows:
             return [], []
@@ -464,7 +473,7 @@ class CpuModel:
         return self._native.argmax(address(hidden), len(hidden), rows, num_ids)  # type: ignore[no-any-return]
 
     def head(self, ids: Seq[int]) -> Floats:
-        """Return rows of the LM head, float32 [n, H], as they were before packing."""
+        """Return the LM head's rows for these ids, float32 [n, H], as they were before packing."""
         return self.matrices["head"].unpack(ids).float32()
 
     def weight(self, name: str) -> Floats:
@@ -476,7 +485,10 @@ class CpuModel:
         return self.matrix_rows(name, range(self._places[name][2])).float32()
 
     def vector(self, name: str) -> HostTensor:
-        """Return a norm or a bias by its name in a checkpoint, float32; a missing bias beside others is 0."""
+        """Return a norm or a bias by its name in a checkpoint, float32.
+
+        Where only some matrices of a product have a bias, the bias of the others is 0.
+        """
         if name in self._vectors:
             return HostTensor.of(self._vectors[name])
         if name in self._tables:
@@ -508,21 +520,21 @@ class CpuModel:
 
 
 def turns(rotations: Seq[Rotations], end: int) -> list[tuple[int, int]]:
-    """Return where each table of cos and sin begins, and its number of positions: at least `end`."""
+    """Return the address of each table of cos and sin, and its number of positions, which is at least `end`."""
     return [(address(rotation.table(end)), rotation.num_positions) for rotation in rotations]
 
 
 def _vector(weight: HostTensor | QuantisedMatrix) -> Floats:
-    """Return a copy of a vector, which lives as long as its model."""
+    """Return a float32 copy of a vector, which the model keeps."""
     assert isinstance(weight, HostTensor)
     return np.array(weight.float32(), order="C")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The weights that a decoder is packed from, each looked up once and let go when it is packed.
+    """The weights from which a model is packed. Each is looked up once, and released when it is packed.
 
-    consume: take them out of the dictionary that holds them.
+    consume: whether to remove the weights from the dictionary that holds them.
     """
 
     weights: Mapping[str, HostTensor | QuantisedMatrix]

@@ -1,9 +1,9 @@
-"""The native CPU operators: forerun._native, one operator a call.
+"""The native CPU operators: each call runs one operator of forerun._native.
 
-Operators take rows of numpy and return float32 rows; a matrix must be packed before it can be used (`CpuOps.pack`).
-Between two operators everything is float32. With bfloat16 weights the inputs of a product are rounded to bfloat16, and
-so are keys and values before they enter the cache. The bits of a row depend on that row, its keys and values and the
-instruction set alone, not on the number of rows or threads, nor on where the cache keeps a token
+Operators take numpy rows and return float32 rows. A matrix must be packed before it can be used (`CpuOps.pack`).
+Between two operators everything is float32. With bfloat16 weights, the inputs of a product are rounded to bfloat16, and
+so are keys and values before they enter the cache. The bits of a row depend only on that row, its keys and values, and
+the instruction set. They do not depend on the number of rows or threads, nor on where the cache keeps a token
 (docs/development/kernels.md).
 """
 
@@ -31,15 +31,15 @@ from forerun.ops.quantised import QuantisedMatrix, Scheme, dequantised
 from forerun.types import CacheView
 
 DTYPES = ("float32", "bfloat16")
-# As measured with weights of 4 bits; the last one has 16 bytes to a vector.
+# Measured with weights of 4 bits. A vector of "baseline" has only 16 bytes.
 EXTRA_ROW = {"avx512": 0.05, "avx_vnni": 0.1, "avx2": 0.2, "baseline": 0.5}
 
 
 class CpuOps(Operators):
-    """The kernels of one instruction set, run by their own team of threads. Rows are numpy's arrays.
+    """The kernels of one instruction set, run by their own team of threads. Rows are numpy arrays.
 
-    isa: avx512, avx_vnni, avx2 or baseline; None = FORERUN_ISA, else the best that this processor has. num_threads:
-    None = as forerun.native.num_threads. Raises InternalError where the extension was not built.
+    isa: avx512, avx_vnni, avx2 or baseline; None = FORERUN_ISA if it is set, otherwise the best that this processor
+    has. num_threads: None = forerun.native.num_threads(). Raises InternalError where the extension was not built.
     """
 
     name, row_invariant = "native", True
@@ -66,13 +66,13 @@ class CpuOps(Operators):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Return a context in which torch computes on the calling thread alone, if it is there.
+        """Return a context in which torch, if it is imported, computes on the calling thread alone.
 
-        Threads that torch wakes for an operator spin for milliseconds behind it, on the processors that the next pass
-        needs: with them a verified step at temperature 1 took 1.3 times as long.
+        Threads that torch wakes for an operator keep spinning for milliseconds after it, on the processors that the
+        next pass needs. With these threads, a verification step at temperature 1 took 1.3 times as long.
         """
         torch = sys.modules.get("torch")
-        # Another thread may still be importing it: then these functions are missing.
+        # Another thread may still be importing torch; then these functions are missing.
         ask, tell = (getattr(torch, name, None) for name in ("get_num_threads", "set_num_threads"))
         if ask is None or tell is None:
             yield
@@ -85,7 +85,7 @@ class CpuOps(Operators):
             tell(num_threads)
 
     def auto_dtype(self, device: str, stored: str) -> str:
-        """Return bfloat16: it halves the bytes to read, and a row's bits stay independent of the rest of the batch."""
+        """Return bfloat16, which halves the bytes to read; a row's bits stay independent of the rest of the batch."""
         return "bfloat16"
 
     def rows_dtype(self, weights: str) -> str:
@@ -108,12 +108,13 @@ class CpuOps(Operators):
     ) -> PackedMatrix:
         """Pack the weights [O, I] of one product; several parts are joined along their outputs.
 
-        paired: the parts are gate and up, see PackedMatrix. consume: the memory of the parts is given back to the
-        system while they are packed, and the caller must not read them again. Raises CapacityError where there is no
-        memory, InternalError for types other than float32 and bfloat16.
+        paired: whether the parts are gate and up; see PackedMatrix. consume: whether the parts' memory is given back to
+        the system while they are packed; the caller must not read them again. Raises CapacityError where there is not
+        enough memory, and InternalError for dtypes other than float32 and bfloat16.
 
-        Quantised parts are read while they are packed, and keep the weights of their file exactly. Parts that share a
-        panel of 32 outputs and differ in their schemes get the most bits and the smallest groups of all.
+        Quantised parts are read while they are packed, and keep exactly the weights of their file. Where parts with
+        different schemes share a panel of 32 outputs, they all get the most bits and the smallest groups among these
+        schemes.
         """
         given = [parts] if isinstance(parts, HostTensor | QuantisedMatrix) else list(parts)
         floats = None if bias is None else np.ascontiguousarray(bias.float32())
@@ -149,7 +150,7 @@ class CpuOps(Operators):
         return PackedMatrix(handle, num_out, num_in, "bfloat16", paired, bits, bias)
 
     def _fill(self, handle: Any, sections: list[list[QuantisedMatrix]], formats: list[Format]) -> int | None:
-        """Read all rows into a packed matrix; return the index of a section that needs float32, or None."""
+        """Read all rows into a packed matrix; return the index of a section whose scales need float32, or None."""
         first = 0
         for i, (section, format) in enumerate(zip(sections, formats, strict=True)):
             for part in section:
@@ -170,7 +171,10 @@ class CpuOps(Operators):
         return True
 
     def _fill_stored(self, handle: Any, first: int, part: QuantisedMatrix) -> bool | None:
-        """Let the kernels read the rows of a file; return whether they fit. None = they cannot: blocks say why."""
+        """Let the kernels read a part's rows from its file; return whether the scales fit the packed format, or None.
+
+        None = the kernels cannot read these rows. The caller then reads them block by block, and finds out why.
+        """
         if (stored := part.stored) is None:
             return None
         try:
@@ -198,7 +202,10 @@ class CpuOps(Operators):
         return out
 
     def add_linear(self, residual: Floats, x: Floats, weight: PackedMatrix) -> Floats:
-        """Return residual [T, O] + the product as a new array, in one sweep over the weights."""
+        """Return residual [T, O] plus the product of x [T, I] and weight, in one sweep over the weights.
+
+        The result is a new array.
+        """
         x, out = float_rows(x, weight.num_in), float_rows(residual, weight.num_out, len(x)).copy()
         self.backend.add_linear(weight.handle, address(x), len(x), address(out))
         return out
@@ -232,14 +239,14 @@ class CpuOps(Operators):
         return self.gated("silu", gate, up)
 
     def gated(self, act: Act, gate: Floats, up: Floats) -> Floats:
-        """Compute act(gate) * up, [T, F]; see ReferenceOps for clamped_silu."""
+        """Compute act(gate) * up, [T, F]; for clamped_silu, see ReferenceOps.gated."""
         gate, up = float_rows(gate, gate.shape[-1]), float_rows(up, gate.shape[-1], len(gate))
         out = np.empty_like(gate)
         self.backend.gated(act, address(gate), address(up), len(gate), gate.shape[-1], address(out))
         return out
 
     def rope(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
-        """Rotate x [T, heads, D] by position; cos, sin [T, 1, D] as for the reference."""
+        """Rotate x [T, heads, D] by position; cos, sin [T, 1, D] are as in ReferenceOps.rope."""
         num, heads, dim = x.shape
         cos, sin = (float_rows(part.reshape(num, -1), dim, num) for part in (cos, sin))
         x = np.ascontiguousarray(x, np.float32)
@@ -261,7 +268,7 @@ class CpuOps(Operators):
     ) -> Floats:
         """Write k, v [T, kv_heads, D] into a layer's pool and attend with q -> [T, heads, D].
 
-        scale: of scores; None = 1 / sqrt(D). sees_all: whether each row sees its whole run.
+        scale: the factor of scores; None = 1 / sqrt(D). sees_all: whether each row sees its whole run.
         """
         if pool.keys.dtype == "int8" and pool.refined:
             raise InternalError("native attention by itself reads no second codes of keys")

@@ -1,4 +1,4 @@
-"""The data that native calls take: packed matrices, and the runs of a ragged batch as numbers."""
+"""The data that native calls take: packed matrices, and the runs of a ragged batch encoded as integers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from forerun.types import RaggedBatch
 class PackedMatrix:
     """A packed weight [num_out, num_in] of one or several parts.
 
-    paired: gate and up of a gated feed-forward block, with outputs side by side in memory. dtype: of dense weights, or
-    of the keys and values beside quantised weights. bits: of quantised weights, ascending; () =
-    dense. bias: float32 [num_out], which the packed matrix holds a copy of; None = no bias.
+    paired: whether it is gate and up of a gated feed-forward block, with outputs side by side in memory. dtype: the
+    dtype of dense weights; for quantised weights, the dtype of the model's keys and values. bits: the bit widths of
+    quantised weights, ascending; () = dense. bias: float32 [num_out], also copied into the packed matrix; None = no
+    bias.
     """
 
     handle: Any
@@ -42,14 +43,14 @@ class PackedMatrix:
 
     @property
     def stored(self) -> HostTensor:
-        """The bytes in memory, uint8 [nbytes], which live as long as the matrix."""
+        """The bytes in memory, uint8 [nbytes]; they stay valid as long as the matrix lives."""
         buffer = (ctypes.c_uint8 * self.nbytes).from_address(self.handle.address)
         return HostTensor.of(np.ctypeslib.as_array(buffer))
 
     def unpack(self, rows: Seq[int] | None = None) -> HostTensor:
-        """Return rows of the weight as they were before packing, [rows, num_in]; None = all. Raises IndexError.
+        """Return rows [rows, num_in] of the weight as they were before packing; None = all. Raises IndexError.
 
-        Quantised weights come as float32.
+        Rows of quantised weights are float32.
         """
         chosen = range(self.num_out) if rows is None else rows
         out = HostTensor.empty((len(chosen), self.num_in), "float32" if self.bits else self.dtype)
@@ -61,15 +62,15 @@ class PackedMatrix:
         return out
 
 
-BITS = (2, 3, 4, 5, 6, 8)  # of codes
-TABLE_CODES = 16  # codes that a table has an entry for
+BITS = (2, 3, 4, 5, 6, 8)  # of a code
+TABLE_CODES = 16  # the number of entries of a table, one for each code
 
 
 @dataclass(frozen=True)
 class Format:
     """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that are chosen here.
 
-    number_bytes: of scales and subtracted numbers: 4 float32, 2 float16, 1 powers of two.
+    number_bytes: the bytes of a scale or a subtracted number: 4 = float32, 2 = float16, 1 = a power of two.
     """
 
     bits: int
@@ -83,11 +84,11 @@ class Format:
 
     @classmethod
     def of(cls, schemes: Seq[Scheme]) -> Format:
-        """Return the format of rows of these schemes; where they differ, the most bits and the smallest groups.
+        """Return the format for rows of these schemes; where they differ, it has the most bits and the smallest groups.
 
-        Numbers are float32 where a scheme's are, or where they are products of two, like K-quants' beside other
-        schemes. Numbers of other types may turn out not to fit into float16 either. Beside another scheme, table codes
-        are packed as the 8-bit codes that they stand for.
+        Scales and subtracted numbers are float32 in two cases: where a scheme has float32 numbers, and where they are
+        products of two numbers, as K-quants' are beside other schemes. Otherwise they are float16, but may turn out not
+        to fit. Beside another scheme, table codes are packed as the 8-bit codes that they stand for.
         """
         if len(set(schemes)) > 1:
             schemes = [scheme.looked_up() for scheme in schemes]
@@ -110,7 +111,11 @@ class Format:
         return [*map(int, fields), bool(self.table), *(self.table or [0] * TABLE_CODES)]
 
     def numbers_of(self, rows: QuantisedRows, num_in: int) -> list[Array | None]:
-        """Return the arguments of the native `fill`: codes, the numbers of heads, and the integers of units."""
+        """Return the arguments of the native `fill`: codes, two arrays of floats, and two arrays of integers.
+
+        With two levels, the floats are super scales and super minimums, and the integers are scales and minimums.
+        Otherwise the floats are scales and subtracted numbers, and there are no integers.
+        """
         rows = rows if self.table else rows.looked_up()
         codes = np.ascontiguousarray(rows.codes)
         if self.two_levels:
@@ -123,12 +128,16 @@ class Format:
 
 
 def packs(scheme: Scheme) -> bool:
-    """Tell whether the kernels read matrices of this scheme: integers in groups of 16 or of a multiple of 32."""
+    """Tell whether the kernels read matrices of this scheme: integer codes in groups of 16 or of a multiple of 32."""
     return scheme.bits in BITS and not scheme.floats and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
 
 
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
-    """Divide the parts of a product into sections that are packed alike: by scheme, where each ends with a panel."""
+    """Divide the parts of a product into sections; all rows of a section are packed in one format.
+
+    There is one section for each scheme if each section ends at the end of a panel and the parts are not paired.
+    Otherwise all parts are one section.
+    """
     panel = native.extension().PANEL  # outputs that the kernels compute side by side, which are packed alike
     runs = [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.scheme)]
     is_whole = all(sum(part.shape[0] for part in run) % panel == 0 for run in runs[:-1])
@@ -136,20 +145,20 @@ def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[Quantis
 
 
 def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format]) -> list[list[int]]:
-    """Return sections as csrc/bind_ops.cpp takes them: for each its rows, then the fields of its format."""
+    """Return sections as csrc/bind_ops.cpp takes them: for each, its number of rows, then the fields of its format."""
     rows = [sum(part.shape[0] for part in section) for section in sections]
     return [[num, *format.numbers] for num, format in zip(rows, formats, strict=True)]
 
 
 def distances_of(buckets: Buckets) -> list[int]:
-    """Return the distances from row to key whose biases the kernels take, in order: see Biases in csrc/kernels.h."""
+    """Return the distances from row to key that have biases in the kernels, in order; see Biases in csrc/kernels.h."""
     block = int(native.extension().KEY_BLOCK)
     reach = buckets.max_distance + block
     return list(range(reach, -reach - block, -1))
 
 
 def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Return the sources of a batch's runs as csrc/bindings.h takes runs: their rows are all cached."""
+    """Encode the sources of a batch's runs as csrc/bindings.h takes runs; all rows of a source are cached."""
     numbers = [0] * (6 * len(tables))
     for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
         numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)
@@ -158,7 +167,7 @@ def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
 
 
 def state_numbers(runs: Seq[StateRun]) -> list[int]:
-    """Return what recurrent layers read and write for each run, as csrc/bind_model.cpp takes it."""
+    """Encode the states and rows that recurrent layers read and write for each run, for csrc/bind_model.cpp."""
     numbers = list[int]()
     for run in runs:
         numbers += (run.first, len(run.before), len(run.pending), len(run.saves), *run.before, *run.pending, *run.rows)
@@ -167,10 +176,10 @@ def state_numbers(runs: Seq[StateRun]) -> list[int]:
 
 
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Return a batch as csrc/bindings.h takes it: six numbers for each run, then block tables and parents of trees.
+    """Encode a batch as csrc/bindings.h takes it: six integers for each run, then block tables and parents of trees.
 
-    The six are the first row, the rows, the cached rows, the pending rows, the index at which the table begins, and the
-    index at which the parents begin (0 = a chain).
+    The six are the run's first row; its number of rows, of cached rows and of pending rows; the index at which its
+    block table begins; and the index at which its parents begin (0 = a chain).
     """
     numbers = [0] * (6 * len(tables))
     for b, table in enumerate(tables):
