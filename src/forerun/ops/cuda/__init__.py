@@ -33,7 +33,7 @@ COMPILERS = ("gcc", "clang", "cc")
 
 
 def usable(device: str) -> str | None:
-    """Return why these kernels cannot run on a device, as a sentence goes on behind their name; None where they can."""
+    """Return why these kernels cannot run on a device, worded to follow the backend's name; None where they can."""
     if interprets():
         return _without_triton()
     if device != "cuda":
@@ -49,13 +49,13 @@ def usable(device: str) -> str | None:
 
 
 def card() -> str | None:
-    """Return the name of the card that torch sees first; None where it sees none."""
+    """Return the name of the first card that torch sees; None where torch sees no card."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 @cache
 def _without_triton() -> str | None:
-    """Return why Triton cannot be imported, or None."""
+    """Return why Triton cannot be imported; None where it can."""
     try:
         importlib.import_module("triton.language")
     except ImportError as error:
@@ -67,7 +67,7 @@ LARGEST_HEAD = 512
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why this backend cannot compute a model, as a sentence without its end; None where it can."""
+    """Return why this backend cannot compute a model, as a sentence without a full stop; None where it can."""
     if (reason := in_torch.supports(spec)) is not None:
         return reason
     if spec.has_states:

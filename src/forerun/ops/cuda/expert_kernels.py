@@ -1,9 +1,9 @@
 """The kernels of mixtures of experts, in Triton: rows choose on the device, and launches do not depend on the choice.
 
-A pair is a row with one of the experts that it has chosen: pair row * CHOSEN + c. Pairs are grouped by expert into
-tiles of a few rows, so that a pass of a few rows reads each chosen expert once. Neither a pair's place in a tile nor
-the order of tiles changes any bits. A pair is multiplied as ops/cuda/kernels.py multiplies a row, and a row's experts
-are added in the order in which it has chosen them.
+A pair is a row together with one of the experts that the row has chosen; choice c of a row is pair row * CHOSEN + c.
+Pairs are grouped by expert into tiles of a few rows, so that a pass of a few rows reads each chosen expert once.
+Neither a pair's place in a tile nor the order of tiles changes any bits. A pair is multiplied as ops/cuda/kernels.py
+multiplies a row, and the results of a row's experts are added in the order in which the row has chosen them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ def routed(
     LIVE: tl.constexpr, CHOSEN: tl.constexpr, CHOICES: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one row by the router's parts [SPLITS, num_rows, num_experts], the lowest id on ties.
+    """Choose the experts of one row from the router's partial sums; on ties, the lowest expert id.
 
-    ids, shares [num_rows, CHOSEN]; ids are -1 where live is 0. counts [2] becomes 0. ALONE: there is one row, and
-    counts and tiles get what `grouped` would write. CHOICES, BLOCK: powers of two, no less than CHOSEN and num_experts.
+    parts: the partial sums, [SPLITS, num_rows, num_experts]. ids, shares: the chosen experts and their weights,
+    [num_rows, CHOSEN]; the ids are -1 where live is 0. counts [2] are set to 0. ALONE: whether there is only one row;
+    then order, tiles and counts get what `grouped` would write. CHOICES: a power of two, no less than CHOSEN. BLOCK: a
+    power of two, no less than num_experts.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -37,7 +39,7 @@ def routed(
     if BIAS:
         found += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     found = found * score_scale
-    left = tl.where(found > LEAST, found, LEAST)  # what is no number is chosen last, and chosen once
+    left = tl.where(found > LEAST, found, LEAST)  # an expert whose score is NaN is chosen last, and only once
     left = tl.where(inside, left, -float("inf"))
     if SCORE == "softmax":
         found = tl.where(inside, found, -float("inf"))
@@ -86,10 +88,11 @@ def routed(
 def grouped(
     ids, order, tiles, counts, num_rows, num_pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    """Collect the pairs of one expert, and cut them into tiles of ROWS: one program for each expert.
+    """Collect the pairs of one expert, and cut them into tiles of ROWS pairs: one program for each expert.
 
-    ids [num_pairs]. order: pairs, num_rows places for each expert. tiles [most, 3]: for each tile its expert, its first
-    place in `order`, and its number of pairs. counts: the numbers of tiles and of experts with pairs.
+    ids [num_pairs]: the expert of each pair. order: the collected pairs, with num_rows places for each expert. tiles
+    [most, 3]: for each tile its expert, its first place in `order`, and its number of pairs. counts: the number of
+    tiles, and the number of experts that have pairs.
     """
     _begun(EARLY)
     expert = tl.program_id(0)
@@ -114,13 +117,13 @@ def grouped(
 
 @triton.jit
 def _of_expert(addresses, at, like):
-    """Load the address of a tensor, a multiple of 16 bytes, as a pointer like this one."""
+    """Load the address at index `at`, which is a multiple of 16 bytes, as a pointer of the same type as `like`."""
     return tl.multiple_of(tl.load(addresses + at).to(like.dtype), 16)
 
 
 @triton.jit
 def _first_bias(biases, expert, outs, num_out, split):
-    """Load the bias that the first part of K adds to an expert's outputs; 0 for other parts."""
+    """Load an expert's bias for the first part of K, and 0 for the other parts, so that the bias is added once."""
     at = biases + expert.to(tl.int64) * num_out + outs
     return tl.load(at, mask=outs < tl.where(split == 0, num_out, 0), other=0.0).to(tl.float32)
 
@@ -131,10 +134,10 @@ def product_of_experts(
     EACH: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PART: tl.constexpr,
     EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply pairs by the matrix [O, I] of their expert -> out [splits, num_pairs, O], as `product` does rows.
+    """Multiply each pair by its expert's matrix [O, I] -> out [splits, num_pairs, O], as `product` multiplies rows.
 
-    x [num_pairs / EACH, I]. matrices: by expert, the address of a matrix of the type of x, a multiple of 16 bytes.
-    biases [experts, O] go into the first part.
+    x: [num_pairs / EACH, I]. matrices: the address of each expert's matrix, which has the dtype of x and begins at a
+    multiple of 16 bytes. biases [experts, O]: added to the first part.
     """
     _begun(EARLY)
     tile = tl.program_id(0)
@@ -167,10 +170,11 @@ def product_of_experts_codes(
     ZERO: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, SUPER_MINIMUMS: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply pairs by the packed matrix of their expert -> out [splits, num_pairs, O], as `product_of_codes` rows.
+    """Multiply each pair by its expert's packed matrix -> out [splits, num_pairs, O], as `product_of_codes` does rows.
 
-    addresses [experts, 6]: of codes, scales, zeros, minimums, supers and super_minimums. The arguments of these names
-    are the first expert's tensors, which give the types. See product_of_experts for the other arguments.
+    addresses [experts, 6]: the addresses of each expert's codes, scales, zeros, minimums, supers and super_minimums.
+    The arguments of these names are the first expert's tensors, which give the types. See product_of_experts for the
+    other arguments.
     """
     _begun(EARLY)
     pair_tile = tl.program_id(0)
@@ -206,10 +210,12 @@ def experts_added(
     SPLITS: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, SHARED_BIAS: tl.constexpr, GATES: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add the results of a row's experts, in the order of its choice, and of the expert that all rows share.
+    """Add up the outputs of a row's experts, in the order of its choice, and of the shared expert.
 
-    parts [SPLITS, num_rows * CHOSEN, width], shared [SHARED, num_rows, width], 0 = none -> out [num_rows, width].
-    gates [GATES, num_rows]: their sigmoid weighs the shared expert; 0 = it counts whole.
+    out: [num_rows, width]. parts [SPLITS, num_rows * CHOSEN, width]: partial sums of the chosen experts. shared
+    [SHARED, num_rows, width]: partial sums of the expert that all rows share; SHARED is 0 without one. gates
+    [GATES, num_rows]: partial sums of the shared expert's gate; the sigmoid of their sum weighs this expert, which
+    counts whole where GATES is 0.
     """
     _begun(EARLY)
     row = tl.program_id(0)

@@ -1,6 +1,6 @@
-"""Mixtures of experts on a CUDA device: no launch depends on the rows' choice, so that a graph can hold them.
+"""Mixtures of experts on a CUDA device. No launch depends on which experts rows choose, so a graph can hold them all.
 
-A row's bits depend on that row alone: see ops/cuda/expert_kernels.py.
+The bits of a row depend on that row alone: see ops/cuda/expert_kernels.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp
 from forerun.ops.torch_parts import normed
 
-BLOCK_PAIRS = 1024  # pairs that are looked through at once
+BLOCK_PAIRS = 1024  # pairs of a row and an expert that are looked through at once
 
 
 class Tally:
-    """Counts the tiles and the chosen experts of one pass, int32 [layers, 2], for each layer with experts.
+    """The numbers of tiles and of chosen experts in one pass, int32 [layers, 2], for each layer with experts.
 
-    live [T]: 0 = the row is padding, and chooses none; None = there is no padding.
+    live [T]: 0 = the row is padding, and chooses no experts; None = there is no padding.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
@@ -35,12 +35,12 @@ class Tally:
         self._told: tuple[list[int], list[int]] | None = None
 
     def tell(self, to: list[int], layers: list[int]) -> None:
-        """Have `arrive` append the expert counts of these layers, behind this pass, to a list."""
+        """Copy this pass's counts to the host. `arrive` then appends these layers' expert counts to the list `to`."""
         self._host.copy_(self.counts, non_blocking=True)
         self._told = to, layers
 
     def arrive(self) -> None:
-        """Append the counts that `tell` asked for; the device must have finished."""
+        """Append the counts that `tell` copied; the device must have finished."""
         if self._told is not None:
             to, layers = self._told
             to += [int(self._host[i, 1]) for i in layers]
@@ -49,7 +49,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The rows' choice, on the device. ids, shares [T, chosen]; see expert_kernels.grouped for the other fields."""
+    """The experts that the rows of a pass have chosen, on the device.
+
+    ids, shares [T, chosen]: each row's experts and their weights. See expert_kernels.grouped for the other fields.
+    """
 
     ids: Tensor
     shares: Tensor
@@ -66,10 +69,13 @@ class _Choice:
 
 
 class _Matrices:
-    """One matrix of all experts. biases [experts, O], or None. first: the first expert's matrix."""
+    """One matrix of each expert, such as all down projections.
+
+    biases: [experts, O], or None. first: the first expert's matrix.
+    """
 
     def __init__(self, parts: Seq[tuple[Any, Tensor | None]], times: int) -> None:
-        self.kept = _alike([part for part, _ in parts])  # alive as long as their addresses are used
+        self.kept = _alike([part for part, _ in parts])  # keeps tensors alive whose addresses are used
         self.first: Any = self.kept[0]
         self.num_out, self.num_in = self.first.shape
         self.dtype: torch.dtype = self.first.dtype
@@ -84,12 +90,12 @@ class _Matrices:
 
 
 def _tensors(part: Any) -> list[Tensor]:
-    """Return the tensors of a matrix, in the order in which kernels take the addresses."""
+    """Return the tensors of a matrix, in the order in which kernels take their addresses."""
     return part.for_kernels if isinstance(part, Packed) else [part]
 
 
 def _alike(parts: Seq[Any]) -> list[Any]:
-    """Return matrices as the kernels read them: packed alike, or all dense, beginning at multiples of 16 bytes."""
+    """Return matrices as the kernels read them: all packed in the same form, or all dense and aligned to 16 bytes."""
     kinds = {
         tuple(map(_kind, [getattr(part, entry.name) for entry in fields(part)])) for part in parts if _packed(part)
     }
@@ -104,12 +110,15 @@ def _packed(part: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """Return the part of a field's value that must be the same for all experts."""
+    """Return what must be equal for all experts in a field's value: a tensor's dtype and shape, or the value."""
     return (value.dtype, value.shape) if isinstance(value, Tensor) else value
 
 
 class CudaExperts(TorchExperts):
-    """A mixture of experts whose rows choose on the device. own: the mixture in torch. layer: its row of the tally."""
+    """A mixture of experts whose rows choose on the device.
+
+    own: the same mixture in torch. layer: the mixture's index in the tally.
+    """
 
     def __init__(self, ops: CudaOps, own: TorchExperts, dtype: torch.dtype, tally: Tally, layer: int) -> None:
         vars(self).update(vars(own))
@@ -118,11 +127,11 @@ class CudaExperts(TorchExperts):
         self.down = _Matrices([expert.down.parts[0] for expert in self.experts], self.spec.chosen)
 
     def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
-        """Compute y [T, H] -> float32 [T, H]. The tally counts the chosen experts; the count returned is 0."""
+        """Apply the mixture to y [T, H] -> float32 [T, H]. The returned count is 0; the tally counts experts."""
         return self.parts(y, stream).sums[0], 0
 
     def parts(self, y: Tensor, stream: Tensor) -> Parts:
-        """Compute the same as one part [1, T, H], to be added to the rows."""
+        """Apply the mixture to y [T, H] -> float32 [1, T, H], the result of `run` in the form of Parts."""
         ops, e = self.ops, self.spec
         choice = self.choose(normed(self.router_norm, ops, stream if e.reads_stream else y))
         y = y.to(self.up.dtype).contiguous()
@@ -155,7 +164,7 @@ class CudaExperts(TorchExperts):
         return Parts(out, None)
 
     def choose(self, x: Tensor) -> _Choice:
-        """Choose the experts of rows x [T, H], which the router reads, and group rows by expert."""
+        """Choose the experts of each row, and group the rows by expert. x [T, H]: the rows that the router reads."""
         ops, e, num, device = self.ops, self.spec, len(x), x.device
         scores = ops.product(x.contiguous(), *self.router.parts[0])
         num_pairs, rows = num * e.chosen, _rows(num * e.chosen, e.num)
@@ -203,7 +212,7 @@ class CudaExperts(TorchExperts):
         return _Choice(ids, shares, order, tiles, counts, num_tiles, rows)
 
     def _product(self, x: Tensor, matrices: _Matrices, choice: _Choice, each: int) -> Tensor:
-        """Multiply pairs by their experts' matrices -> [splits, pairs, O]. each: pairs for each row of x."""
+        """Multiply each pair by its expert's matrix -> [splits, pairs, O]. each: the number of pairs per row of x."""
         ops, num_pairs, biases = self.ops, choice.num_pairs, matrices.biases
         num_out, num_in, first = matrices.num_out, matrices.num_in, matrices.first
         cut = matrices.cut
@@ -254,7 +263,10 @@ class CudaExperts(TorchExperts):
 
 
 def _rows(num_pairs: int, num_experts: int) -> int:
-    """Return the rows of a tile: about as many as choose an expert. It changes no bits; see CudaOps.cut."""
+    """Return the number of rows of a tile, about as many as choose an expert. It does not change any bits.
+
+    See CudaOps.cut.
+    """
     return next((rows for rows in ROWS if num_pairs <= rows * num_experts), ROWS[-1])
 
 
@@ -267,13 +279,13 @@ def _whole(product: Any) -> tuple[Any, Tensor | None]:
 
 
 def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> Parts:
-    """Compute a feed-forward part on rows y [T, H] -> its parts [splits, T, H]."""
+    """Compute a feed-forward part on rows y [T, H] -> its partial sums [splits, T, H]."""
     inner = ops.product(y, *_whole(mlp.up))
     return ops.product(ops.inner(mlp.spec.act, mlp.spec.gated, inner, dtype), *mlp.down.parts[0])
 
 
 def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> Tally | None:
-    """Let the experts of all blocks choose on the device; return their tally, None where there are no experts."""
+    """Let the experts of all blocks choose on the device; return the tally that they share, None without experts."""
     mixtures = [(block, block.experts) for block in blocks if block.experts is not None]
     if not mixtures:
         return None

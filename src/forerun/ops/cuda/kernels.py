@@ -1,10 +1,10 @@
 """The kernels of the CUDA backend, in Triton. Each also runs under Triton's interpreter on a CPU.
 
-Three rules fix the bits of a row. A product runs over tiles of 16 rows, filled up where there
-are fewer, so that every row takes the same instructions; K is cut into parts whose number depends on the matrix alone,
-and the parts are added in order. Attention walks the keys of a row in the order of their logical positions, in parts
-that begin at multiples of SPLIT_KEYS, and adds the parts in order; where a key lies in the cache does not matter.
-Everything else is computed row by row. Sums are float32.
+Three rules fix the bits of a row. First, a product runs over tiles of 16, 32 or 64 rows, which are padded where there
+are fewer rows, so that every row takes the same instructions. K is cut into parts whose number depends on the matrix
+alone, and the parts are added in order. Second, attention walks the keys of a row in the order of their logical
+positions, in parts that begin at multiples of SPLIT_KEYS, and adds the parts in order; where a key lies in the cache
+does not matter. Third, everything else is computed row by row. Sums are float32.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _begun(EARLY: tl.constexpr):
-    """Let the next kernel begin, and wait for the one before.
+    """Let the next kernel begin, and wait until the previous kernel has ended.
 
-    EARLY: a kernel is launched before the previous one has ended (programmatic dependent launch). It waits before it
-    reads what others write, and so does not end before all earlier kernels.
+    EARLY: whether kernels are launched before the previous kernel has ended (programmatic dependent launch). A kernel
+    waits here before it reads what others write, so it ends after all earlier kernels.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -36,7 +36,10 @@ def _tanh(x):
 
 @triton.jit
 def _erf(x):
-    """Numerical Recipes' series of erfc, error below 1.2e-7: Abramowitz and Stegun 7.1.26 is too coarse."""
+    """Compute erf by Numerical Recipes' series of erfc, with an error below 1.2e-7.
+
+    Abramowitz and Stegun's formula 7.1.26 is too coarse.
+    """
     z = tl.abs(x)
     t = 1.0 / (1.0 + 0.5 * z)
     poly = 1.48851587 + t * (-0.82215223 + t * 0.17087277)
@@ -61,7 +64,10 @@ def _activated(x, ACT: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """Add a b to acc. "widened": the interpreter cannot multiply bfloat16, and float32 holds the products exactly."""
+    """Return acc plus the matrix product of a and b.
+
+    PRECISION "widened" is for the interpreter, which cannot multiply bfloat16. float32 holds the products exactly.
+    """
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -72,7 +78,10 @@ def _multiplied(
     xs, ws, acc, is_row, is_out, first, num_in,
     INS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of PART inputs, from `first` on, to acc. xs [ROWS, INS], ws [INS, OUTS]: where the first lie."""
+    """Return acc plus the product of PART inputs, from input `first` on.
+
+    xs [ROWS, INS], ws [INS, OUTS]: pointers to the first INS inputs of the rows and of the weights.
+    """
     for start in range(0, PART, INS):
         if EVEN:
             w = tl.load(ws + start)
@@ -92,11 +101,11 @@ def product(
     EVEN: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O], each part the sum over PART inputs.
+    """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O]; each part sums over PART inputs.
 
-    ROWS: 16, 32 or 64 rows of a tile, which give a row the same bits (docs/development/gpu.md). EVEN: parts of PART
-    inputs fill I, and OUTS divides O. LINES: cache lines, of LINE weights each, that are prefetched from each output's
-    part before the previous kernel has ended.
+    ROWS: the number of rows of a tile, 16, 32 or 64; a row has the same bits with each of them
+    (docs/development/gpu.md). EVEN: whether parts of PART inputs fill I, and OUTS divides O. LINES: the number of cache
+    lines, of LINE weights each, that are prefetched from each output's part before the previous kernel has ended.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -104,6 +113,7 @@ def product(
             asked = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
             at = asked[:, None].to(tl.int64) * weight_stride + tl.program_id(2) * PART
             lines = weight + at + (tl.arange(0, LINES) * LINE)[None, :]
+            # A prefetch has no result, but inline assembly needs one: a 0 that nobody reads.
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
             )
@@ -130,8 +140,8 @@ CODES_STEP = tl.constexpr(cuda_packed.STEP)
 LESS_128 = tl.constexpr(-0x3CFF3D00)  # the words of 32 bits that hold -128 twice, as bfloat16
 TWICE = tl.constexpr(0x10001)  # times a number of 16 bits = the number in both halves of a word
 
-# Codes become exact bfloat16 numbers by their bits, two at a time. 0x4300 is 128, and the 7 bits of a mantissa behind
-# it add 0 to 127. Each text takes words ($8, or $4) and gives the numbers of a word's codes, in order.
+# Bit operations turn codes into exact bfloat16 numbers, two at a time. 0x4300 is 128 in bfloat16, and its 7 mantissa
+# bits add 0 to 127. Each text takes words of codes ($8, or $4) and gives the numbers of a word's codes, in order.
 INT4_TEXT = tl.constexpr(
     """{
     .reg .b32 a<4>, t<4>, one;
@@ -153,7 +163,7 @@ INT4_TEXT = tl.constexpr(
     mov.b32 {$6, $7}, a3;
     }"""
 )
-# A signed byte is its low 7 bits less 128 times its sign: 0x4380 is 256.
+# A signed byte is its low 7 bits, less 128 if its sign bit is set. 0x4380 is 256 in bfloat16.
 INT8_TEXT = tl.constexpr(
     """{
     .reg .b32 a<2>, b<2>, t1, less;
@@ -169,8 +179,8 @@ INT8_TEXT = tl.constexpr(
     mov.b32 {$2, $3}, a1;
     }"""
 )
-# The 4 exponent bits and 3 mantissa bits of e4m3, put where bfloat16 has its own, give 2 ** -120 times the number, also
-# below the least normal number.
+# The 4 exponent bits and 3 mantissa bits of e4m3, put in the places of bfloat16's own, give 2 ** -120 times the number.
+# This also holds below the least normal number.
 FP8_TEXT = tl.constexpr(
     """{
     .reg .b32 a<2>, t<2>, up, none;
@@ -193,7 +203,7 @@ FP8_TEXT = tl.constexpr(
 
 @triton.jit
 def _part(words, INDEX: tl.constexpr, COUNT: tl.constexpr):
-    """Return part INDEX of words [N, COUNT] -> [N]. Each thread has all of the last dimension: nothing moves."""
+    """Return column INDEX of words [N, COUNT] -> [N]. Each thread has all columns of its rows, so no data moves."""
     num: tl.constexpr = words.shape[0]
     if COUNT == 1:
         part = tl.reshape(words, (num,))
@@ -208,7 +218,7 @@ def _part(words, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _numbers(at, COUNT: tl.constexpr):
-    """Load the numbers of COUNT groups for a tile's outputs: a tuple of tensors [TILE], in the order of memory."""
+    """Load numbers of COUNT groups, such as scales, for a tile's outputs: COUNT tensors [TILE], in memory order."""
     if COUNT == 1:
         groups = (tl.load(at),)
     else:
@@ -218,13 +228,19 @@ def _numbers(at, COUNT: tl.constexpr):
 
 @triton.jit
 def _by_output(numbers):
-    """Return numbers [TILE] in the order of outputs; in memory outputs i and i + 8 of 16 are neighbours."""
+    """Reorder numbers [TILE] from memory order to the order of outputs.
+
+    In memory, outputs i and i + 8 of every 16 are neighbours.
+    """
     return tl.reshape(tl.permute(tl.reshape(numbers, (4, 8, 2)), (0, 2, 1)), (TILE,))
 
 
 @triton.jit
 def _nibbles(words, zeros, ZERO: tl.constexpr, ZEROS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N] of 4-bit codes, less zeros [TILE] or ZERO."""
+    """Unpack words [4, 8, 4, N] of 4-bit codes into weights [4, 2, 8, N, 2, 4, 2], which are codes less zero points.
+
+    ZEROS: whether the zero points are `zeros` [TILE], one for each output; otherwise all are ZERO.
+    """
     if PRECISION == "widened":
         less, more = ZERO, ZERO
         if ZEROS:
@@ -257,7 +273,7 @@ def _nibbles(words, zeros, ZERO: tl.constexpr, ZEROS: tl.constexpr, PRECISION: t
 
 @triton.jit
 def _bytes(words, KIND: tl.constexpr, PRECISION: tl.constexpr):
-    """Return weights [4, 2, 8, N, 2, 4, 2] of words [4, 8, 4, N, 2] of signed bytes, or of floats of 8 bits."""
+    """Unpack words [4, 8, 4, N, 2] of signed bytes, or of floats of 8 bits, into weights [4, 2, 8, N, 2, 4, 2]."""
     if PRECISION == "widened":
         a0, a1 = _byte(words << 24, KIND), _byte(words << 8, KIND)
         a2, a3 = _byte(words << 16, KIND), _byte(words, KIND)
@@ -276,7 +292,7 @@ def _bytes(words, KIND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _byte(words, KIND: tl.constexpr):
-    """Return the number that the highest byte of each word stands for, float32."""
+    """Return the float32 number that the highest byte of each word stands for."""
     if KIND == "int8":
         return (words >> 24).to(tl.float32)
     exponent, mantissa = (words >> 27) & 15, ((words >> 24) & 7).to(tl.float32)
@@ -288,7 +304,7 @@ def _byte(words, KIND: tl.constexpr):
 
 @triton.jit
 def _asked(lines, COUNT: tl.constexpr):
-    """Prefetch COUNT cache lines, of 128 bytes, from this address of 32-bit words on."""
+    """Prefetch COUNT cache lines of 128 bytes, beginning at `lines`, a pointer to 32-bit words."""
     at = lines + tl.arange(0, COUNT) * 32
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
@@ -302,9 +318,10 @@ def _codes_multiplied(
     ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, SUPER_MINIMUMS: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows [ROWS], pointers to their first inputs, by steps first to last of a tile -> [TILE, ROWS].
+    """Multiply rows by the steps `first` to `last` - 1 of a tile of codes -> [TILE, ROWS].
 
-    words: where the codes of the first step lie. See product_of_codes for the other arguments.
+    rows [ROWS]: pointers to the first input of each row. words: the pointer to the codes of the first step. See
+    product_of_codes for the other arguments.
     """
     num_words: tl.constexpr = CODES_STEP * TILE // (8 if KIND == "int4" else 4)
     count: tl.constexpr = CODES_STEP // GROUP if GROUP < CODES_STEP else 1
@@ -318,7 +335,7 @@ def _codes_multiplied(
     at = tile.to(tl.int64) * tl.cdiv(steps, span) * count * TILE + tl.arange(0, TILE)
     super_at = tile.to(tl.int64) * tl.cdiv(steps, super_span) * TILE + tl.arange(0, TILE)
     acc = tl.zeros((TILE, ROWS), dtype=tl.float32)
-    # Numbers of groups are loaded a step ahead.
+    # The numbers of groups (scales, zeros, minimums) are loaded a step ahead.
     next_at = at + first // span * count * TILE
     next_super = super_at + first // super_span * TILE
     next_scales = _numbers(scales + next_at, count)
@@ -393,13 +410,15 @@ def product_of_codes(
 ):  # fmt: skip
     """Multiply x [num_rows, I], bfloat16, by a packed matrix (packed.Packed) -> out [splits, num_rows, O].
 
-    steps: of CODES_STEP inputs, in all. part: steps of one program; parts are the third axis of the grid. GROUP, SUPER:
-    inputs that share a scale, and a factor above scales; 0 = no factor. EVEN: steps fill I.
+    steps: the number of steps of CODES_STEP inputs, in all. part: the number of steps of one program; the parts are the
+    third axis of the grid. GROUP: the number of inputs that share a scale. SUPER: the number of inputs that share a
+    factor of scales; 0 = there is no such factor. EVEN: whether steps fill I.
 
     The weights are the left operand, out = W x^T. A thread multiplies the weights that it loads, in the order of
-    ops/cuda/packed.py: nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and a
-    group's scale and minimum are applied in float32 to its sum. A row is a column of the right operand. Its bits come
-    from the order of K alone, in steps of 16 inputs, which is the same for 16, 32 and 64 columns.
+    ops/cuda/packed.py, so nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and
+    the scale and minimum of a group are applied in float32 to the group's sum. A row of x is a column of the right
+    operand. The bits of a row come from the order of K alone. This order, in steps of 16 inputs, is the same for 16, 32
+    and 64 columns.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -456,7 +475,10 @@ def activated(
     SPLITS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add parts [SPLITS, num_rows, O] and a bias; act(gate) * up of [gate | up], or act(up) -> [num_rows, size]."""
+    """Add parts [SPLITS, num_rows, O] and a bias [O], and apply the activation -> out [num_rows, size].
+
+    GATED: whether the sums are [gate | up] and the result is act(gate) * up; otherwise the result is act(sums).
+    """
     _begun(EARLY)
     row = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -484,7 +506,7 @@ def activated(
 def _normed(
     x, weight, bias, at, inside, width, eps, offset, KIND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr
 ):
-    """Norm x [BLOCK], 0 outside of a row of `width` numbers."""
+    """Norm a row of `width` numbers. x [BLOCK]: the row, and 0 beyond its end."""
     if KIND == "layer":
         x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
     x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps))
@@ -505,8 +527,9 @@ def added(
 ):  # fmt: skip
     """Add a branch to rows x [num_rows, width] and norm the sums for the next product.
 
-    parts [SPLITS, num_rows, width]: of the branch; 0 splits = no branch. POST: the norm of the branch, or of the sum
-    with AT_SUM. sums: the new residual stream. PRE: the norm of `out`.
+    parts [SPLITS, num_rows, width]: the partial sums of the branch; SPLITS = 0: there is no branch. POST: the norm of
+    the branch; with AT_SUM, the norm of the sum. sums: receives the new residual stream. PRE: the norm that makes `out`
+    from the sums.
     """
     _begun(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -543,10 +566,11 @@ def heads_of(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, ADJACENT: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Make queries, keys and values of parts [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]: bias, norm, rotation.
+    """Make queries, keys and values from the partial sums of their product: add the bias, norm, and rotate.
 
-    Queries go to [num_rows, HEADS, DIM], keys and values to rows `writes` of the pools; -1 = nowhere. table
-    [positions, 2, TURNED]: cos and sin, the first half of sin negated. TURNED: dimensions that turn, 0 = none.
+    parts: [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]. Queries go to `queries` [num_rows, HEADS, DIM], and keys and
+    values to the rows `writes` of the pools; -1 = nowhere. table [positions, 2, TURNED]: cos and sin, the first half of
+    sin negated. TURNED: the number of dimensions of a head that turn; 0 = none.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -620,7 +644,7 @@ def _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NOR
 
 @triton.jit
 def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Put keys and values [n, WIDTH] into these rows of the pools; -1 = nowhere."""
+    """Write keys and values [n, WIDTH] into the rows `rows` of the pools; -1 = nowhere."""
     _begun(EARLY)
     row = tl.program_id(0)
     to = tl.load(rows + row).to(tl.int64)
@@ -635,7 +659,7 @@ def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK
 
 @triton.jit
 def _seen(lengths, places, row, window, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr):
-    """Return a row's own place among its keys, the first key that it sees, and one more than the last."""
+    """Return a row's own place among its keys, the first key that it sees, and one more than the last key."""
     length = tl.load(lengths + row)
     own, lowest = length - 1, 0
     if SEES_ALL:
@@ -655,19 +679,20 @@ def attended(
     SPLIT_KEYS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the query heads of one row and one head of keys to one part of the row's keys.
+    """Attend with the query heads of one row that share a key head, over one part of the row's keys.
 
-    A row sees `lengths` keys. Key i lies where the block table of its run says for i below `seen`, else in row
-    tails[i - seen]. SEES_ALL: the row is key number `places`, and not the last key. biases [HEADS, 2 reach + 1]: by the
-    distance from a key to its row, from -reach on; larger distances have the bias of `reach`. parts [T, HEADS, splits,
-    DIM] get the weighted sum of values, and stats [T, HEADS, splits, 2] the largest score and the sum of weights.
-    DIRECT: there is one part, and `out` gets the result.
+    A row sees `lengths` keys. Key i lies where the block table of the row's run says if i is below `seen`, and
+    otherwise in cache row tails[i - seen]. SEES_ALL: whether the row is key number `places` and also sees later keys;
+    otherwise the row itself is the last key that it sees. biases [HEADS, 2 reach + 1]: the biases of the distances from
+    row back to key, from -reach to reach; distances beyond have the biases of these ends. parts [T, HEADS, splits, DIM]
+    gets the weighted sum of values, and stats [T, HEADS, splits, 2] the largest score and the sum of weights. DIRECT:
+    whether there is only one part; then `out` gets the result.
     """
     _begun(EARLY)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    own, lowest, length = _seen(lengths, places, row, window, WINDOW, SEES_ALL)
+    own_place, lowest, length = _seen(lengths, places, row, window, WINDOW, SEES_ALL)
     group: tl.constexpr = HEADS // KV_HEADS
     heads = tl.arange(0, GROUP)
     dims = tl.arange(0, BLOCK)
@@ -700,7 +725,7 @@ def attended(
             if SOFTCAP:
                 scores = softcap * _tanh(scores / softcap)
             if BIAS:
-                distance = tl.minimum(tl.maximum(own - i, -reach), reach) + reach
+                distance = tl.minimum(tl.maximum(own_place - i, -reach), reach) + reach
                 at_bias = (kv_head * group + heads)[:, None] * (2 * reach + 1) + distance[None, :]
                 scores += tl.load(biases + at_bias, mask=is_head[:, None] & is_key[None, :], other=0.0)
             scores = tl.where(is_key[None, :], scores * LOG2E, -float("inf"))
@@ -768,10 +793,10 @@ def advanced(
     num_rows,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Feed the ids `found` to the next pass of a run ahead: one program for each row.
+    """Make the ids `found` the input of the next pass of `run_ahead`: one program for each row.
 
-    fed [steps, num_rows]: all ids so far, in order; -1 = logits were no numbers. step [num_rows]: the number of passes
-    so far. limits [num_rows]: a row writes below this position only.
+    fed [steps, num_rows]: all ids so far, in order; -1 = the largest logit was NaN or infinite. step [num_rows]: the
+    number of passes so far. limits [num_rows]: a row is written to the cache only below this position.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -806,9 +831,9 @@ def largest_in_parts(logits, values, ids, width, BLOCK: tl.constexpr, EARLY: tl.
 
 @triton.jit
 def largest_of_parts(values, ids, pairs, found, num_parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Find the largest of the parts, the lowest id on ties: pairs float32 [2, T] of ids and values, found int32 [T].
+    """Find the largest logit of each row from the largest of its parts; on ties, the lowest id.
 
-    found is -1 where logits are no numbers.
+    pairs: float32 [2, T], the ids and the values. found: int32 [T], the ids, or -1 where the value is infinite.
     """
     _begun(EARLY)
     row, num_rows = tl.program_id(0), tl.num_programs(0)

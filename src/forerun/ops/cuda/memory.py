@@ -1,7 +1,7 @@
-"""Memory of the CUDA backend: weights to the byte, an upper bound of a pass, and what graphs keep.
+"""Memory of the CUDA backend: weights to the byte, an upper bound of a pass, and the memory that graphs keep.
 
-The bound follows the code that allocates: ops/cuda/operators.py, model.py and sampling.py. It was derived, not measured
-on a card.
+The bound follows the code that allocates: ops/cuda/operators.py, model.py and sampling.py. The bound was derived, not
+measured on a card.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from forerun.ops.torch_memory import ReferenceSizes
 
 @dataclass(frozen=True)
 class CudaSizes(ReferenceSizes):
-    """The sizes of the CUDA backend. schemes: by model, how its quantised matrices are stored."""
+    """The sizes of the CUDA backend. schemes: by model name, the schemes of the model's quantised matrices."""
 
     schemes: Mapping[str, Schemes] = field(default_factory=dict)
 
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model: matrices as they are packed, all else in the type of the weights."""
+        """Return one part for each model, then one for each head.
+
+        A model's packed matrices count as they are packed, and its other weights in `dtype`.
+        """
         parts = []
         for name, model in models.items():
             num_bytes, num = sum(self._product_bytes(model, self.schemes.get(name, {}))), model.num_weights
@@ -44,7 +47,7 @@ class CudaSizes(ReferenceSizes):
         return [*parts, *super().weights({}, beside)]
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return the memory of the largest pass, and what the graphs of all models keep."""
+        """Return the memory of the largest pass, and the memory that the graphs of all models keep."""
         parts = []
         for run in passes:
             rows, logits = self._row_bytes(run, run.num_rows), self._logit_bytes(run.model, run.num_logits)
@@ -57,11 +60,11 @@ class CudaSizes(ReferenceSizes):
         return [max(parts, key=lambda part: part.bytes), MemoryPart("graphs", graphs, how)]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Return no parts: what graphs keep is counted from the start."""
+        """Return no parts: the memory of graphs is counted from the start."""
         return ()
 
     def _product_bytes(self, model: Spec, schemes: Schemes) -> Iterator[int]:
-        """Yield the bytes of every product, packed where its matrices share a scheme, and of the vectors."""
+        """Yield the bytes of each product, packed where its matrices share a scheme, then of all other weights."""
         known = weights(model)
         grouped = set[str]()
         for group in products(known).values():
@@ -75,7 +78,11 @@ class CudaSizes(ReferenceSizes):
         yield sum(math.prod(weight.shape) for weight in known if weight.name not in grouped) * itemsize(self.dtype)
 
     def _row_bytes(self, run: Pass, num_rows: int) -> int:
-        """Return the bytes of a layer's rows: the stream, its norm, and parts of the widest product, in float32."""
+        """Return the bytes of a layer's rows.
+
+        They are the residual stream and its norm, the partial sums of the widest product, queries and outputs of
+        attention, partial results of attention, and the inner rows of the feed-forward part.
+        """
         widths, hidden = Widths.of(run.model), run.model.hidden_size
         widest = max(splits * num_out for num_out, splits in self._parts_of(run.model))
         heads = widths.q * (FLOAT_BYTES + itemsize(self.dtype))
@@ -85,22 +92,24 @@ class CudaSizes(ReferenceSizes):
         return num_rows * (3 * hidden * FLOAT_BYTES + 2 * widest * FLOAT_BYTES + heads + inner) + parts
 
     def _parts_of(self, model: Spec) -> Iterator[tuple[int, int]]:
-        """Yield the outputs of each product, and the number of parts that they are summed in."""
+        """Yield the number of outputs of each product, and the number of parts of K in which it is summed."""
         for num_out, num_in in matrix_shapes(model):
             yield num_out, Tiles.of(num_out, num_in, itemsize(self.dtype)).splits
-        for e in {
-            block.experts for block in model.blocks if block.experts is not None
-        }:  # of all experts that a row chooses
+        # A row is multiplied by all experts that it chooses at once.
+        for e in {block.experts for block in model.blocks if block.experts is not None}:
             inner, hidden = e.mlp.size * (2 if e.mlp.gated else 1), model.hidden_size
             for num_out, num_in in ((inner, hidden), (hidden, e.mlp.size)):
                 yield e.chosen * num_out, Tiles.of(num_out, num_in, itemsize(self.dtype), e.chosen).splits
 
     def _logit_bytes(self, model: Spec, num_rows: int) -> int:
-        """Return the float32 bytes of logits, their probabilities, and their parts where K is cut."""
+        """Return the float32 bytes of logits, their probabilities, and the partial sums of logits where K is cut."""
         return 3 * num_rows * model.vocab_size * FLOAT_BYTES
 
     def _graph_bytes(self, run: Pass) -> int:
-        """Return the bytes of static rows and probabilities for all sizes of passes, and the work of the largest."""
+        """Return the bytes that graphs keep.
+
+        They are static rows and probabilities for each number of rows in GRAPH_ROWS, and the work of the largest pass.
+        """
         num = sum(GRAPH_ROWS)
         static = num * (2 * run.model.hidden_size + run.model.vocab_size) * FLOAT_BYTES
         return static + self._row_bytes(run, GRAPH_ROWS[-1]) + self._logit_bytes(run.model, GRAPH_ROWS[-1])
@@ -108,7 +117,7 @@ class CudaSizes(ReferenceSizes):
 
 @cache
 def tile_bytes(scheme: Scheme, num_in: int) -> int:
-    """Return the bytes of a tile of packed outputs, found by packing one."""
+    """Return the bytes of a tile of packed outputs, found by packing one tile."""
     groups, supers = num_in // scheme.group, num_in // scheme.super_group if scheme.super_group else 0
     is_zero = scheme.offset == "zero"
 

@@ -1,8 +1,8 @@
 """Models of the CUDA backend: a pass of a few rows is one CUDA graph, with one copy to the device before it.
 
 Blocks like Llama's or Gemma's run on joined kernels: two for the products of attention, two for the products of the
-feed-forward part, and one behind each. Experts may take the place of the feed-forward part (ops/cuda/experts.py). Other
-blocks run operator by operator, as in ops/torch.py, in the same graph.
+feed-forward part, and further ones that do everything between two products. Experts may take the place of the
+feed-forward part (ops/cuda/experts.py). Other blocks run operator by operator, as in ops/torch.py, in the same graph.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from forerun.ops.torch_tensors import DeviceWeights, host_of, torch_dtype
 from forerun.sampling.arithmetic import Row
 from forerun.types import Afar, Draw, Probs, RaggedBatch, Stop
 
-GRAPH_TAIL = 64  # nodes on the path to a row of a tree, in a graph
+GRAPH_TAIL = 64  # the most nodes on the path to a row of a tree, for passes in a graph
 LEAST_POSITIONS = 4096  # of a table of cos and sin, which grows where a text is longer
 
 Told = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
@@ -53,7 +53,10 @@ Told = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
 
 @dataclass
 class _Stream:
-    """The residual stream x [T, H] between two parts of blocks, and what is still to be added to it."""
+    """The residual stream x [T, H] between two parts of blocks, and the branch that is still to be added to x.
+
+    post: the norm of the branch, or with at_sum the norm of the sum. scale: the factor of the branch.
+    """
 
     x: Tensor
     branch: Parts | None = None
@@ -63,7 +66,7 @@ class _Stream:
 
 
 class _Joined:
-    """A block that runs on joined kernels; `joins` tells which blocks do."""
+    """A block that runs on joined kernels; `joins` tells which blocks can."""
 
     def __init__(self, ops: CudaOps, block: TorchBlock, dtype: torch.dtype) -> None:
         self.ops, self.block, self.dtype = ops, block, dtype
@@ -81,7 +84,7 @@ class _Joined:
             self.up, self.down = _whole(self.mlp.up), self.mlp.down.parts[0]
 
     def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _Stream:
-        """Run the block; the stream that it returns has the feed-forward part still to add."""
+        """Run the block. In the stream that it returns, the output of the feed-forward part is still to be added."""
         ops, a, rows = self.ops, self.a, cast(Rows, step.views[0])
         assert step.cache is not None
         x, y = added(ops, stream, self.pre_attention, self.dtype)
@@ -94,7 +97,7 @@ class _Joined:
         return _Stream(x, self._fed_forward(x, y), self.post_mlp, self.at_sum, self.scale)
 
     def _fed_forward(self, x: Tensor, y: Tensor) -> Parts:
-        """Compute the feed-forward part, or the experts, of rows y, which are x behind the norm."""
+        """Compute the feed-forward part, or the experts, on rows y, which are the rows x after their norm."""
         ops = self.ops
         if self.experts is not None:
             return self.experts.parts(y, x)
@@ -157,7 +160,7 @@ def _kind_of(norm: Normed | None) -> str:
 
 
 def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the residual stream with its branch added, and the same behind a norm."""
+    """Return the residual stream with its branch added, and this sum after the norm `pre`."""
     if stream.branch is None and pre is None and dtype == stream.x.dtype:
         return stream.x, stream.x
     return ops.added(stream.x, stream.branch, stream.post, pre, dtype, at_sum=stream.at_sum, scale=stream.scale)
@@ -195,7 +198,7 @@ def _same_biases(product: Any) -> bool:
 class _Graph:
     """A captured pass with the tensors that it reads and writes.
 
-    keeps: what must live as long as the graph, beside these.
+    keeps: other objects that must live as long as the graph.
     """
 
     replay: Callable[[], None]
@@ -207,7 +210,7 @@ class _Graph:
 
 
 class _Numbers:
-    """The numbers of a pass on their way to the device: a pinned copy on the host, and one buffer on the device."""
+    """The description of a pass (see Rows) on its way to the device: a pinned host copy and a device buffer."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, is_cuda = layout, device.type == "cuda"
@@ -217,16 +220,16 @@ class _Numbers:
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, *, sees_all: bool) -> int:
-        """Copy the numbers of a pass to the device; returns the most keys that a row sees."""
+        """Copy the description of a pass to the device; return the most keys that a row sees."""
         return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens, sees_all=sees_all))
 
     def send_alike(self, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-        """Copy the numbers of a pass whose rows all see `lengths` keys of their run; returns the most keys."""
+        """Do as `send` for a pass that writes no keys, in which each row of run b sees lengths[b] keys."""
         return self._send(lambda array: fill_alike(array, self.layout, batch, tables, lengths))
 
     def _send(self, write: Callable[[Any], int]) -> int:
         if self._sent is not None:
-            self._sent.synchronize()  # the pass before may not have read them yet
+            self._sent.synchronize()  # the previous copy may not have read the host's array yet
         most = write(self._array)
         self.device.copy_(self.host, non_blocking=True)
         if self._sent is not None:
@@ -239,7 +242,7 @@ class CudaModel(TorchModel):
 
     def __init__(self, spec: Spec, weights: Laid, ops: ReferenceOps, lent: Lent | None = None) -> None:
         super().__init__(spec, weights, ops, weights.join, lent)
-        self.weights, self._packed = weights, None  # with a `join`, super() lets the weights go, for backends that copy
+        self.weights, self._packed = weights, None  # super() dropped the weights, for backends that copy them
         self._cuda = cast(CudaOps, ops)
         self._tally = on_device(self._cuda, self.blocks, torch_dtype(self.weight_dtype))
         self._joined = [
@@ -250,7 +253,7 @@ class CudaModel(TorchModel):
         self._numbers: dict[Any, _Numbers] = {}
         self._num_positions = 0
         self._sampler = Sampler(self._cuda.largest_in_parts)
-        self._memory: Any = None  # that all graphs share
+        self._memory: Any = None  # the memory pool that all graphs share
         self._num_draws = 0
         inputs = self._layer_inputs
         if inputs is not None and isinstance(inputs.table, Packed):
@@ -271,7 +274,7 @@ class CudaModel(TorchModel):
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run one pass, as TorchModel.forward. Rows are float32, and `wait` fills in num_experts."""
+        """Run one pass; see TorchModel.forward. The returned rows are float32, and `wait` fills in num_experts."""
         passed = self._pass(batch, cache, layers, hidden, taps)
         if self._tally is None or not len(passed.hidden):
             return passed
@@ -317,7 +320,7 @@ class CudaModel(TorchModel):
         return Passed(graph.out[:num].clone(), inner)
 
     def wait(self) -> None:
-        """Wait until everything launched is computed, and fill in the expert counts of `forward`."""
+        """Wait until everything that was launched is computed, and fill in the expert counts of `forward`."""
         super().wait()
         if self._tally is not None:
             self._tally.arrive()
@@ -332,7 +335,7 @@ class CudaModel(TorchModel):
         taps: Mapping[int, Tensor],
         sources: Rows | None = None,
     ) -> Tensor:
-        """Launch the kernels of one pass."""
+        """Launch the kernels of one pass, and return its rows."""
         ops = self._cuda
         x, read = self._begun(rows.ids, rows.positions, hidden, chosen)
         stream = _Stream(x.float().contiguous())
@@ -379,12 +382,12 @@ class CudaModel(TorchModel):
         )
 
     def _table(self, turn: Turn) -> Tensor:
-        """Return cos and sin of every position that was needed so far [positions, 2, turned dimensions]."""
+        """Return cos and sin of every position that was needed so far, [positions, 2, turned dimensions]."""
         table = self._rotations[turn].table(self._num_positions)
         return table.view(len(table), 2, -1)
 
     def _need_positions(self, end: int) -> None:
-        """Grow the tables of rotations to `end` positions, and drop graphs that read shorter tables."""
+        """Grow the rotation tables to at least `end` positions, and drop the graphs, which read the shorter tables."""
         if end > self._num_positions:
             self._num_positions = max(LEAST_POSITIONS, 1 << (end - 1).bit_length())
             for rotations in self._rotations.values():
@@ -401,7 +404,7 @@ class CudaModel(TorchModel):
         layout: Layout,
         wanted: tuple[tuple[int, ...], bool, bool, tuple[int, ...]],
     ) -> _Graph:
-        """Return the graph of a pass like this one, capturing it if there is none yet, and send the pass's numbers."""
+        """Return the graph for a pass like this one, captured if there is none yet, and send the pass's description."""
         size = next(n for n in GRAPH_ROWS if n >= layout.rows)
         runs = next(n for n in GRAPH_ROWS if n >= layout.runs)
         tail = 1 if layout.tail == 1 else GRAPH_TAIL
@@ -434,7 +437,7 @@ class CudaModel(TorchModel):
         return Rows(batch, NO_ROWS, [], numbers.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
-        """Return where the sources of a batch lie in the cache; all rows of a run see its source."""
+        """Describe where a batch's sources lie in the cache, for rows that each see the source of their run."""
         if self.encoder is None:
             return None
         check_sources(batch)
@@ -444,7 +447,10 @@ class CudaModel(TorchModel):
         )
 
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
-        """Send the same for a graph of this many rows and runs, and return it with its part of the graph's key."""
+        """Send where a batch's sources lie in the cache, padded to a graph of this many rows and runs.
+
+        Returns the rows, and their part of the graph's key; None for both where there is no encoder.
+        """
         if self.encoder is None:
             return None, None
         check_sources(batch)
@@ -461,7 +467,7 @@ class CudaModel(TorchModel):
         return source_rows, (layout, num_keys)
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Run a function once, capture it, and return its replay and the result that a replay writes."""
+        """Run a function once and capture it; return the replay of the capture, and the result that a replay writes."""
         with torch.inference_mode():
             stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self.place))
@@ -480,9 +486,10 @@ class CudaModel(TorchModel):
 
     @torch.inference_mode()
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return id and value of the largest of the first `num_ids` logits of each of these rows of hidden [T, H].
+        """Return the id and value of the largest logit for each of these rows of hidden [T, H].
 
-        Ties go to the lowest id, and NaN counts as the largest. One copy comes to the host.
+        Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest. The results
+        come to the host in one copy.
         """
         if not rows:
             return [], []
@@ -491,7 +498,7 @@ class CudaModel(TorchModel):
         return [int(id_) for id_ in ids], values
 
     def _best(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """Return ids and values of the largest logits of rows, float32 [2, R]."""
+        """Return the id and value of each row's largest logit, float32 [2, R]."""
         num = len(hidden)
         if not self._captures or num > GRAPH_ROWS[-1]:
             return self._largest(hidden, num_ids)
@@ -518,11 +525,12 @@ class CudaModel(TorchModel):
     def draw(
         self, hidden: Tensor, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
     ) -> tuple[list[Probs], list[int]]:
-        """Draw an id from the first `num_ids` logits of each of these rows of hidden [T, H], as its draw says.
+        """Draw an id for each of these rows of hidden [T, H], with the settings at the same place in `draws`.
 
-        asked: for each row, further ids whose probabilities are wanted. Returns the distributions and the likeliest
-        ids, -1 where logits are no numbers. The weights of the distributions stay on the device, and can be fetched
-        until the next draw. One copy comes to the host.
+        Only the first `num_ids` ids take part. asked: for each row, further ids whose probabilities are wanted. Returns
+        each row's distribution and likeliest id; the id is -1 where the row's largest logit is NaN or infinite. The
+        weights of the distributions stay on the device, and can be fetched until the next draw. All other results come
+        to the host in one copy.
         """
         drawn = self._drawn(hidden if len(rows) == len(hidden) else hidden[rows], num_ids, draws)
         width = drawn.probs.shape[1]
@@ -542,7 +550,7 @@ class CudaModel(TorchModel):
         return distributions, best
 
     def _fetching(self, probs: Tensor, row: int) -> Callable[[], Row]:
-        """Return a function that copies a row to the host; behind the next draw it raises InternalError."""
+        """Return a function that copies a row of `probs` to the host; it raises InternalError after the next draw."""
         number = self._num_draws
 
         def fetch() -> Row:
@@ -553,7 +561,7 @@ class CudaModel(TorchModel):
         return fetch
 
     def _drawn(self, hidden: Tensor, num_ids: int, draws: Seq[Draw]) -> Drawn:
-        """Draw from the logits of rows hidden [R, H]; the result holds until the next call."""
+        """Draw from the logits of rows hidden [R, H]; the result is valid until the next call."""
         self._num_draws += 1
         num, cuts = len(hidden), Cuts.of(draws, num_ids)
         size = next((n for n in GRAPH_ROWS if n >= num), num) if self._captures else num
@@ -598,7 +606,7 @@ class CudaModel(TorchModel):
         layer_rows: Seq[Tensor] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run with one synchronisation, or two with draws; as CpuModel.run_ahead, which says more."""
+        """Continue each run with one synchronisation, or two with draws; see CpuModel.run_ahead."""
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
         if not batch.slots:
@@ -633,7 +641,7 @@ class CudaModel(TorchModel):
         found: Tensor,
         told: _Told,
     ) -> list[list[int]] | None:
-        """Feed the ids found so far, one by one: each pass is one replay of a graph that ends in the next ids."""
+        """Continue each run after its first id, `found`. Each pass replays a graph that ends in the next ids."""
         num, steps = len(batch.slots), max(lengths)
         size = next((n for n in GRAPH_ROWS if n >= num), num)
         starts = list(range(num + 1))
@@ -712,7 +720,7 @@ class CudaModel(TorchModel):
         return _Graph(replay, out, rows, keeps=ahead)
 
     def _ids(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """Return the likeliest id of each row, int32 on the device; -1 where logits are no numbers."""
+        """Return the likeliest id of each row, int32 on the device; -1 where the largest logit is NaN or infinite."""
         return self._cuda.largest(self.logits(hidden, num_ids))[1]
 
     @staticmethod
@@ -724,17 +732,17 @@ class CudaModel(TorchModel):
 
     @property
     def weight_bits(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The bits of the quantised matrices, ascending; () = no matrix is quantised."""
+        """The bit widths of the quantised matrices, ascending; () = no matrix is quantised."""
         return tuple(sorted({part.bits for part in cast(Laid, self.weights).values() if isinstance(part, Packed)}))
 
     @property
     def precision(self) -> str:
-        """The precision of the weights in words: 4-bit and 8-bit weights, or bfloat16 weights."""
+        """The precision of the weights in words, such as "4-bit and 8-bit weights" or "bfloat16 weights"."""
         dense = any(part.ndim > 1 for part in self.weights.values() if isinstance(part, Tensor))
         return kinds_in_words(self.weight_bits, [self.weight_dtype] * (dense or not self.weight_bits))
 
     def rounded(self, quantization: Quantization) -> CudaModel:
-        """Return a second model of these weights with every matrix rounded; this one stays as it is.
+        """Return a second model of these weights with every matrix rounded; this model stays as it is.
 
         Raises BadOption where a matrix already has no more bits than asked for, or groups do not divide a row.
         """
@@ -753,12 +761,12 @@ class CudaModel(TorchModel):
         return CudaModel(self.config, Laid(self.config, DeviceWeights(weights, self.device)), self.ops, self._lent)
 
     def _dense_rows(self, name: str, rows: range) -> Tensor:
-        """Return rows of a matrix, dequantised where it is packed."""
+        """Return rows of a matrix, dequantised where the matrix is packed."""
         matrix = self.weights[name][rows.start : rows.stop]
         return matrix.float() if isinstance(matrix, Packed) else matrix
 
 
-MOST_AHEAD = 256  # passes of one run ahead
+MOST_AHEAD = 256  # passes of one call of `run_ahead`
 
 
 def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[], Row]) -> Probs:
@@ -769,9 +777,10 @@ def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[]
 
 
 class _Told:
-    """Collects what a run ahead draws besides ids: their probabilities, and whole rows where a judge may need them.
+    """The probabilities of the ids that `run_ahead` draws, and whole distributions where the judge may need them.
 
-    Where the drafter shares the noise of its target, a rejected token is replaced without a look at the rows.
+    Where the drafter shares the noise of its target, a rejected token is replaced without a look at the draft's
+    distributions.
     """
 
     def __init__(self, draws: Seq[Draw]) -> None:
@@ -781,7 +790,7 @@ class _Told:
         self._rows: list[Tensor] = []
 
     def add(self, drawn: Drawn) -> None:
-        """Copy what one pass drew, before the next one writes over it."""
+        """Copy the draws of one pass before the next pass overwrites them."""
         num = len(self.draws)
         self._chances.append(drawn.chances[:num].clone())
         if self._keeps_rows:
@@ -805,10 +814,10 @@ class _Told:
 
 
 class _Ahead:
-    """The data that a run ahead keeps on the device between its passes."""
+    """The data that `run_ahead` keeps on the device between its passes."""
 
-    settings: Settings | None = None  # how its rows are drawn; None = they take the likeliest id
-    drawn: Drawn | None = None  # by the last pass
+    settings: Settings | None = None  # how rows are drawn; None = they take the likeliest id
+    drawn: Drawn | None = None  # the draws of the last pass
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
@@ -823,7 +832,7 @@ class _Ahead:
     def begin(
         self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, limits: list[int], found: Tensor
     ) -> None:
-        """Begin behind the last row of each run; found: the first ids to feed."""
+        """Prepare to continue each run after its last row. found: the first ids to feed."""
         array = self._host.numpy()
         size, num = self.layout.size, len(limits)
         fill(array[:size], self.layout, batch, tables, block_tokens)

@@ -1,9 +1,10 @@
-"""The CUDA operators: Triton kernels behind the interface of ops/reference.py.
+"""The CUDA operators: the interface of ops/reference.py, implemented by Triton kernels.
 
-Rows are float32 between two operators, whatever the weights are. The inputs of a product are rounded to the type of
-its weights, and so are queries, and keys and values on their way into the cache. The bits of a row depend on that row,
-its keys and values and the card alone, not on the number of rows, nor on where the cache keeps a token: tiles of 16
-rows, filled up, and fixed parts of K and of keys (ops/cuda/kernels.py, docs/development/gpu.md).
+Rows are float32 between two operators, whatever the dtype of the weights. The inputs of a product are rounded to the
+dtype of its weights, and so are queries, and keys and values before they enter the cache. The bits of a row depend only
+on that row, its keys and values, and the card. They do not depend on the number of rows, nor on where the cache keeps a
+token, because tiles of rows are padded, and K and keys are cut into fixed parts (ops/cuda/kernels.py,
+docs/development/gpu.md).
 
 Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, slowly, for tests.
 """
@@ -35,7 +36,7 @@ WIDE_BYTES = 512
 ROWS = (16, 32, 64)  # of a tile; 16 is what the matrix instructions take at least
 AHEAD_LINES = 2  # cache lines of 128 bytes of each output's weights that are prefetched
 AHEAD_BYTES = 8192  # of codes that a program prefetches
-PROGRAMS = 384  # of a product of codes, where K can be cut into so many parts
+PROGRAMS = 384  # the least number for a product of codes, where K can be cut into enough parts
 PART_IDS = 4096  # logits that one program looks through
 PARTS_BYTES = 64 << 20  # of attention parts that are in memory at once
 
@@ -47,7 +48,11 @@ def interprets() -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut. outs, ins: of a tile of weights. splits: parts of K. part: inputs of each, whole tiles."""
+    """How a product is cut into tiles.
+
+    outs, ins: the outputs and inputs of a tile of weights. splits: the number of parts of K. part: the number of inputs
+    of each part, a multiple of `ins`.
+    """
 
     outs: int
     ins: int
@@ -59,9 +64,9 @@ class Tiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, itemsize: int, times: int = 1) -> Tiles:
-        """Return how a matrix is cut, whatever the number of rows of a pass.
+        """Return how a matrix is cut, which does not depend on the number of rows of a pass.
 
-        times: how many matrices of this size a row is multiplied by at once.
+        times: the number of matrices of this size that a row is multiplied by at once.
         """
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:
@@ -79,7 +84,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class CodeTiles:
-    """How a product of codes is cut. steps: of inputs, in all; splits: parts of K; part: steps of each."""
+    """How a product of packed codes is cut.
+
+    steps: the number of steps of STEP inputs, in all. splits: the number of parts of K. part: the number of steps of
+    each part.
+    """
 
     steps: int
     splits: int
@@ -90,7 +99,7 @@ class CodeTiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, times: int = 1) -> CodeTiles:
-        """Return how a matrix is cut, whatever the number of rows of a pass. times: as for Tiles."""
+        """Return how a matrix is cut, which does not depend on the number of rows of a pass. times: see Tiles.of."""
         tiles, steps = -(-num_out // TILE), -(-num_in // STEP)
         # Three programs or more for each processor of a large card, as long as a part has two steps.
         splits = 1
@@ -102,7 +111,7 @@ class CodeTiles:
 
 @dataclass(frozen=True)
 class Parts:
-    """A product as parts [splits, T, O], to be added in order, and a bias that is not in them yet."""
+    """A product as partial sums [splits, T, O], to be added in order, and a bias that is not added yet."""
 
     sums: Tensor
     bias: Tensor | None
@@ -114,36 +123,35 @@ class Parts:
 
 
 class CudaOps(ReferenceOps):
-    """The operators of ReferenceOps as Triton kernels. Weights are tensors, on the device, of one of DTYPES."""
+    """The operators of ReferenceOps as Triton kernels. Weights are tensors on the device with one of DTYPES."""
 
     def __init__(self) -> None:
         super().__init__()
         self.row_invariant, self.extra_row, self.name = True, 0.01, "cuda"
-        self._biases: dict[
-            int, tuple[Scoring, Tensor]
-        ] = {}  # of relative positions by distance; the Scoring keeps the id valid
+        # Biases of relative positions by distance, by the id of a Scoring, which is kept so that the id stays valid.
+        self._biases: dict[int, tuple[Scoring, Tensor]] = {}
         from forerun.ops.cuda import expert_kernels, kernels
 
         self.kernels: Any = kernels
         self.expert_kernels: Any = expert_kernels
-        # Kernels begin before the one before them has ended, on cards that can (programmatic dependent launch).
+        # On cards that can, a kernel begins before the previous one has ended (programmatic dependent launch).
         self.early = not interprets() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         self.shared_bytes = _shared_bytes()
-        # Set here because Triton's default, and the bits with it, changes from version to version.
+        # Fusion is set here because Triton's default, and with it the bits, changes from version to version.
         self.launch: dict[str, Any] = {"EARLY": self.early, "enable_fp_fusion": True}
         if self.early:
             self.launch["launch_pdl"] = True
 
     @property
     def build(self) -> str:
-        """The versions behind a result: bits are promised, and speeds were measured, for them alone."""
+        """The version of Triton and the card: bits are promised, and speeds were measured, for these alone."""
         import triton
 
         card = "interpreter" if interprets() else torch.cuda.get_device_name()
         return f"Triton {triton.__version__}, {card}"
 
     def auto_dtype(self, device: str, stored: str) -> str:
-        """Return the stored type where it has 16 bits, else bfloat16."""
+        """Return the stored dtype if it has 16 bits, otherwise bfloat16."""
         return stored if stored in ("bfloat16", "float16") else "bfloat16"
 
     def rows_dtype(self, weights: str) -> str:
@@ -157,7 +165,7 @@ class CudaOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------------- products
 
     def product(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, *, whole: bool = False) -> Parts:
-        """Multiply x [T, I] by weight [O, I]; whole: add the bias here if the product has one part."""
+        """Multiply x [T, I] by weight [O, I]. whole: whether to add the bias here if the product has one part."""
         if isinstance(weight, Packed):
             return self._product_of_codes(x, weight, bias, whole=whole)
         x = x if x.dtype == weight.dtype else x.to(weight.dtype)
@@ -196,7 +204,7 @@ class CudaOps(ReferenceOps):
         return Parts(sums, None if adds_bias else bias)
 
     def stages(self, most: int, num_bytes: int) -> int:
-        """Return how many steps of a product run at once, where each takes `num_bytes` of shared memory.
+        """Return how many steps of a product are in flight at once. Each takes `num_bytes` of shared memory.
 
         The number does not change the result.
         """
@@ -235,7 +243,7 @@ class CudaOps(ReferenceOps):
 
     @staticmethod
     def code_constants(weight: Packed) -> dict[str, Any]:
-        """Return the constants that a kernel of code products is compiled with for a matrix."""
+        """Return the compile-time constants of a code product's kernel for a matrix."""
         return {
             "KIND": weight.kind,
             "GROUP": weight.group,
@@ -249,9 +257,9 @@ class CudaOps(ReferenceOps):
 
     @staticmethod
     def cut(num: int, outs: int) -> tuple[int, int]:
-        """Return the rows and outputs of a tile. outs: the outputs for few rows.
+        """Return how many rows and how many outputs a tile has. outs: the number of outputs where rows are few.
 
-        Neither changes the bits of a row; the fields of Tiles do.
+        Neither number changes the bits of the product's rows; the fields of Tiles do.
         """
         rows = next((rows for rows in ROWS if num <= rows), ROWS[-1])
         return rows, max(outs, 64) if rows == ROWS[-1] else outs
@@ -280,7 +288,7 @@ class CudaOps(ReferenceOps):
         return out
 
     def inner(self, act: Act, gated: bool, found: Parts, dtype: torch.dtype) -> Tensor:
-        """Compute the inner rows [T, size] of a feed-forward part, in the type of the next weights."""
+        """Return the inner rows [T, size] of a feed-forward part, of type `dtype`: the product `found`, activated."""
         _, num, width = found.sums.shape
         size = width // 2 if gated else width
         out = torch.empty(num, size, dtype=dtype, device=found.sums.device)
@@ -301,7 +309,7 @@ class CudaOps(ReferenceOps):
         return out
 
     def activated(self, act: Act, x: Tensor) -> Tensor:
-        """Compute an activation of every number."""
+        """Apply an activation to every number."""
         rows = x.flatten(0, -2).contiguous()
         return self.inner(act, False, Parts(rows[None], None), torch.float32).view(x.shape)
 
@@ -310,9 +318,9 @@ class CudaOps(ReferenceOps):
         return self.inner(act, True, Parts(torch.cat((gate, up), -1)[None], None), torch.float32)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return id and value of the largest of each row of logits [T, V], float32 [2, T], and the ids, int32 [T].
+        """Find the largest logit of each row [T, V]; return ids and values, float32 [2, T], and the ids, int32 [T].
 
-        Ties go to the lowest id. Where logits are no numbers the value is infinite, and the second id is -1.
+        Ties go to the lowest id. A NaN counts as infinity. Where the value is infinite, the int32 id is -1.
         """
         num, device = len(logits), logits.device
         values, ids = self.largest_in_parts(logits, PART_IDS)
@@ -324,7 +332,7 @@ class CudaOps(ReferenceOps):
         return pairs, best
 
     def largest_in_parts(self, logits: Tensor, part_ids: int) -> tuple[Tensor, Tensor]:
-        """Return value and id of the largest of each part of `part_ids` logits: float32 and int32 [T, parts]."""
+        """Return value and id of the largest logit in each part of `part_ids` ids: float32 and int32 [T, parts]."""
         num, width = logits.shape
         parts = -(-width // part_ids)
         values = torch.empty(num, parts, dtype=torch.float32, device=logits.device)
@@ -348,7 +356,10 @@ class CudaOps(ReferenceOps):
         at_sum: bool = False,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Add a branch, behind its norm `post`, to rows x [T, H]; return the sums, also behind the norm `pre`."""
+        """Add a branch, after its norm `post`, to rows x [T, H]; return the sums, and the sums after the norm `pre`.
+
+        at_sum: whether `post` norms the sums instead of the branch. scale: the factor of the branch.
+        """
         num, width = x.shape
         sums = x if branch is None else torch.empty_like(x)
         out = torch.empty(num, width, dtype=dtype, device=x.device)
@@ -407,7 +418,7 @@ class CudaOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------------ attention
 
     def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Any:
-        """Return where the keys of each row lie, on the device."""
+        """Return the description of a pass on the device, which says where the keys of each row lie."""
         return rows_of_view(view, torch.device(device))
 
     def attention(
@@ -479,9 +490,8 @@ class CudaOps(ReferenceOps):
         sees_all = scoring.sees_all and (window is not None or biases is not None)
         scale = dim**-0.5 if scoring.scale is None else scoring.scale
         block = max(16, _power(dim))
-        wide = max(
-            1, block * pool.keys.element_size() // WIDE_BYTES
-        )  # so that the keys and values of a step fit on any card
+        # For wide heads a step has fewer keys, so that its keys and values fit on any card.
+        wide = max(1, block * pool.keys.element_size() // WIDE_BYTES)
         keys = max(16, KEYS // wide)
         self.kernels.attended[(num, kv_heads, splits)](
             queries,
@@ -546,7 +556,7 @@ class CudaOps(ReferenceOps):
             )
 
     def _by_distance(self, scoring: Scoring) -> Tensor | None:
-        """Return biases by the distance from key to row, float32 [heads, 2 reach + 1], from -reach on; or None."""
+        """Return biases by the distance from row back to key, float32 [heads, 2 reach + 1], from -reach on; or None."""
         if scoring.buckets is None or scoring.table is None:
             return None
         if id(scoring) not in self._biases:
@@ -559,7 +569,7 @@ class CudaOps(ReferenceOps):
 
 
 def _shared_bytes() -> int:
-    """Return the shared memory that one program may have on the card; without a card, on the smallest card."""
+    """Return the shared memory that one program may have on this card, or without a card on the smallest card."""
     if interprets() or not torch.cuda.is_available():
         return LEAST_SHARED_BYTES
     driver: Any = importlib.import_module("triton.runtime").driver.active
@@ -572,7 +582,7 @@ def _power(n: int) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return the precision with which products of a type are computed: float32 exactly, not as TF32."""
+    """Return the precision of products of a dtype; float32 is multiplied exactly, not as TF32."""
     if interprets():
         return "widened"
     return "ieee" if dtype == torch.float32 else "tf32"

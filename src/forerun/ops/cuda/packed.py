@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits on a CUDA device, laid out for the product kernel, and the placing of matrices."""
+"""Weights of 4 and 8 bits, laid out for the CUDA product kernel, and the placing of a model's matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from forerun.ops.torch_tensors import tensor_of
 TILE = 64  # outputs of a tile: what the matrix instructions of four warps take
 STEP = 128  # inputs of a step of the kernel; rows of codes are filled up with zeros
 LEAST_GROUP = 16  # weights of a group: what the matrix instructions take at least
-OF_GROUPS = ("scales", "zeros", "minimums", "supers", "super_minimums")  # tensors of numbers
+OF_GROUPS = ("scales", "zeros", "minimums", "supers", "super_minimums")  # tensors with numbers of groups
 
 
 def packs(scheme: Scheme) -> bool:
@@ -31,7 +31,7 @@ def packs(scheme: Scheme) -> bool:
 
 
 def _span(group: int) -> int:
-    """Return how many inputs share a scale in memory: a multiple of a step, or a power of two that divides one."""
+    """Return how many inputs share a scale in memory: a multiple of STEP, or a power of two that divides STEP."""
     return group if group % STEP == 0 else group & -group
 
 
@@ -39,15 +39,17 @@ def _span(group: int) -> int:
 class Packed:
     """A matrix [O, I] of 4 or 8 bits: weight = scale * (code - zero) - minimum, by group.
 
-    kind: "int4", codes 0 to 15; "int8", signed bytes, no zeros; "fp8", floats of 8 bits (e4m3), no zeros. group: inputs
-    that share a scale. zero: the zero point of all 4-bit codes where there are no zeros. scales, zeros, minimums
-    [tiles, groups, 64]: zeros are uint8, None = `zero`; minimums None = 0. super_group: inputs that share one more
-    factor of scales, supers [tiles, super groups, 64], and one of minimums, super_minimums; 0 = None.
+    kind: "int4" (codes 0 to 15), "int8" (signed bytes, without zeros) or "fp8" (floats of 8 bits, e4m3, without zeros).
+    group: the number of inputs that share a scale. scales, zeros, minimums: [tiles, groups, 64]. zeros are uint8;
+    None = every 4-bit code has the zero point `zero`. minimums: None = 0. super_group: the number of inputs that share
+    one more factor of scales, in supers [tiles, super groups, 64], and one more of minimums, in super_minimums;
+    0 = there are no such factors, and both are None.
 
     codes: int32 [tiles, units, 4, 8, 4, 4], the words in the order in which threads multiply them. A tile is 64
-    outputs, a unit 64 inputs of 4 bits or 32 of 8: 4 warps, of 8 by 4 threads, of 4 words each. Output 16 w + 8 h + g
-    and input 16 n + 8 j + 2 t + e lie with warp w and thread (g, t). Of 4 bits its word n has them as nibble
-    4 e + 2 h + j; of 8 bits word 2 n + h as byte 2 e + j. Numbers of a group lie in the order w, g, h.
+    outputs. A unit is 64 inputs of 4 bits, or 32 of 8 bits, and belongs to 4 warps of 8 by 4 threads, with 4 words for
+    each thread. The code of output 16 w + 8 h + g and input 16 n + 8 j + 2 t + e lies with warp w and thread (g, t). A
+    code of 4 bits is nibble 4 e + 2 h + j of the thread's word n. A code of 8 bits is byte 2 e + j of the thread's
+    word 2 n + h. The numbers of a group lie in the order w, g, h.
     """
 
     kind: str
@@ -93,7 +95,7 @@ class Packed:
 
     @property
     def for_kernels(self) -> list[Tensor]:
-        """The codes and the tensors of OF_GROUPS, in the order in which kernels take them; codes for a missing one."""
+        """The codes and the tensors of OF_GROUPS in the kernels' order, with the codes in place of a missing tensor."""
         tensors = self._tensors()
         return [tensors.get(name, self.codes) for name in ("codes", *OF_GROUPS)]
 
@@ -105,7 +107,11 @@ class Packed:
     @overload
     def __getitem__(self, rows: list[int]) -> Tensor: ...
     def __getitem__(self, rows: slice | list[int]) -> Packed | Tensor:
-        """Return some outputs: a slice stays packed, without a copy where it begins a tile; a list is as for `rows`."""
+        """Return some outputs.
+
+        A slice stays packed, and is not copied where it begins at a tile. A list of outputs comes dequantised; see
+        `rows`.
+        """
         if not isinstance(rows, slice):
             return self.rows(torch.tensor(rows, dtype=torch.int64, device=self.device))
         first, stop, _ = rows.indices(self.num_out)
@@ -118,7 +124,7 @@ class Packed:
         return replace(self, num_out=num, **parts)
 
     def _taken(self, name: str, ids: Tensor) -> Tensor:
-        """Return some outputs of a tensor in order: uint8 codes [n, I], or the numbers of groups [n, groups]."""
+        """Return some outputs of the tensor `name` in order: uint8 codes [n, I], or numbers of groups [n, groups]."""
         part: Tensor = getattr(self, name)
         tile, place = ids // TILE, ids % TILE
         warp, half, thread = place // 16, place // 8 % 2, place % 8
@@ -138,7 +144,7 @@ class Packed:
         return codes.flatten(1)[:, : self.num_in]
 
     def _tiled(self, parts: Mapping[str, Tensor]) -> Packed:
-        """Return a matrix like this one, from tensors in the order of outputs, as `_taken` returns them."""
+        """Return a matrix in the form of this one, from tensors in the order of outputs, as `_taken` returns them."""
         num_out, num_in = parts["codes"].shape
         codes = _filled(parts["codes"], -(-num_in // STEP) * STEP)
         if self.kind == "int4":  # w, h, g, n (units of 4), j, t, e
@@ -181,13 +187,13 @@ class Packed:
         return whole
 
     def float(self) -> Tensor:
-        """Return the whole matrix as it is multiplied, in float32."""
+        """Return the whole matrix dequantised in float32, with the numbers that products use."""
         ids = torch.arange(self.num_out, device=self.device)
         return torch.cat([self.rows(part) for part in torch.split(ids, 4096)])
 
     @classmethod
     def of(cls, matrix: QuantisedMatrix, device: torch.device) -> Packed:
-        """Read a quantised matrix on its way to the device, whole tiles at a time."""
+        """Read a quantised matrix and lay it out on the device, whole tiles at a time."""
         tiles, left = list[Packed](), dict[str, Tensor]()
         unlaid: Packed | None = None
         for rows in matrix.blocks():
@@ -220,7 +226,7 @@ class Packed:
 
     @classmethod
     def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> tuple[Packed, dict[str, Tensor]]:
-        """Return a matrix whose tensors are not laid out yet, and these tensors in the order of outputs."""
+        """Return a matrix of these rows, still without its layout, and its tensors in the order of outputs."""
         rows = rows.looked_up()
         scheme, num_in = rows.scheme, rows.codes.shape[1]
         kind = "fp8" if scheme.floats else "int4" if scheme.bits <= 4 else "int8"
@@ -233,7 +239,7 @@ class Packed:
             numbers["minimums"] = None if rows.minimums is None else least
         codes, zero = tensor_of(rows.codes), 0
         if scheme.zero is not None:
-            codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)  # floats have 0
+            codes, zero = (codes, scheme.zero) if kind == "int4" else (codes - scheme.zero, 0)  # fp8 has zero point 0
         elif kind == "int4":
             numbers["zeros"] = rows.zeros
         else:  # bytes have a sign and no zeros, and the product of a scale and a whole number of 8 bits is exact
@@ -255,13 +261,13 @@ class Packed:
 
 
 def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """Fill a matrix up with zeros to so many columns and rows; None = whole tiles."""
+    """Pad a matrix with zeros to this number of columns and rows; None = up to whole tiles."""
     rows = -(-len(part) // TILE) * TILE if rows is None else rows
     return torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - len(part))).contiguous()
 
 
 class Laid(Mapping[str, Any]):
-    """The weights of a model on the device, matrices of one product side by side.
+    """The weights of a model on the device, with the matrices of one product side by side.
 
     wholes: each packed product as one matrix, by the names of its parts.
     """
@@ -283,7 +289,7 @@ class Laid(Mapping[str, Any]):
 
     @staticmethod
     def _some(known: Seq[Weight], weights: Mapping[str, Tensor | QuantisedMatrix]) -> tuple[str, Tensor]:
-        """Return some tensor with its name, which tells the type and the device."""
+        """Return one tensor with its name; the dtype and the device of the model are read from it."""
         for weight in known:
             if weight.role == "vector" and isinstance(tensor := weights[weight.name], Tensor):
                 return weight.name, tensor
@@ -305,7 +311,7 @@ class Laid(Mapping[str, Any]):
         return True
 
     def of_encoder(self, own: Mapping[str, Any]) -> Laid:
-        """Return the encoder's weights. own: the weights, by the names in its spec."""
+        """Return the encoder's weights as Laid. own: these weights, by the names in the encoder's spec."""
         encoder = Laid.__new__(Laid)
         names = {blocks.of_encoder(name): name for name in own}
         encoder._found = dict(own)
@@ -317,7 +323,7 @@ class Laid(Mapping[str, Any]):
         return encoder
 
     def join(self, weights: Mapping[str, Any], names: list[str]) -> Projections:
-        """Return the product of the matrices of these names."""
+        """Return one product of the matrices of these names."""
         whole = self.wholes.get(tuple(f"{name}.weight" for name in names))
         if whole is None:
             return Projections.of(weights, names)
@@ -345,7 +351,7 @@ def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:
 
 
 def _side_by_side(spec: Spec, known: Seq[Weight], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors with each product in one storage, copied if they lie apart."""
+    """Return the tensors with the matrices of each product in one storage, copied there if they lie apart."""
     groups = [group for group in blocks.products(known).values() if len(group) > 1]
     pairs = [(tensors[a.name], tensors[b.name]) for group in groups for a, b in itertools.pairwise(group)]
     if all(a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes for a, b in pairs):

@@ -1,4 +1,4 @@
-"""The rows of one pass of the CUDA backend: where each is written, and where the keys that it sees lie."""
+"""The rows of one pass of the CUDA backend: where each row is written, and where the keys that it sees lie."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from forerun.types import CacheView, RaggedBatch, bits
 
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of passes that are captured; others are filled up to the next of these
-PER_ROW = 6  # numbers of each row: id, position, row of the pool, keys that it sees, keys in its table, its run
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64)  # numbers of rows of captured passes; other passes are padded to the next
+PER_ROW = 6  # numbers for each row: id, position, cache row to write, keys that it sees, keys in its table, its run
 Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The room for the numbers of a pass: rows, tail places of each row, runs, and blocks of each table."""
+    """The sizes of the array that describes a pass: rows, tail entries of each row, runs, and blocks of each table."""
 
     rows: int
     tail: int
@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The number of int32 numbers."""
+        """The number of int32 numbers in the array."""
         return self.rows * (PER_ROW + self.tail) + self.runs * self.blocks
 
 
@@ -37,11 +37,12 @@ NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Rows(CacheView):
-    """The numbers of a pass on the device, int32.
+    """The description of a pass on the device: parts of one int32 array, `numbers`.
 
-    ids, positions, writes, lengths, seen, runs [T]; tails [T, tail]; tables [runs, blocks]. Row t sees lengths[t] keys
-    in the order of their logical positions: the first seen[t] of them where the table of its run says, the others in
-    the rows tails[t]. writes: -1 = nowhere. num_keys: the most keys that a row may see.
+    ids, positions, writes, lengths, seen and runs are [T], tails [T, tail], and tables [runs, blocks]. Row t is written
+    to cache row writes[t], -1 = nowhere. It sees lengths[t] keys in the order of their logical positions. The first
+    seen[t] of these keys lie where the block table of run runs[t] says, and the others in the cache rows tails[t].
+    num_keys: the most keys that a row may see.
     """
 
     numbers: Tensor
@@ -69,13 +70,13 @@ class Rows(CacheView):
     tables: Tensor = None  # type: ignore[assignment]
 
     def part(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return lengths, seen, runs, tails and positions of some rows."""
+        """Return the lengths, seen, runs, tails and positions of some rows."""
         tensors = self.lengths, self.seen, self.runs, self.tails, self.positions
         return tuple(part[start:stop] for part in tensors)  # type: ignore[return-value]
 
 
 def layout_of(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
-    """Return the least layout of a pass."""
+    """Return the smallest layout that holds a pass."""
     tail = max((batch.ancestors[row].bit_count() for row in _tree_rows(batch)), default=0)
     blocks = max((len(table) for table in tables), default=0)
     return Layout(batch.run_starts[-1], max(tail, 1), max(len(batch.slots), 1), max(blocks, 1))
@@ -94,10 +95,10 @@ def fill(
     *,
     sees_all: bool = False,
 ) -> int:
-    """Write the numbers of a pass in a layout that holds them. Returns the most keys that a row sees.
+    """Write the description of a pass into `numbers`, and return the most keys that a row sees.
 
-    sees_all: whether a row sees the whole of its run, which is a chain, and not only what comes before it. Rows of
-    padding see nothing and are written nowhere.
+    layout: a layout that holds the pass. Rows of padding see nothing and are written nowhere. sees_all: whether a row
+    sees the whole of its run, which must be a chain, and not only the rows before it.
     """
     n, num = layout.rows, batch.run_starts[-1]
     by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
@@ -112,9 +113,8 @@ def fill(
         room[b, : len(table)] = table
         rows, end, cached = batch.run(b), batch.end(b), batch.cached[b]
         start, stop = rows.start, rows.stop
-        own = np.arange(
-            end - len(rows), end, dtype=np.int32
-        )  # rows of the slot that the run is written to, in logical order
+        # The run's rows, as indices into the slot, in logical order.
+        own = np.arange(end - len(rows), end, dtype=np.int32)
         by_row[2, start:stop] = table[own // block_tokens] * block_tokens + own % block_tokens
         by_row[5, start:stop] = b
         most = max(most, end)
@@ -131,7 +131,7 @@ def fill(
 
 
 def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-    """Write the numbers of a pass whose rows all see `lengths` keys of their run, and write no keys; see `fill`."""
+    """Do as `fill` does for a pass that writes no keys, in which each row of run b sees lengths[b] keys."""
     n, num = layout.rows, batch.run_starts[-1]
     by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
     by_row[:, num:] = 0
@@ -147,14 +147,14 @@ def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Se
 
 
 def layout_alike(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
-    """Return the least layout of a pass for `fill_alike`."""
+    """Return the smallest layout that holds a pass for `fill_alike`."""
     return Layout(batch.run_starts[-1], 1, max(len(batch.slots), 1), max(map(len, tables), default=1))
 
 
 def rows_alike(
     batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, lengths: Seq[int], device: torch.device
 ) -> Rows:
-    """Return the numbers of a pass whose rows all see `lengths` keys of their run, which lie in these blocks."""
+    """Return the description of a pass in which each row of run b sees the lengths[b] keys in the blocks tables[b]."""
     layout = layout_alike(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
     most = fill_alike(numbers, layout, batch, tables, lengths)
@@ -162,7 +162,7 @@ def rows_alike(
 
 
 def rows_of_themselves(batch: RaggedBatch, device: torch.device) -> Rows:
-    """Return the numbers of an encoder's rows, which are in no cache and see all of their run."""
+    """Return the description of an encoder's pass, whose rows are in no cache and see all of their run."""
     runs = [batch.run(b) for b in range(len(batch.slots))]
     return rows_alike(batch, runs, 1, [len(run) for run in runs], device)
 
@@ -176,7 +176,7 @@ def rows_of(
     *,
     sees_all: bool = False,
 ) -> Rows:
-    """Return the numbers of a pass on a device. sees_all: as for `fill`."""
+    """Return the description of a pass on a device. sees_all: see `fill`."""
     layout = layout_of(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
     most = fill(numbers, layout, batch, tables, block_tokens, sees_all=sees_all)
@@ -185,7 +185,7 @@ def rows_of(
 
 
 def rows_of_view(view: CacheView, device: torch.device) -> Rows:
-    """Return the numbers of a pass from a view that lists cache rows one by one."""
+    """Return the description of a pass on a device, made from a view that lists cache rows one by one."""
     if isinstance(view, Rows):
         return view
     return rows_of(view.batch, [rows.tolist() for rows in view.read_rows], 1, device, view)

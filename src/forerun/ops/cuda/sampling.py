@@ -1,7 +1,7 @@
-"""Draws on the device: rows of logits become distributions and ids there, with the bits of forerun.sampling.
+"""Draws on the device: rows of logits become distributions and ids there, with the same bits as in forerun.sampling.
 
-A step with drafts then copies a few ids and probabilities to the host instead of whole rows. Where a token was
-rejected, the judge fetches the rest of the row (`types.Probs`).
+A verification step then copies a few ids and probabilities to the host instead of whole rows. Where a token was
+rejected, the judge fetches the whole row (`types.Probs`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Field(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which searches the rows of a pass need: by number for top_k, by mass for top_p."""
+    """Which searches the rows of a pass need: by count for top_k, by probability mass for top_p."""
 
     by_number: bool = False
     by_mass: bool = False
@@ -92,10 +92,11 @@ def _bits(value: float) -> int:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The result of draws, on the device: ids int32 [R], -1 where logits are no numbers; chances float32 [R].
+    """The results of draws, on the device.
 
-    best: the likeliest ids int32 [R]. probs [R, V]: 0 for ids that filters removed; without meaning for rows that take
-    the likeliest id.
+    ids: the drawn ids, int32 [R]; -1 where the largest logit is NaN or infinite. best: the likeliest ids, int32 [R].
+    chances: the probabilities of the drawn ids, float32 [R]. probs [R, V]: the distributions, which are 0 for ids that
+    filters removed. probs has no meaning in rows that take the likeliest id.
     """
 
     ids: Tensor
@@ -105,7 +106,7 @@ class Drawn:
 
 
 class Settings:
-    """The settings of a pass's draws on their way to the device, for one shape of passes."""
+    """The settings of a pass's draws on their way to the device, for passes of one shape."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.width = width
@@ -115,9 +116,9 @@ class Settings:
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, draws: Seq[Draw]) -> None:
-        """Copy the settings of these draws to the device, behind earlier launches."""
+        """Copy the settings of these draws to the device, queued after earlier launches."""
         if self._sent is not None:
-            self._sent.synchronize()  # the pass before may not have read them yet
+            self._sent.synchronize()  # the previous copy may not have read the host's array yet
         fill(self._host.numpy(), draws, self.width)
         self.device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
@@ -126,7 +127,11 @@ class Settings:
 
 @dataclass
 class Sampler:
-    """Launches the draws. largest(logits, ids of a part) -> values and ids [R, parts]: the largest of each part."""
+    """The launcher of draws.
+
+    largest(logits, part_ids): returns the values and ids [R, parts] of the largest logit in each part of `part_ids`
+    ids.
+    """
 
     largest: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     kernels: Any = dataclasses.field(
@@ -135,10 +140,10 @@ class Sampler:
     part_ids: int = PART_IDS
 
     def draw(self, logits: Tensor, settings: Tensor, depths: Tensor, cuts: Cuts) -> Drawn:
-        """Draw an id of each row of logits [R, V], float32. settings: int64 [fields, R]; depths: int32 [R].
+        """Draw an id for each row of logits [R, V], float32. settings: int64 [fields, R], see Field.
 
-        The token of row r is at its draw's position plus depths[r]. The launches do not depend on the rows, so that a
-        graph can hold them.
+        depths: int32 [R]; the token of row r is at its draw's position plus depths[r]. The launches do not depend on
+        what the rows contain, so that a graph can hold them.
         """
         num, width = logits.shape
         values, largest_ids = self.largest(logits, self.part_ids)

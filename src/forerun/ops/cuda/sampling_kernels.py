@@ -1,11 +1,11 @@
-"""The sampling pipeline of one row in Triton: the same bits as forerun.sampling has on the host.
+"""The sampling pipeline of rows in Triton, with the same bits as forerun.sampling has on the host.
 
-Everything is computed as sampling/arithmetic.py defines it: exp and log are spelled out, masses are whole numbers of
-ticks, whose sums do not depend on order, and divisions round as IEEE 754 says. The kernels must be compiled without
-fused multiplications and additions. Under Triton's interpreter they run on a CPU.
+Everything is computed as sampling/arithmetic.py defines it. exp and log are spelled out. Masses are whole numbers of
+ticks, so that their sums do not depend on the order. Divisions round as IEEE 754 says. The kernels must be compiled
+without fused multiplications and additions. Under Triton's interpreter they run on a CPU.
 
-A row is cut into parts of PART ids, one program each. `settings`, int64 [FIELDS, R], says how each row is drawn
-(sampling.Field); floats stand there as the bits of a float64.
+A row is cut into parts of PART ids, and each part has its own program. `settings`, int64 [FIELDS, R], says how each row
+is drawn (sampling.Field); floats are stored there as the bits of a float64.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ POSITION = tl.constexpr(7)
 PURPOSE = tl.constexpr(8)
 ROUND = tl.constexpr(9)
 
-RACE = tl.constexpr(1)  # of KIND: by the noise of match; 2 = by the cumulative sum; 0 = the likeliest
+RACE = tl.constexpr(1)  # a KIND: by the noise of match; 2 = by the cumulative sum; 0 = the likeliest id
 SUM = tl.constexpr(2)
 MATCH = tl.constexpr(3)  # forerun.sampling.random.PURPOSE_MATCH
-NIBBLES = tl.constexpr(8)  # of a key: each pass of a threshold search fixes one
+NIBBLES = tl.constexpr(8)  # of a key; each pass of a threshold search fixes one nibble
 LAST_KEY = tl.constexpr(0x7FFFFFFF)
 HALF = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: adding it rounds a float64 to a whole number
 
@@ -90,7 +90,7 @@ def _log(x):
 
 @triton.jit
 def _ticks(weights, bits, exponent):
-    """Return weights as whole numbers of ticks; 2^bits ticks are 2^exponent, the power of two above the largest."""
+    """Return weights in whole ticks. 2^bits ticks are 2^exponent, the power of two above the largest weight."""
     scale = ((bits - exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
     return ((weights.to(tl.float64) * scale + HALF) - HALF).to(tl.int64)
 
@@ -104,7 +104,11 @@ def _top(values, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART: tl.constexpr, PARTS: tl.constexpr):
-    """Return a part's logits over the temperature, 0 = the row's largest; and keys, which sort in reverse."""
+    """Return a part's scaled logits, their keys, and which ids lie within the row.
+
+    Scaled logits are logits less the row's largest, divided by the temperature. Keys are whole numbers that grow as
+    logits fall.
+    """
     at = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row.to(tl.int64) * width + at, mask=at < width, other=-float("inf"))
     temperature = _float_of(settings, TEMPERATURE, row, num_rows).to(tl.float32)
@@ -119,12 +123,13 @@ def searched(
     logits, values, settings, cuts, sums, states, goals, width, num_rows, num_parts, tick_bits, step,
     BY_MASS: tl.constexpr, HAS_CUT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Fix one nibble of the least key at which a row's sum over the keys up to it reaches the goal.
+    """Fix one nibble of a threshold: the least key such that the sum over all keys up to it reaches a row's goal.
 
-    The sum is of ticks (BY_MASS) or counts ids. sums int64 [NIBBLES, R, parts, 16]: the sum over ids whose keys begin
-    like the threshold, by their next nibble. states int64 [NIBBLES + 1, R, 2]: the threshold's first nibbles, and the
-    sum over lower keys. goals int64 [R]. cuts int64 [R, 2], where HAS_CUT: keys above cuts[row, 0] are out. step: the
-    pass; the last one, NIBBLES, only fixes.
+    BY_MASS: whether the sum is of ticks; otherwise it counts ids. sums int64 [NIBBLES, R, parts, 16]: the sums over ids
+    whose keys begin with the known nibbles of the threshold, by the next nibble of the key. states int64
+    [NIBBLES + 1, R, 2]: the known nibbles of the threshold, and the sum over lower keys. goals: int64 [R]. cuts int64
+    [R, 2]: with HAS_CUT, ids whose keys are above cuts[row, 0] are left out. step: the number of the pass; pass 0 only
+    sums, and the last pass, NIBBLES, only fixes a nibble.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     step = step.to(tl.int64)
@@ -170,9 +175,9 @@ def searched(
 def counted(
     logits, values, settings, cuts, sums, width, num_rows, num_parts, tick_bits, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Count each part's ticks and ids before the cut, and its ids at the cut: sums int64 [R, parts, 3].
+    """Sum each part's ticks before the cut, and count its ids before and at the cut: sums int64 [R, parts, 3].
 
-    cuts int64 [R, 2]: keys up to cuts[row, 0] stay, of equal keys the first cuts[row, 1] of the row.
+    cuts int64 [R, 2]: keys below cuts[row, 0] stay. Of the keys equal to it, the first cuts[row, 1] of the row stay.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -187,7 +192,7 @@ def counted(
 
 @triton.jit
 def cut_by_number(settings, states, cuts, num_rows):
-    """Keep the top_k largest: set cuts from a search by number. One program for each row."""
+    """Set cuts from a search by count, so that the top_k largest ids stay. One program for each row."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     top_k = _int_of(settings, TOP_K, row, num_rows)
@@ -204,7 +209,7 @@ def _at_key(key, tick_bits):
 
 @triton.jit
 def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PARTS: tl.constexpr):
-    """Set goals to the ticks of top_p of the remaining mass, rounded up. One program for each row."""
+    """Set goals to top_p times the ticks of the remaining mass, rounded up. One program for each row."""
     row = tl.program_id(0)
     at = tl.arange(0, PARTS)
     at_part = sums + (row * num_parts + at) * 3
@@ -221,7 +226,7 @@ def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PA
 
 @triton.jit
 def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
-    """Keep the fewest of the largest that have the mass of top_p: set cuts from a search by mass."""
+    """Set cuts from a search by mass, so that only as many of the largest ids stay as reach the mass of top_p."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     key, below = tl.load(states + at), tl.load(states + at + 1)
@@ -246,9 +251,10 @@ def weighed(
     logits, values, settings, cuts, counts, probs, sums, width, num_rows, num_parts, tick_bits,
     HAS_CUT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write weights e^x of the ids that filters leave, 0 for others: probs [R, V]; sums int64 [R, parts, 2].
+    """Write the weights e^x of the ids that filters keep, and 0 for other ids: probs [R, V].
 
-    sums: the ticks and the number of the ids left. counts: what `counted` wrote for these cuts.
+    sums int64 [R, parts, 2]: the ticks and the number of the kept ids. counts: the sums that `counted` wrote for these
+    cuts.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -258,7 +264,7 @@ def weighed(
         at = tl.arange(0, PARTS)
         equal = tl.load(counts + (row * num_parts + at) * 3 + 2, mask=at < part, other=0)
         is_equal = kept & (keys == cut)
-        rank = tl.sum(equal, 0) + tl.cumsum(is_equal.to(tl.int32), 0)  # from 1 on
+        rank = tl.sum(equal, 0) + tl.cumsum(is_equal.to(tl.int32), 0)  # counted from 1
         kept = kept & ((keys < cut) | (is_equal & (rank <= most)))
     weights = tl.where(kept, _exp(scaled), 0.0)
     to = row.to(tl.int64) * width + part * PART + tl.arange(0, PART)
@@ -270,7 +276,7 @@ def weighed(
 
 @triton.jit
 def _mass(sums, row, num_parts, tick_bits, PARTS: tl.constexpr):
-    """Return the sum of a row's weights, float32, and how many ids the filters left."""
+    """Return the sum of a row's weights, float32, and the number of ids that the filters kept."""
     at = tl.arange(0, PARTS)
     at_part = sums + (row * num_parts + at) * 2
     total = tl.sum(tl.load(at_part, mask=at < num_parts, other=0), 0)
@@ -281,7 +287,7 @@ def _mass(sums, row, num_parts, tick_bits, PARTS: tl.constexpr):
 
 @triton.jit
 def _place_bits(settings, num, row, num_rows, tick_bits, width):
-    """Return the bits of ticks in a draw: a list of few ids counts in finer ticks where a row is wide."""
+    """Return how many bits the ticks of a draw have; a short list of ids from a wide row has finer ticks."""
     is_listed = num <= _int_of(settings, MOST_LISTED, row, num_rows)
     is_cut = (
         (_int_of(settings, TOP_K, row, num_rows) > 0)
@@ -296,9 +302,11 @@ def drawn_in_parts(
     settings, depths, probs, sums, times, ids, masses, width, num_rows, num_parts, tick_bits,
     PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Divide weights by their mass, and run each part's race: times float64 [R, parts] and ids of the winners.
+    """Divide weights by their mass, and prepare the draw of each part.
 
-    masses int64 [R, parts]: the ticks of each part, for rows that are drawn by the cumulative sum.
+    times float64 [R, parts], ids [R, parts]: the times and ids of the winners of the parts' races, for rows that are
+    drawn by the noise of match. masses int64 [R, parts]: the ticks of each part, for rows that are drawn by the
+    cumulative sum.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     mass, num = _mass(sums, row, num_parts, tick_bits, PARTS)
@@ -337,9 +345,9 @@ def drawn(
     num_parts, tick_bits,
     PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the id that each row draws and its likeliest id, int32 [R], -1 where logits are no numbers; chances [R].
+    """Write the drawn id and the likeliest id of each row, int32 [R], and the probability of the drawn id, chances [R].
 
-    chances: the probability of the drawn id.
+    The ids are -1 where the row's largest logit is NaN or infinite.
     """
     row = tl.program_id(0)
     at = tl.arange(0, PARTS)
