@@ -1,8 +1,8 @@
-"""A beam search in the engine: all texts of a request in one tree, scored by one pass (docs/methods/beam.md).
+"""A beam search in the engine: all beams of a request are one tree, which one pass scores (docs/methods/beam.md).
 
-The request commits the common beginning of its live texts; where they differ, the rows of their tokens stay pending in
-the cache, as a tree. A pass runs the nodes that have no rows yet and the drafted levels below them; then the steps of
-the search are replayed on the target's scores, as far as they reach. Without drafts this is plain beam search.
+The request commits the common beginning of its live beams. Where the beams differ, the cache rows of their tokens stay
+pending, as a tree. A pass runs the nodes that have no cache row yet, and the drafted levels below them. Then the steps
+of the search are replayed on the target's scores, as far as the scores reach. Without drafts this is plain beam search.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ Branch = Callable[[Seq[Sequence], Seq[Seq[int]]], list[list[Next | None]]]
 
 
 class BeamSearch:
-    """The search of one request.
+    """The beam search of one request.
 
-    seq: commits the tokens that the live texts share. outputs: the requests that get the best texts, in order. fed: the
-    nodes of this pass that lacked a row. guesses: its drafted nodes, in num_levels levels.
+    seq: the sequence that commits the tokens which all live beams share. outputs: the requests that get the best texts,
+    in order. fed: the nodes without a cache row that this pass runs. guesses: the drafted nodes of this pass, in
+    num_levels levels.
     """
 
     def __init__(self, seq: Sequence, outputs: Seq[Request], ends: Ends | None) -> None:
@@ -53,28 +54,34 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether its best texts are known."""
+        """Whether the search has ended, so that its best texts are known."""
         return self.search.is_over
 
     @property
     def num_rows(self) -> int:
-        """The rows of the next pass without a draft: the nodes that lack one, at most one for each beam."""
+        """The number of rows of the next pass without a draft: one for each node that lacks a cache row.
+
+        It is at least one, and at most one for each beam.
+        """
         return max(1, min(self.num_unrun, self.search.rules.num_beams))
 
     @property
     def num_unrun(self) -> int:
-        """The number of nodes of live texts that have no row, the base included."""
+        """The number of nodes of live beams that have no cache row; the tree's base counts, too."""
         return len(self.branches.missing(self.tree))
 
     def restart(self) -> None:
-        """Forget all rows: the cache was given up."""
+        """Forget all cache rows, because the cache was given up."""
         self.branches.forget(self.tree.base)
         self._logits = {}
 
     # -------------------------------------------------------------------------------------------------------- propose
 
     def begin(self, limit: int, levels: int) -> None:
-        """Choose the nodes that this pass feeds. limit: rows beyond `num_rows`. levels: wanted levels of the draft."""
+        """Choose the nodes that this pass runs before the draft.
+
+        limit: how many rows the pass may have beyond `num_rows`. levels: how many levels the draft should have.
+        """
         missing = self.branches.missing(self.tree)
         allowed = self.num_rows + limit
         self.fed, self.guesses, self.num_levels = missing[:allowed], [], 0
@@ -86,7 +93,7 @@ class BeamSearch:
 
     @property
     def level(self) -> Seq[int]:
-        """The nodes that the drafter is to branch from; none when the draft is done."""
+        """The nodes from which the drafter should branch; empty when the draft is complete."""
         return self._level if self.num_levels < self._wanted else ()
 
     def grow(self, nexts: Seq[Next | None]) -> None:
@@ -115,13 +122,16 @@ class BeamSearch:
         return self.branches.run(self.seq.id, self.tree, [*self.fed, *self.guesses], self.seq.tokens[-1])
 
     def scored(self, logits: Rows) -> None:
-        """Keep the logits of that run, [rows, V]."""
+        """Keep the logits [rows, V] of the run that `run` returned."""
         self._logits |= zip([*self.fed, *self.guesses], logits, strict=True)
 
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def rule(self, draft: Draft, b: int) -> Ruling:
-        """Replay the steps of the search; return the nodes that all live texts then share, and the token behind."""
+        """Replay the steps of the search; return the nodes of the draft that all live beams share, and the next token.
+
+        All live beams share the next token, too; it is NO_TOKEN where there is none.
+        """
         self._after, self.num_steps = self.search.replayed(self._next)
         if self._after.is_over:
             return [], NO_TOKEN, []
@@ -141,7 +151,7 @@ class BeamSearch:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def settle(self) -> tuple[SequenceStep, list[int], Held]:
-        """Commit the replayed search. Returns the step's counts, and the rows to keep and to hold in the cache."""
+        """Commit the replayed search; return the step's counts, and the cache rows to keep and to leave pending."""
         self.search = self._after
         is_whole = self.num_steps == self.num_levels + 1
         last: Origin = "plain" if not self.num_levels else "bonus" if is_whole or self.search.is_over else "correction"
@@ -166,7 +176,7 @@ class BeamSearch:
         return step, kept, held
 
     def conclude(self) -> None:
-        """Give the best texts to the outputs. An output without a text, because masks left too few, is aborted."""
+        """Give the best texts to the outputs. An output for which masks left no text is aborted."""
         self.seq.finish_reason = "stop"
         for output, text in zip(self.outputs, [*self.search.pool.texts, *[None] * len(self.outputs)], strict=False):
             if output.seq.finish_reason is not None:
@@ -180,12 +190,13 @@ class BeamSearch:
 
 
 class SearchRequest(Request):
-    """A request whose outputs a beam search finds. It commits the tokens that its live texts share; nobody reads them.
+    """A request that runs a beam search for its outputs.
 
-    outputs: the requests that get the best texts, in order.
+    It commits the tokens that all live beams share; the user does not see them. outputs: the requests that get the best
+    texts, in order.
     """
 
-    is_paced = False  # `num_levels` paces its levels, together with the other searches'
+    is_paced = False  # `num_levels` chooses the levels of all searches together
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None, outputs: Seq[Request]) -> None:
         super().__init__(seq, tokenizer, outputs=outputs)
@@ -218,7 +229,7 @@ class SearchRequest(Request):
         return self.search.rule(draft, b)
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return the last token of the best text where the texts differ."""
+        """Return the token that all live beams share next; where they differ, the last token of the best beam."""
         if verdict.next_tokens[b] != NO_TOKEN:
             return verdict.next_tokens[b]
         tree = self.search.tree
@@ -238,7 +249,7 @@ class SearchRequest(Request):
         return Committed(step, kept, step.num_accepted + (search.num_steps > 0), held)
 
     def _ends(self, tokens: Seq[int]) -> bool:
-        """Return whether the last token completes a stop text; there was none before it.
+        """Return whether the last token completes a stop text. The tokens before it hold none.
 
         So only a tail as long as a stop text is read, and the time does not grow with the text.
         """
@@ -256,9 +267,10 @@ class SearchRequest(Request):
 
 
 def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
-    """Map each sequence to the levels that its search drafts: the request's spec_length, else the policy's choice.
+    """Map each sequence to the number of levels that its search drafts.
 
-    num_rows: of the pass, without the rows of searches.
+    It is the request's spec_length, else the policy's choice. num_rows: the rows of the pass without the rows of
+    searches.
     """
     paced = [seq for seq in seqs if seq.params.spec_length is None and seq.draft != NONE]
     levels = pacing.levels(paced, num_rows + len(seqs) - len(paced)) if paced else 0
@@ -266,9 +278,10 @@ def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, 
 
 
 def with_trees(draft: Draft, requests: Seq[Request], limits: Seq[int], pacing: Pacing, branch: Branch) -> Draft:
-    """Return the draft of a step with the trees of beam searches added, one call of `branch` for each level of all.
+    """Return the draft of a step with the trees of beam searches added.
 
-    limits [B]: rows that each sequence may have. branch: asks drafters what may follow nodes of these sequences.
+    limits [B]: the most draft rows of each sequence. branch: asks drafters which tokens may follow given nodes of given
+    sequences; it is called once for each level, for all searches together.
     """
     searches = {b: request.search for b, request in enumerate(requests) if isinstance(request, SearchRequest)}
     if not searches:

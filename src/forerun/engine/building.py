@@ -1,4 +1,4 @@
-"""From a loaded target to its engine: the cache, the drafters, the policy, and the rows kept on disk."""
+"""How an engine is built from a loaded target: the cache, the drafters, the policy, and the rows kept on disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def build(
 ) -> Engine:
     """Build the engine of a loaded target. Raises UserError.
 
-    draft: a draft model that the caller has loaded. own_drafter: makes the drafter for requests that name none.
+    draft: a draft model that the caller has loaded. own_drafter: a function that makes the drafter for requests that
+    name none.
     """
     config, target = opened.config, drafters.Target.of(checkpoint.model, opened, draft)
     runner = Runner(checkpoint.model, _cache(opened, checkpoint.model), target.num_ids, list(target.holes))
@@ -74,7 +75,7 @@ def _cache(opened: Opened, model: LoadedModel) -> BlockCache:
 
 
 def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
-    """Return the pass times of the target and of drafters' models."""
+    """Return the pass times of the target and of the drafters' models."""
     traits = {
         name: Traits(drafter.tells_confidence, drafter.searches, drafter.is_free)
         for name, drafter in members.members.items()
@@ -84,7 +85,7 @@ def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
 
 
 def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | None:
-    """Let the caches of all models use the folder of kv_disk; return it, or None where none is asked for."""
+    """Let the caches of all models use the folder of kv_disk; return the folder, or None where kv_disk is not set."""
     limit = disk_limit(config)
     if limit is None:
         return None
@@ -96,7 +97,7 @@ def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | 
 
 
 def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
-    """Let a model's cache use the folder, under a name for everything that decides the bits of its rows."""
+    """Let a model's cache use the folder. Its shelf there is named by everything that decides the bits of its rows."""
     cache, model = runner.cache, cast(Any, runner.model)
     if not isinstance(cache, BlockCache) or cache.keeper is not None or not hasattr(model, "stored"):
         return
@@ -117,7 +118,10 @@ def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
 
 
 def _unwritten_ids(opened: Opened) -> frozenset[int]:
-    """Return the ids that only the chat template writes. A template that cannot be read is refused where it is used."""
+    """Return the ids that only the chat template writes; no ids where there is no readable template.
+
+    A template that cannot be read is refused later, where it is used.
+    """
     if opened.tokenizer is None:
         return frozenset()
     try:

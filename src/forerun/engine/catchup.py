@@ -1,7 +1,7 @@
-"""How many committed tokens drafters may run in a step, so that catching up at most about doubles it.
+"""The number of committed tokens that drafters may run in a step: catching up at most about doubles the step.
 
-A drafter whose model is behind has to run the tokens that it lacks before it can draft. All at once, that would be a
-gap in every text, so it is spread over steps. The time of a token and of a usual step are learned from the reports of
+A draft model that lacks committed tokens has to run them before it can draft. To run them all at once would pause every
+stream, so they are spread over several steps. The time of a token and of a usual step are learned from the reports of
 steps; no clock is read here.
 """
 
@@ -15,14 +15,14 @@ from forerun.kv.cache import PAGED_BLOCK_TOKENS
 from forerun.types import StepReport
 
 SHARE = 0.75  # of a usual step's time, the most that catching up may add to a step
-LEAST_TOKENS = PAGED_BLOCK_TOKENS  # per step, however long they take: else it might never end
+LEAST_TOKENS = PAGED_BLOCK_TOKENS  # per step, however long they take: else catching up might never end
 FIRST_TOKENS = 64  # while nothing is known
-_NUM_STEPS = 9  # whose median is the usual one
-_NUM_CATCHUPS = 4  # of one drafter, whose tokens and seconds are added up
+_NUM_STEPS = 9  # the usual step is the median of so many
+_NUM_CATCHUPS = 4  # a drafter's seconds per token are counted over its last so many reports
 
 
 class CatchUp:
-    """The allowance of each step, for all drafters together. most_tokens: its upper limit."""
+    """The number of tokens that all drafters together may run in a step to catch up. most_tokens: its upper limit."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
@@ -31,14 +31,14 @@ class CatchUp:
         self._token_s: dict[str, float] = {}  # by drafter: seconds per token
 
     def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
-        """Return the tokens for the decoding sequences of a step, which these drafters serve.
+        """Return the number of tokens that these drafters may run for the decoding sequences of a step.
 
-        num_used: tokens that already went to prompts in the same step.
+        num_used: the number of tokens that drafters have run for prompts in the same step.
         """
         return min(self.most_tokens - num_used, max(LEAST_TOKENS, self._affordable(drafts) - num_used))
 
     def _affordable(self, drafts: Iterable[str]) -> int:
-        """Return the tokens that take SHARE of a usual step, at the speed of the slowest of these drafters."""
+        """Return how many tokens take SHARE of a usual step's time, at the speed of the slowest of these drafters."""
         token_s = [self._token_s[name] for name in drafts if name in self._token_s]
         if not self._steps_s or not token_s:
             return FIRST_TOKENS

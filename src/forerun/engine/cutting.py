@@ -1,4 +1,4 @@
-"""Cut from drafts what cannot be accepted: ids that the model never writes, and tokens that a grammar refuses."""
+"""Cut tokens from drafts that cannot be accepted: ids that the model never writes, and ids that a grammar refuses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def without(draft: Draft, ids: Collection[int]) -> Draft:
 
     A token that was drawn where these ids had less than LEAST of the probability stays, whatever it is.
 
-    The request's distribution is unchanged. Removing a token drawn from q because of its value would be biased if the
-    remaining tokens were still judged by q. So every remaining node that was drawn from such a q states q conditioned
-    on none of these ids. This is as if, before each draw, a coin with q's probability of these ids had decided to draft
-    nothing here, and else the token had been drawn from the conditioned q: the coin depends only on earlier draws, and
-    the stated distribution is the one that was drawn from, which is all that a rule asks for. Siblings keep their kind:
-    the remaining ones of independent draws from q are independent draws from the conditioned q, and likewise for draws
-    without replacement. A point mass is known before it is "drawn". Greedy and `match` texts do not depend on a draft.
+    The distribution of the request's output is unchanged. If tokens drawn from the drafter's q were removed because of
+    their value, and the remaining ones still judged by q, the result would be biased. So every remaining node that was
+    drawn from such a q states q conditioned on none of these ids. This is as if a coin were tossed before each draw:
+    with q's probability of these ids nothing is drafted here, and otherwise the token is drawn from the conditioned q.
+    The coin depends only on earlier draws, and the stated distribution is the one that the token is drawn from. A rule
+    asks for no more. Siblings keep their kind: independent draws from q that remain are independent draws from the
+    conditioned q. The same holds for draws without replacement. A point mass is known before it is "drawn". Greedy and
+    `match` texts do not depend on a draft.
     """
     unwanted, seen = sorted(ids), dict[int, Probs | None]()
 
@@ -40,15 +41,15 @@ def without(draft: Draft, ids: Collection[int]) -> Draft:
 
 
 def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
-    """Return a draft without the nodes that their requests' grammars refuse, and without their subtrees.
+    """Return a draft without the nodes that the requests' grammars refuse, and without the subtrees of these nodes.
 
-    So guesses with target probability 0 cost no rows. A remaining node that was drawn from a distribution states it on
-    the condition that the token is allowed, as in `without`.
+    So guesses with target probability 0 cost no rows. As in `without`, each remaining node states the distribution that
+    it was drawn from, conditioned on the tokens that the grammar allows.
     """
     seen = dict[tuple[int, int], tuple[Bits | None, Probs | None]]()  # by parent and distribution
 
     def found(b: int, node: int) -> tuple[Bits | None, Probs | None]:
-        """Return the ids allowed behind the node's parent, and the node's distribution conditioned on them."""
+        """Return the ids allowed after the node's parent, and the node's distribution conditioned on these ids."""
         parent, given = draft.parents[node], draft.probs[node]
         key = (b if parent < 0 else -1 - parent, id(given))
         if key not in seen:
@@ -66,9 +67,10 @@ def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
 
 
 def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: Callable[[int, int], bool]) -> Draft:
-    """Return the remaining nodes. conditioned(b, node): the distribution that a node then states, None = it goes.
+    """Return the draft with the nodes that remain.
 
-    stays(b, node): whether a node's token is possible in its new distribution.
+    conditioned(b, node): the distribution that the node states from now on; None = the node is removed. stays(b, node):
+    whether the node's token is possible in its new distribution.
     """
     changed = False
     places: dict[int, int] = {-1: -1}  # node -> node of the new draft
@@ -94,16 +96,17 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
 
 
 def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:
-    """Return the ids that a grammar allows behind drafted tokens, and `probs` conditioned on them; None = none.
+    """Return the ids that a grammar allows after drafted tokens, and `probs` conditioned on these ids.
 
-    `probs` itself where it gives no other id a probability.
+    None in place of the ids: nothing may be drafted here. None in place of the distribution: it gives no allowed id a
+    probability. Where it gives probabilities to allowed ids alone, `probs` itself is returned.
     """
     assert seq.grammar is not None
     if not seq.grammar.may_draft:
         return None, None
     try:
         bits: Bits = seq.grammar.allowed(seq.tokens, drafted).bits
-    except BadOption:  # nothing is drafted behind an end of the output; judging refuses what goes too far
+    except BadOption:  # the output ends before this place, so nothing is drafted here; judging refuses such a token
         return None, None
     if probs.point is not None:
         return bits, probs if probs.point < len(bits) and bits[probs.point] else None
@@ -122,14 +125,14 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
 
 
 def _without(probs: Probs, ids: list[int]) -> Probs | None:
-    """Return a distribution conditioned on none of these ids; None where nothing else can be drawn.
+    """Return a distribution conditioned on none of these ids; None where no other id can be drawn.
 
-    `probs` itself where these ids have less than LEAST.
+    Where these ids have less than LEAST of the probability, `probs` itself is returned.
     """
     if probs.point is not None:
         return None if probs.point in ids else probs
     if probs.afar is not None and probs.afar.draw.shares_noise:
-        return replace(probs)  # a device keeps no rows for `match`, whose texts do not depend on q: its token may go
+        return replace(probs)  # a device keeps no q for `match`: texts do not depend on q there, so any token may go
     weights = probs.weights
     if probs.ids is None:
         places = np.array([i for i in ids if i < len(weights)], np.int64)
@@ -147,7 +150,10 @@ def _without(probs: Probs, ids: list[int]) -> Probs | None:
 
 
 def _rows_left(draft: Draft, b: int, places: dict[int, int], num_nodes: int) -> Extra:
-    """Return the extra rows of sequence b whose ancestors remain. places: of nodes. num_nodes: remaining nodes of b."""
+    """Return the extra rows of sequence b whose ancestors remain.
+
+    places: the new index of each remaining node. num_nodes: how many nodes of sequence b remain.
+    """
     nodes, given = draft.nodes(b), draft.extra[b]
     first = num_nodes and min(place for node, place in places.items() if node in nodes)
     rows = {-1: -1} | {node - nodes.start: places[node] - first for node in nodes if node in places}

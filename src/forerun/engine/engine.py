@@ -1,6 +1,6 @@
 """The engine: a continuous batch of requests over one target model, one drafter and one pacing policy.
 
-It takes model objects and ids; loading checkpoints and texts is the LLM's work (engine/llm.py).
+The engine takes loaded models and token ids. The LLM (engine/llm.py) loads checkpoints and encodes texts.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def philox_coins(seq: Sequence) -> Coins:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A listener, and whether it wants the rounds."""
+    """A listener. detail: whether it wants the `rounds` of reports."""
 
     listener: Listener
     detail: bool
 
 
 class Engine:
-    """Add requests, step until they are finished. Not thread-safe: one thread steps.
+    """Runs requests: add them, then step until they are finished. Not thread-safe: only one thread may step.
 
-    start_ids: of an encoder-decoder, the ids that a decoder's text begins with; prompts are then sources. turns: the
-    turns that the engine takes part in; None = with all engines of this process on the model's device.
+    start_ids: the ids that the decoder's text begins with, in an encoder-decoder; prompts are then sources. turns: the
+    engines that step in turn; None = all engines of this process on the model's device.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Engine:
         self.pacing = self.stepper.pacing = pacing
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
-        """Call `listener` with every StepReport; `detail` fills its `rounds`. Returns a function that ends it.
+        """Call `listener` with every StepReport; return a function that ends this. detail: fill the reports' `rounds`.
 
-        `step` raises a listener's error at its end.
+        An error that a listener raises is raised at the end of `step`.
         """
         entry = _Entry(listener, detail)
         self._listeners.append(entry)
@@ -124,7 +124,7 @@ class Engine:
         return end
 
     def add(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
-        """Queue one prompt for one output. Raises UserError, before anything runs, for what cannot be honoured."""
+        """Queue one prompt for one output. Raises UserError, before anything runs, for an impossible request."""
         if params.n != 1:
             raise BadOption(f"n={params.n} is not possible here: add_all returns several requests")
         return self.add_all(prompt_ids, params)[0]
@@ -138,7 +138,7 @@ class Engine:
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
         """Make the params.n requests of one prompt, for `queue`. Any thread may call this. Raises as `add`."""
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        # Encoded once, however many outputs there are.
+        # These are encoded once, however many outputs there are.
         texts = self._bad_word_ids(params), self._prediction_ids(params), self._grammar(params)
         requests: list[Request] = []
         if params.searches:
@@ -151,7 +151,7 @@ class Engine:
         return requests
 
     def _searched(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
-        """Make the outputs of a beam search, and their `searcher`: the request that runs, and fills them at its end."""
+        """Make the outputs of a beam search, and their `searcher`: it is the request that runs and then fills them."""
         seq, *others = (self._sequence(prompt_ids, params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()
         self._check(seq)
@@ -169,7 +169,7 @@ class Engine:
     def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Let pacing measure this machine, if some request wanted a drafter and no request is left.
 
-        Given up as soon as goes_on() is False. Passes wait for their turn among the engines of the device.
+        The measurement ends as soon as goes_on() is False. Its passes wait for their turn among the device's engines.
         """
         if self._has_drafted and not self.scheduler.running and not self.scheduler.waiting:
             self.pacing.measure(Pause(goes_on, self.scheduler.fair.turn))
@@ -206,8 +206,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step of the continuous batch; return the requests that it finished.
 
-        A request that cannot go on is aborted, with its `error` set, and does not disturb the others. A step may only
-        wait for the disk, or only let a request give way to others.
+        A request that cannot go on is aborted, with its `error` set, and does not disturb the others. Some steps run
+        nothing: they only wait for the disk, or only let a request give way to others.
         """
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
@@ -242,7 +242,7 @@ class Engine:
         return self.stepper.step(plan, self._behind_s + time.perf_counter() - begun)
 
     def _conclude(self, plan: Plan, report: StepReport) -> list[Request]:
-        """Finish requests, and notify them and the listeners of the step."""
+        """Finish requests, and report the step to the requests and the listeners."""
         now_s = time.monotonic()
         self.scheduler.fair.observe(report)
         for request in plan.decode:
@@ -258,7 +258,7 @@ class Engine:
         return finished
 
     def _read(self) -> list[Request]:
-        """Return the requests that ask for no output and whose prompt is read now, which ends them."""
+        """End the requests that ask for no output and whose prompt is read now; return them."""
         cache = self.runner.cache
         read = [
             request
@@ -277,7 +277,7 @@ class Engine:
         return ended
 
     def abort(self, request: Request) -> None:
-        """End a request at once and free its cache; committed tokens stay readable. Ended requests are left alone."""
+        """End a request at once and free its cache; its committed tokens stay. An ended request stays as it is."""
         if request.seq.finish_reason is None:
             request.abort()
             self._finish_and_tell(request)
@@ -286,10 +286,10 @@ class Engine:
                 self.abort(searcher)  # nobody waits for it any more
 
     def recover(self, requests: Seq[Request], error: BaseException) -> None:
-        """Go on after a step that raised: end the running requests, else the waiting ones, and notify all that ended.
+        """Go on after a step that raised an error: end the running requests, and notify all requests that ended.
 
-        requests: the unfinished ones before the step. A request whose last token the step committed is complete, and
-        ends normally.
+        If no request was running, the waiting ones are ended. requests: those that were unfinished before the step. A
+        request whose last token was committed by the step is complete, and ends normally.
         """
         ran = self.scheduler.running[:] or self.scheduler.waiting[:]
         for request in dict.fromkeys([*ran, *(r for r in requests if r.seq.finish_reason is not None)]):
@@ -312,7 +312,7 @@ class Engine:
             self._tell_of(request)
 
     def _tell_of(self, request: Request) -> None:
-        """Call a request's `hear`, once for its end. A request whose `hear` raises is ended."""
+        """Call a request's `hear`; after the request has ended, only once. If `hear` raises, the request is ended."""
         hear = request.hear
         if request.seq.finish_reason is not None:
             request.hear = unheard
@@ -331,7 +331,7 @@ class Engine:
         self.pacing.end(request.seq)
 
     def _tell(self, report: StepReport) -> None:
-        """Every listener hears it; what the first of them raised is raised behind that."""
+        """Call every listener with the report; then raise the first error that one of them raised."""
         errors = []
         for entry in self._listeners:
             try:
@@ -372,7 +372,7 @@ class Engine:
         return tuple(sorted(v for v in variants if v))
 
     def _grammar(self, params: SamplingParams) -> Grammar | Limited | None:
-        """Return a request's compiled constraint. Raises BadOption for a grammar that cannot be honoured."""
+        """Return a request's compiled constraint; None without one. Raises BadOption for an impossible grammar."""
         grammar = None
         if params.constraint is not None:
             if self.tokenizer is None:
@@ -383,7 +383,7 @@ class Engine:
         return Limited(params.thinking, grammar, self.runner.model.config.vocab_size)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the prediction as ids. It stands for output, so no special tokens are put around it."""
+        """Return the prediction as ids. A prediction stands for output, so no special tokens are put around it."""
         given = params.prediction or ()
         if not isinstance(given, str):
             return tuple(given)
@@ -392,7 +392,7 @@ class Engine:
         return tuple(self.tokenizer.encode(given, add_special_tokens=False))
 
     def _decoder_prompt_ids(self, params: SamplingParams) -> Seq[int]:
-        """Return the ids that follow start_ids in the decoder's text. They stand for output."""
+        """Return the ids that follow start_ids in the decoder's text. No special tokens are put around them."""
         given = params.decoder_prompt or ()
         if not isinstance(given, str):
             return given
@@ -452,7 +452,7 @@ class Engine:
             )
 
     def _check_search(self, seq: Sequence, drafter: Drafter) -> None:
-        """Refuse a beam search that the drafter cannot draft for, or a pass cannot hold."""
+        """Refuse a beam search for which the drafter cannot draft, or whose beams do not fit into a pass."""
         width, most = seq.params.num_beams, self.scheduler.max_num_batched_tokens
         if seq.draft != NONE and not drafter.branches:
             known = [shown(name) for name, member in self.drafter.members.items() if member.branches or name == NONE]

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step reads, so that no stream waits longer than was promised, and no newcomer for long.
+"""The number of prompt tokens that a step reads: no stream waits longer than promised, and no newcomer for long.
 
 A chunk of 512 tokens on a CPU takes as long as dozens of decoding steps, and every stream would wait for it: the
 engine's streams, and the streams of other engines on the same device, which have the next turn when the step is over
@@ -7,14 +7,14 @@ here.
 
 The more keys stand before a token, the longer it takes: seconds = base + slope * keys, by weighted least squares over
 the last hundreds of chunks. The median ratio of the last few chunks to that line corrects it. The promise is about the
-99th percentile and not the mean, so a step aims at a share of the allowed time: a step that was too long makes the
-share smaller by a tenth, and every other step makes it larger by as much as balances one such step in 200.
+99th percentile and not the mean, so a step aims at a share of the allowed time. A step that was too long lowers the
+share by 10 %; a step within the limit raises it by 0.05 %. The two balance where one step in 200 is too long.
 
-The length of a step without prompts depends on how many requests decode. Where it is not known, or was seen too long
-ago, a step runs without prompts.
+The length of a step without prompts depends on how many requests decode. Where it is not known, or was last measured
+too long ago, a step runs without prompts.
 
-Where nobody streams, a request may come at any moment, and its first token waits for the chunk that is read: a step
-takes as long as a few of the shortest decoding steps. Larger chunks are hardly faster.
+Where nobody streams, a request may still come at any moment, and its first token waits for the chunk that is being
+read. So a step may take only as long as a few of the shortest decoding steps. Larger chunks are hardly faster.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ LEAST_TOKENS = 1  # per step, however long they take: else a prompt might never 
 FIRST_TOKENS = 16  # while nothing is known
 RENEWED_AFTER = 32  # steps with prompts after which the usual step is measured again
 FIRST_SHARE, LEAST_SHARE = 0.8, 0.5  # of the seconds that a chunk may add
-LEAST_STEPS = 1.5  # usual steps, the least time of a step that decodes nothing: one token takes as long as a few there
+LEAST_STEPS = 1.5  # the least time of a step that decodes nothing, in usual steps: one token takes as long as a few
 QUIET_STEPS, QUIET_S = 8, 0.050  # time of a step while nobody streams: so many usual steps, or the seconds if longer
-_MISSED, _SHARE_MISSED = 0.1, 0.005  # by how much a step that was too long lowers the share; how many may be too long
-_NUM_STEPS = 9  # the median of so many is the usual step
-_NUM_CHUNKS = 9  # the median of so many corrects the expectation
-_KEPT = 0.995  # factor of the weight of earlier chunks
-_NEAR_KEYS = 256.0  # positions nearer to each other than this say little about the slope
+_MISSED, _SHARE_MISSED = 0.1, 0.005  # how much a step that was too long lowers the share; how many steps may be that
+_NUM_STEPS = 9  # the usual step is the median of so many
+_NUM_CHUNKS = 9  # the median of so many chunks corrects the expectation
+_KEPT = 0.995  # the weight of earlier chunks is multiplied by this at each chunk
+_NEAR_KEYS = 256.0  # chunks whose numbers of keys differ by less than this say little about the slope
 
 
 class _Limit(NamedTuple):
-    """How long a step may take. usual_s: without prompts, 0 if it decodes nothing. known: what its chunks take."""
+    """How long a step may take.
+
+    usual_s: the time of such a step without prompts; 0 if it decodes nothing. known: predicts the time of its chunks.
+    """
 
     seconds: float
     usual_s: float
@@ -51,7 +54,10 @@ class _Limit(NamedTuple):
 
 
 class Allowance:
-    """What the prompts of a step may still take: tokens, and seconds as `known` expects them; None = any time."""
+    """What the prompts of a step may still take: a number of tokens, and a number of seconds.
+
+    known: predicts the seconds of a chunk; None = the time is not limited.
+    """
 
     def __init__(self, num_tokens: int, seconds: float = 0.0, known: Chunks | None = None) -> None:
         self._num_tokens, self._seconds, self._known = num_tokens, seconds, known
@@ -73,10 +79,11 @@ class Allowance:
 
 
 class Fair:
-    """The allowance of each step of an engine.
+    """The allowance of prompt tokens for each step of an engine.
 
-    stretch: the longest step with prompts, as a multiple of one without; max_itl_s: in seconds. None = no such limit;
-    of two, the smaller holds. turns: of the engine's device; None = there are no other engines.
+    stretch: the limit of a step with prompts, as a multiple of a step without prompts. max_itl_s: the limit in seconds.
+    None = no such limit; where both are given, the smaller one counts. turns: the turns on the engine's device; None =
+    there are no other engines.
     """
 
     def __init__(
@@ -85,7 +92,7 @@ class Fair:
         self._turns = turns or Turns()
         self.seat = self._turns.join(Seat(stretch, max_itl_s))
         self._usual = dict[int, _Usual]()  # by number of decoding requests
-        # Chunks in steps that decode; in steps that do not, while other engines do; and while nobody decodes.
+        # Chunks in steps that decode, in steps that decode nothing while another engine does, and while no engine does.
         self._own, self._apart, self._quiet = Chunks(), Chunks(), Chunks()
         self._share = FIRST_SHARE
 
@@ -100,14 +107,14 @@ class Fair:
         self.seat.usual_s = None if usual is None else usual.seconds
 
     def left(self, num_running: int) -> None:
-        """Note that a request has ended. num_running: how many are left."""
+        """Note that a request has ended. num_running: how many requests still run."""
         self.seat.num_streams = min(self.seat.num_streams, num_running)
         self.seat.is_reading &= num_running > 0
 
     def allowance(self, most: int) -> Allowance:
-        """Return what prompts may take of the planned step, at most `most` tokens.
+        """Return what the prompts may take of the planned step: at most `most` tokens.
 
-        Nothing where the step is to show how long it is without prompts.
+        They may take nothing where the step without prompts is to be measured.
         """
         num_decoding, others = self.seat.num_streams, self._turns.beside(self.seat)
         limit = self._limit(num_decoding, others)
@@ -128,7 +135,7 @@ class Fair:
         least_s = self._usual[min(self._usual)].least_s if self._usual else 0.0
         streams = [*(seat for seat in others if seat.num_streams), *([self.seat] if num_decoding else ())]
         if promised := [seat for seat in streams if seat.promises]:
-            # Each engine that streams has a step in turn, and each that reads prompts adds to one.
+            # In a round, each engine that streams has one step, and each engine that reads prompts lengthens its step.
             round_s = usual_s + sum([seat.usual_s or 0.0 for seat in others if seat.num_streams])
             seconds = usual_s + (min([seat.limit_s(round_s) for seat in promised]) - round_s) / num_reading
         elif num_decoding or not self.seat.promises or not self._usual:
@@ -159,7 +166,10 @@ class Fair:
         known.observe(report.num_prefill_tokens, report.num_prefill_keys, max(0.0, report.seconds - usual_s))
 
     def _judge(self, report: StepReport, limit: _Limit) -> None:
-        """Aim lower after a step that was too long, unless it would have been too long without its chunk, too."""
+        """Lower the share after a step that was too long because of its chunk; raise it after a step within its limit.
+
+        A step that would have been too long without its chunk, too, changes nothing.
+        """
         expected_s, share = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys), self._share
         if report.seconds <= limit.seconds:
             share *= 1 + _MISSED * _SHARE_MISSED
@@ -169,10 +179,11 @@ class Fair:
 
 
 class _Usual:
-    """The median time of steps without prompts. num_chunks: steps with prompts since the last one without.
+    """The median time of steps without prompts.
 
-    least_s: the shortest median so far. Long drafts make a step several times as long, and a newcomer that waits for a
-    chunk gains nothing from them.
+    num_chunks: the number of steps with prompts since the last step without. least_s: the shortest median so far, which
+    counts where a newcomer waits for a chunk. Long drafts make a step several times as long, and do not help the
+    newcomer.
     """
 
     def __init__(self) -> None:
@@ -187,10 +198,10 @@ class _Usual:
 
 
 class Chunks:
-    """The time of chunks: a line through all of them, and how far the last ones are from it."""
+    """The time of chunks: a line fitted to all of them, and how far the last few are from that line."""
 
     def __init__(self) -> None:
-        self._last = deque[tuple[int, int, float]](maxlen=_NUM_CHUNKS)  # tokens, keys that their rows saw, seconds
+        self._last = deque[tuple[int, int, float]](maxlen=_NUM_CHUNKS)  # tokens, keys that they attended to, seconds
         self._weight = self._keys = self._token_s = self._squares = self._products = 0.0  # decayed means, and moments
         self._base, self._slope, self._level = 0.0, 0.0, 1.0
 
@@ -206,7 +217,7 @@ class Chunks:
         self._level = median(factors)
 
     def _learn(self, weight: float, keys: float, token_s: float) -> None:
-        """Update weighted means and moments (Welford's method, West 1979), and from them the line."""
+        """Update the weighted means and moments (Welford's method, West 1979), and compute the line from them."""
         before = _KEPT * self._weight
         self._weight = before + weight
         away, part = keys - self._keys, weight / self._weight
@@ -225,15 +236,15 @@ class Chunks:
 
     @property
     def is_known(self) -> bool:
-        """Whether a chunk was seen."""
+        """Whether the time of at least one chunk is known."""
         return self._weight > 0
 
     def expected_s(self, num_tokens: int, num_keys: int) -> float:
-        """Return the expected seconds of a chunk; 0 before the first."""
+        """Return the expected seconds of a chunk; 0 while no chunk has been observed."""
         return self._level * self._line(num_tokens, num_keys)
 
     def fitting(self, seconds: float, num_before: int) -> int:
-        """Return how many tokens behind `num_before` others are expected to take `seconds`."""
+        """Return how many tokens are expected to take `seconds`, where `num_before` tokens stand before them."""
         linear, square = self._base + self._slope * num_before, self._slope / 2
         budget = max(0.0, seconds) / max(self._level, 1e-9)
         # linear * n + square * n * n = budget, in the form that does not lose digits where square is tiny

@@ -1,7 +1,7 @@
-"""Whether an engine is possible: what drafters need of a target, and whether this machine has the memory.
+"""The checks before an engine is built: whether the drafters fit the target, and whether this machine has the memory.
 
-Two questions, the cheaper one first: do the small files allow it (`refuse_early`), and is there memory for it
-(`with_room`). building.py then builds the engine.
+The cheaper check comes first: `refuse_early` asks whether the small files allow the engine, and `with_room` whether
+there is memory for it. building.py then builds the engine.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from forerun.registry import names
 
 @dataclass(frozen=True)
 class OwnDraft(drafters.Wanted):
-    """A drafting method of a configuration. label: the name of its model in `Outlines.models`; None = no model."""
+    """A drafting method of a configuration.
+
+    label: the name of its draft model in `Outlines.models`; None = it has no draft model.
+    """
 
     label: str | None = None
 
 
 @dataclass(frozen=True)
 class Outlines:
-    """The models that LLM would load and make, and what their drafters need, before any weight is read.
+    """The models that LLM would load and make, and the needs of the drafters, before any weight is read.
 
-    drafts: every method, including the parts of combined methods.
+    drafts: every drafting method, including the parts of combined methods.
     """
 
     opened: Opened
@@ -57,7 +60,7 @@ class Outlines:
     def models(self) -> Mapping[str, Outline]:
         """The models by name: "target", "draft", then `extra_drafts`; models made of the target's weights come last.
 
-        Raises UserError for a draft model that LLM refuses, BadOption where a drafter needs one and none is named.
+        Raises UserError for a draft model that LLM refuses, and BadOption for a drafter that lacks its draft model.
         """
         opened = self.opened
         outlines = {"target": opened.outline}
@@ -79,7 +82,7 @@ class Outlines:
         return outlines
 
     def _has_no_more_bits(self, quantization: str) -> bool:
-        """Return whether the target's weights will be integers in memory that rounding would not make smaller."""
+        """Return whether the target's weights will be integers in memory, of no more bits than rounding would give."""
         opened = self.opened
         packed_bits = [scheme.bits for scheme in opened.outline.schemes.values() if opened.packs(scheme)]
         return bool(packed_bits) and min(packed_bits) <= Quantization.parse(quantization).bits
@@ -91,12 +94,15 @@ class Outlines:
 
     @property
     def num_taps(self) -> int:
-        """How many inner layers of the target show their hidden states to drafters in each pass."""
+        """The number of the target's inner layers whose hidden states drafters read in each pass."""
         return len({layer for draft in self.drafts for layer in draft.needs.layers})
 
     @property
     def beside(self) -> Mapping[str, Beside]:
-        """The weights of trained heads, by the label of their model, else by method."""
+        """The weights of trained heads, by the label of the drafter's model; without a model, by the drafter's method.
+
+        A further head of the same name gets a number.
+        """
         weights = dict[str, Beside]()
         for draft in sorted(self.drafts, key=lambda draft: draft.label is None):
             if draft.needs.weights is not None:
@@ -148,7 +154,10 @@ class Outlines:
         )
 
     def fitted(self, available: int | None, models: Mapping[str, Outline] | None = None) -> tuple[Opened, MemoryPlan]:
-        """Return the target and its plan: 4,096 tokens a sequence if max_seq_len is None and more do not fit."""
+        """Return the target and its memory plan.
+
+        If max_seq_len is None and the usual context does not fit, sequences of at most 4,096 tokens are planned.
+        """
         plan, config = self.plan(available, models), self.opened.config
         if plan.fits or config.max_seq_len is not None:
             return self.opened, plan
@@ -183,10 +192,10 @@ def refuse_early(opened: Opened) -> Outlines:
 
 
 def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlines, str | None]:
-    """Return the outlines for a memory plan, and why vocabularies were not compared; None = they were.
+    """Return the outlines for a memory plan, and the reason why vocabularies were not compared; None = they were.
 
-    A plan needs only config.json; where another file is missing, the drafters are not compared with the target. widen:
-    maps the target's spec to the spec that the plan is for.
+    A plan needs only config.json. Where another file is missing, the vocabularies of draft models are not compared with
+    the target's; without draft models no reason is returned. widen: maps the target's spec to the spec of the plan.
     """
 
     def outlined(config_only: bool = False) -> Outlines:
@@ -206,7 +215,8 @@ def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlin
 def usable_drafts(opened: Opened) -> list[str]:
     """Return further methods, with default options, that an engine of this configuration could offer to requests.
 
-    The small files must allow them; where memory does not hold all, only methods without a model remain.
+    The small files must allow these methods. Where memory does not hold the models of all of them, only methods without
+    a model are returned.
     """
     config = opened.config
     named_already = {opened.resolve(spec)[0] for spec in (config.draft, *config.extra_draft_specs)}
@@ -228,10 +238,10 @@ def usable_drafts(opened: Opened) -> list[str]:
 
 
 def with_room(outlines: Outlines) -> Opened:
-    """Return the target for an engine that fits this machine's memory: with less context where none was asked for.
+    """Return the target for an engine that fits this machine's memory, with less context where no length is asked for.
 
-    A draft model that the caller has loaded is not in the configuration and not counted. Raises CapacityError, with
-    numbers and with what would fit, where even that needs too much.
+    A draft model that the caller has loaded is not in the configuration and not counted. Raises CapacityError where
+    even that needs too much memory; the message has the numbers, and what would fit.
     """
     opened, plan = outlines.fitted(available_bytes(outlines.opened.device))
     if not plan.fits:
@@ -242,8 +252,8 @@ def with_room(outlines: Outlines) -> Opened:
 def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
     """Check several engines with `refuse_early` before any weight is read; return their targets.
 
-    Raises its UserError, and CapacityError, with numbers, where this machine has no memory for all engines at once.
-    configs: by the names of the engines.
+    Raises UserError as `refuse_early` does, and CapacityError, with numbers, where this machine has no memory for all
+    engines at once. configs: the engines' configurations by name.
     """
     outlines = dict[str, Outlines]()
     for name, config in configs.items():
@@ -271,7 +281,7 @@ def plan_together(outlines: Mapping[str, Outlines], available: int | None) -> Me
 
 
 def _at_most(outlines: Outlines, options: Mapping[str, int]) -> EngineConfig:
-    """Return the configuration of an engine with these options as upper limits."""
+    """Return an engine's configuration with these options as upper limits of its own values."""
     config = outlines.opened.config
     current = {"max_seq_len": outlines.opened.max_seq_len, "max_batch_size": config.max_batch_size}
     least: dict[str, Any] = {name: min(value, current[name]) for name, value in options.items()}

@@ -44,7 +44,7 @@ from forerun.text.tools import AUTO, NO_TOOLS, NONE, ToolRequest, limit_of
 from forerun.types import Listener, SamplingParams, StepReport
 
 LOG = logging.getLogger(__name__)
-_LET_GO = ("engine", "checkpoint", "opened", "_loop", "_loaded_draft")  # by `close`
+_LET_GO = ("engine", "checkpoint", "opened", "_loop", "_loaded_draft")  # the attributes that `close` removes
 
 
 def _end(loop: Loop, folder: Folder | None) -> None:
@@ -104,13 +104,13 @@ class LLM:
 
     @classmethod
     def from_opened(cls, opened: Opened) -> LLM:
-        """Make an LLM of a target that the caller has opened before, as to see whether it has a chat template."""
+        """Make an LLM of a target that the caller has already opened, for example to see if it has a chat template."""
         return cls(opened)
 
     def params(self, **fields: Any) -> SamplingParams:
         """Return the default parameters with these fields changed: `llm.params(max_tokens=32)`.
 
-        SamplingParams(max_tokens=32) instead has the defaults of SamplingParams, not the model's: temperature 1.
+        SamplingParams(max_tokens=32) has the defaults of SamplingParams instead of the model's, such as temperature 1.
         """
         return SamplingParams(**{**self.usual_fields, **fields})
 
@@ -124,12 +124,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return outputs in the order of the prompts. A prompt is a text or token ids.
 
-        A text is a message that the model answers, if it has a chat template (`answers_texts`), else the beginning of a
-        text that it continues; raw=True: it is continued in any case. Ids are taken as they are. params: one, or one
-        for each prompt; without them the model's defaults (`default_params`).
+        If the model has a chat template (`answers_texts`), a text is a message that the model answers. Otherwise, and
+        with raw=True, the model continues the text. Ids are taken as they are. params: one for all prompts, or one for
+        each prompt; None = the model's defaults (`default_params`).
 
-        Where params.n asks for several outputs, the outputs of a prompt follow each other; a beam search
-        (params.num_beams) gives the best first, each with its score.
+        Where params.n asks for several outputs, the outputs of a prompt follow each other. A beam search
+        (params.num_beams) returns its outputs best first, each with its score.
         """
         return self._generate(as_list(prompts), params, raw)
 
@@ -169,13 +169,13 @@ class LLM:
         hear: Callable[[Request], None] = unheard,
         answer_form: AnswerForm | None = None,
     ) -> list[Request]:
-        """Queue prompts, all or none, and return at once: params.n requests for each of them, in order.
+        """Queue all prompts, or none if one is impossible, and return at once: params.n requests per prompt, in order.
 
         Prompts, params and raw are as in `generate`, answer_form as in `stream`.
 
-        hear(request) is called by the engine's thread, after each step that advanced a request and when it ends: let it
-        put the request into a queue. A request is over when its `seq.finish_reason` is set, and then has its
-        `output()`, or the `error` that ended it. Give requests that are no longer wanted to `end`.
+        The engine's thread calls hear(request) after each step that advanced the request, and when the request ends;
+        let `hear` put the request into a queue. A request has ended when its `seq.finish_reason` is set. It then has
+        its `output()`, or the `error` that ended it. Give requests that are no longer wanted to `end`.
         """
         requests = self._make(as_list(prompts), params, hear, raw, answer_form)
         self._loop.add(requests)
@@ -206,7 +206,7 @@ class LLM:
         self._loop.add(requests)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End submitted requests and free their memory, after the running step. Ended ones stay as they are."""
+        """End submitted requests and free their memory after the running step. Ended requests stay as they are."""
         self._loop.end(requests)
 
     @names_keywords
@@ -218,13 +218,13 @@ class LLM:
         raw: bool = False,
         answer_form: AnswerForm | None = None,
     ) -> Iterator[Chunk]:
-        """Yield chunks as they are verified: text that can no longer change, and its tokens.
+        """Yield chunks as tokens are verified: text that can no longer change, and its tokens.
 
-        prompt, params and raw are as in `generate`. answer_form: the result of `answer_form`, where the parts of the
-        answer are wanted: each chunk then has its `parts`: text, reasoning, and calls as they are written.
+        prompt, params and raw are as in `generate`. answer_form: the result of the method `answer_form`, where the
+        parts of the answer are wanted. Each chunk then has `parts`: text, reasoning, and calls as they are written.
 
-        Where params.n asks for several outputs, their chunks come mixed, each with its `index`. Leaving the loop early
-        ends the request.
+        Where params.n asks for several outputs, their chunks come mixed, each with the `index` of its output. Leaving
+        the loop early ends the request.
         """
         refuse_to_stream(params)
         news = SimpleQueue[tuple[Request, Mark]]()
@@ -248,7 +248,7 @@ class LLM:
         raw: bool = False,
         answer_form: AnswerForm | None = None,
     ) -> AsyncIterator[Chunk]:
-        """`stream` for asyncio. The event loop stays free; several streams run in one batch.
+        """Yield chunks like `stream`, for asyncio. The event loop stays free; several streams run in one batch.
 
         Leaving the loop early, closing the iterator or cancelling the task ends the request and frees its memory.
         """
@@ -279,13 +279,13 @@ class LLM:
         max_thinking_tokens: int | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Generate the next turn of one conversation, or of several at once; `template` as for `apply_chat_template`.
+        """Generate the next turn of one conversation, or of several at once.
 
-        tools: JSON schemas of functions that the model may call. An output has its calls in `tool_calls`, its reasoning
-        in `reasoning`, and the whole answer, as a message to append to the conversation, in `message`. tool_choice:
+        An output has its calls in `tool_calls`, its reasoning in `reasoning`, and the whole answer in `message`, as a
+        message to append to the conversation. tools: JSON schemas of functions that the model may call. tool_choice:
         auto; required, which constrains the answer to calls with valid arguments; none; or the name of the tool to
         call. parallel_tool_calls: whether an answer may have several calls. max_thinking_tokens: the limit at which the
-        reasoning is closed; None = no limit.
+        reasoning is closed; None = no limit. template: see `apply_chat_template`.
         """
         answer_form = self.answer_form(tools, tool_choice, parallel_tool_calls, max_thinking_tokens)
         tools = None if tool_choice == NONE else tools
@@ -307,10 +307,10 @@ class LLM:
         parallel_tool_calls: bool = True,
         max_thinking_tokens: int | None = None,
     ) -> AnswerForm | None:
-        """Return what splits the model's answers into text, reasoning and calls; None = it has no marks for them.
+        """Return the form that splits the model's answers into text, reasoning and calls; None = there are no marks.
 
-        The marks come from the chat template; the arguments are as in `chat`. Raises BadOption for invalid tools, and
-        for a choice that is not possible.
+        The marks come from the chat template. The arguments are as in `chat`. Raises BadOption for invalid tools, and
+        for a tool_choice that is not possible.
         """
         use = ToolRequest.of(tools or (), tool_choice, parallel_tool_calls)
         answer_marks = self.chat_template.answer_marks
@@ -332,9 +332,10 @@ class LLM:
         return self.opened.chat_template
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
-        """Hear every StepReport; `detail` fills its rounds. Returns a function that ends it.
+        """Call `listener` with every StepReport; return a function that ends this. detail: fill the reports' `rounds`.
 
-        The engine's thread calls the listener inside a step. A listener that raises is logged and not called again.
+        The engine's thread calls the listener inside a step. If the listener raises an error, the error is logged and
+        the listener is not called again.
         """
 
         has_failed, end = False, _nothing  # a step may call it before `engine.listen` has returned
@@ -356,9 +357,9 @@ class LLM:
         return end
 
     def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Call back once after each step, when `hear` was called for all its requests. Returns a function that ends it.
+        """Run `call` once after each step, after the `hear` of all its requests; return a function that ends this.
 
-        The engine's thread calls it, so that news of many requests can be handed to another thread at once.
+        The engine's thread runs it, so that news of many requests can be handed to another thread at once.
         """
         self._loop.behind += (call,)
 
@@ -368,10 +369,11 @@ class LLM:
         return end
 
     def pass_times(self) -> dict[str, PassTime]:
-        """Return the time of passes on this machine by their rows: the target's under "", the drafters' by name.
+        """Return the curves of pass time over rows on this machine: the target's under "", the drafters' by name.
 
-        If the pacing asks for them, they are measured once on a machine, when no request has come for a second. Until
-        then a curve is a default, which the passes of requests correct; its `one_row_s` is None before the first pass.
+        If the pacing policy asks for pass times, they are measured once on a machine, when no request has come for a
+        second. Until then a curve is a default that the passes of requests correct, and its `one_row_s` is None before
+        the first pass.
         """
         costs = self.engine.costs
         return {name: copy.deepcopy(curve) for name, curve in {"": costs.target, **costs.drafts}.items()}
@@ -379,7 +381,7 @@ class LLM:
     def measure_passes(self) -> None:
         """Measure unknown pass times now, instead of when no request has come for a second.
 
-        Running requests wait meanwhile. Does nothing where the pacing asks for no such times.
+        Running requests wait meanwhile. Does nothing where the pacing policy asks for no pass times.
         """
         self._loop.call(self.engine.pacing.measure)
 
@@ -464,7 +466,7 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
 
 
 def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
-    """Return the function that makes the caller's drafter, and replace it by `none` in the options; None without one.
+    """Return the function that makes the caller's drafter, if there is one, and set the option `draft` to "none".
 
     Raises BadOption where another option also names a drafter, and for a drafter in place of the function.
     """

@@ -22,10 +22,11 @@ PAUSE_S = 1.0  # seconds without a request, after which the engine measures
 
 
 class Loop:
-    """Owns an Engine: everything that touches it runs in one thread, between two steps.
+    """Owns an engine: everything that touches the engine runs in one thread, between two steps.
 
-    The thread starts with the first request. While there is none it lets the engine measure, once, and sleeps. failure:
-    the error of the last step that failed as a whole; its running requests are ended, and the thread goes on.
+    The thread starts with the first request. When no request is left, the thread lets the engine measure, once, and
+    then sleeps. failure: the error of the last step that failed as a whole. The requests that ran in that step are
+    ended, and the thread goes on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -52,7 +53,10 @@ class Loop:
         self._post(queue)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End requests and free their memory after the running step. Ended requests are left alone. Never waits."""
+        """End requests and free their memory after the running step, without waiting for it.
+
+        Requests that have ended stay as they are.
+        """
         left = [request for request in requests if request.seq.finish_reason is None]
 
         def abort() -> None:
@@ -92,7 +96,7 @@ class Loop:
         self.call(abort)
 
     def close(self) -> None:
-        """Let the thread end after the running step and all commands queued so far."""
+        """End the thread after the running step and all commands queued so far, and wait for its end."""
         thread = self._thread
         if thread is not None and self._stepping.locked() and thread is not threading.current_thread():
             self._commands.put(None)
@@ -111,7 +115,7 @@ class Loop:
             self._commands.put(command)
 
     def _take_over(self) -> None:
-        """Go on in a child of fork(2), which copies no threads: possible only if no step was running."""
+        """Go on in a child of fork(2), which copies no threads. Raises BadOption if the parent's engine was busy."""
         if self._is_busy:
             raise BadOption(
                 "this process was forked while its parent's engine was running requests or measuring its passes, which "
@@ -122,7 +126,11 @@ class Loop:
         self._stepping, self._posting = threading.Lock(), threading.Lock()
 
     def _run(self, begun: SimpleQueue[None]) -> None:
-        """Step, unless another thread does: its start may have been interrupted, and yet it has begun."""
+        """Run commands and steps, unless another thread does so already.
+
+        There may be such a thread, because a thread may begin although Ctrl-C interrupted its start. begun: gets an
+        item as soon as one of them steps.
+        """
         is_first = self._stepping.acquire(blocking=False)
         if is_first:
             self._thread = threading.current_thread()

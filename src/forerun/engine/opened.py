@@ -1,7 +1,8 @@
-"""A target under a configuration, opened once: whatever an engine must know of it before its weights are read.
+"""A target under a configuration, opened once: everything that an engine must know before weights are read.
 
-models/opened.py opens the small files, of targets and of draft models. This module answers what only an engine asks:
-what `auto` stands for, the device and the type, how requests are answered. Drafters see it as drafters.Known.
+models/opened.py opens the small files of targets and of draft models. This module answers the questions that only an
+engine asks: which drafter `auto` stands for, which device and dtype are used, and how requests are answered. Drafters
+see an opened target through the interface drafters.Known.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ SHIPPED_TARGET, SHIPPED_DRAFT = named.DATA / "target", named.DATA / "draft"
 
 
 def is_shipped(target: str | Path | None) -> bool:
-    """Return whether a name means the model that ships with the package."""
+    """Return whether a target's name means the model that ships with the package."""
     known = named.find(target)
     return target is not None and (Path(target) if known is None else known.path()) == SHIPPED_TARGET
 
 
 def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str:
-    """Return the drafter that `auto` stands for: a draft model, if the caller has loaded one or it is shipped.
+    """Return the drafter that `auto` stands for.
 
-    Else the drafter that data/models.toml names for the target, else the text search that needs nothing.
+    It is a draft model if the caller has loaded one or the target is the shipped model. Otherwise it is the drafter
+    that data/models.toml names for the target, and without such a name the text search, which needs no model.
     """
     if has_loaded_draft or is_shipped(target):
         return drafters.BY_MODEL
@@ -56,9 +58,9 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
 
 
 def torch_device(name: str) -> str:
-    """Return the device of a name: auto, cpu or cuda. Raises BadOption for cuda where torch sees none.
+    """Return torch's device for the name auto, cpu or cuda. Raises BadOption for cuda where torch sees no CUDA device.
 
-    auto is cpu, also where there is a CUDA device, until more cards than one were tried (docs/use/gpu.md).
+    auto means cpu even where there is a CUDA device, until more than one card has been tried (docs/use/gpu.md).
     """
     if name != "cuda":
         return "cpu"
@@ -72,11 +74,11 @@ def torch_device(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A target under a configuration. See drafters.Known for what drafters ask.
+    """A target under a configuration. drafters.Known describes the properties that drafters read.
 
-    files: its small files. has_loaded_draft: whether the caller has loaded the draft model, which `auto` then means.
-    config_only: whether only config.json was read, so that no tokenizers are compared. beside: other opened
-    checkpoints, by their place. methods: drafters' specs as parsed. meant: a cache of `resolve`.
+    files: the target's small files. has_loaded_draft: whether the caller has loaded a draft model; `auto` then means
+    it. config_only: whether only config.json was read, so that no tokenizers are compared. beside: the other opened
+    checkpoints, by their place. methods: the parsed specs of drafters. meant: a cache of `resolve`.
     """
 
     config: EngineConfig
@@ -89,10 +91,10 @@ class Opened:
 
     @classmethod
     def of(cls, config: EngineConfig, has_loaded_draft: bool = False, *, config_only: bool = False) -> Opened:
-        """Open the target of a configuration, the default model where it names none.
+        """Open the target of a configuration; where none is named, the default model.
 
-        Raises UserError for options that are impossible by themselves, before a file is opened, and then for what the
-        small files rule out. config_only: see OpenedCheckpoint.
+        Raises UserError for options that are impossible by themselves, before any file is opened. After that, raises it
+        for options that the small files rule out. config_only: see OpenedCheckpoint.
         """
         target = config.target or named.default()
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
@@ -103,7 +105,7 @@ class Opened:
 
     @classmethod
     def of_loaded(cls, checkpoint: Checkpoint, config: EngineConfig, has_loaded_draft: bool = False) -> Opened:
-        """Describe a target that the caller has loaded, and may have changed. Raises UserError."""
+        """Return the description of a target that the caller has loaded, and may have changed. Raises UserError."""
         files = checkpoint.opened.widened(checkpoint.model.config, checkpoint.tokenizer)
         methods = _refuse_options(config, auto_draft(files.asked, has_loaded_draft))
         methods.pop("auto", None)
@@ -114,14 +116,14 @@ class Opened:
         return replace(self, config=config)
 
     def widened(self, spec: Spec) -> Opened:
-        """Return the target as it will be when it has been widened to `spec`."""
+        """Return the target as it will be once it is widened to `spec`."""
         return replace(self, files=self.files.widened(spec))
 
     # ------------------------------------------------------------------------------------------------ what drafters ask
 
     @property
     def spec(self) -> Spec:
-        """What config.json says of the model."""
+        """The target's spec, as config.json gives it."""
         return self.files.spec
 
     @property
@@ -141,7 +143,7 @@ class Opened:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where ids are all there is."""
+        """The tokenizer; None where the target has none, so that prompts and outputs are ids."""
         return self.files.tokenizer
 
     @property
@@ -156,15 +158,16 @@ class Opened:
 
     @cached_property
     def is_shipped(self) -> bool:
-        """Whether it is the model that ships with the package."""
+        """Whether the target is the model that ships with the package."""
         return is_shipped(self.files.path)
 
     @cached_property
     def auto(self) -> str:
         """The drafter that `auto` stands for.
 
-        A draft model that the caller has loaded comes first, then a head that was trained here for the target, the
-        drafter that its name has, its next-token blocks, a drafter in its folder, and a text search.
+        It is the first of these that there is: a draft model that the caller has loaded, a head that was trained here
+        for the target, the drafter of the target's name, the target's next-token blocks, a drafter in the target's
+        folder, a text search.
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if not (self.has_loaded_draft or self.config_only):
@@ -179,7 +182,7 @@ class Opened:
         return name if beside is None or not self._serves(beside) else beside
 
     def _serves(self, spec: str) -> bool:
-        """Return whether a drafter that was found for the target can serve it; if not, log why."""
+        """Return whether a drafter that was found for the target can draft for it; if not, log why."""
         try:
             layers = [layer for one in drafters.wanted(spec, self) for layer in one.needs.layers]
             if max(layers, default=0) > self.num_layers:
@@ -191,7 +194,7 @@ class Opened:
 
     @cached_property
     def next_tokens(self) -> NextTokens | None:
-        """See drafters.Known. Weights of a hub model are fetched for it only if config.json mentions it."""
+        """See drafters.Known. A hub model's weights are fetched only if config.json mentions next-token blocks."""
         files = self.files.original or self.files
         if self.config_only or (files.is_of_hub and not says_next_tokens(files.raw)):
             return None
@@ -200,18 +203,18 @@ class Opened:
 
     @property
     def shipped_draft(self) -> str | None:
-        """The folder of the draft model that belongs to this target, if one ships with it."""
+        """The folder of the draft model that ships with the target; None where none does."""
         return str(SHIPPED_DRAFT) if self.is_shipped else None
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether its weights will be in memory as the integers of its files."""
+        """Whether some of the target's weights will be in memory as the integers of its files."""
         return any(self.packs(scheme) for scheme in self.outline.schemes.values())
 
     def resolve(self, spec: str) -> tuple[str, Any]:
-        """Return the method and its Options that a drafter's spec means, looked up once; see drafters.resolve.
+        """Return the method and the Options that a drafter's spec means; see drafters.resolve. Results are cached.
 
-        The name of a checkpoint that is no complete model means the drafter that runs it.
+        The name of a checkpoint that is no complete model means the drafter that runs that checkpoint.
         """
         if spec not in self.meant:
             auto = self.auto if spec == "auto" else drafters.WITHOUT_MODEL
@@ -221,7 +224,7 @@ class Opened:
         return self.meant[spec]
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Open another checkpoint, such as a draft model, once for all callers. Raises as OpenedCheckpoint.of."""
+        """Open another checkpoint, such as a draft model, once for all callers. Raises like OpenedCheckpoint.of."""
         place = named.place(name)
         if place not in self.beside:
             self.beside[place] = OpenedCheckpoint.of(
@@ -236,39 +239,42 @@ class Opened:
 
     @property
     def device(self) -> str:
-        """The device as LLM chooses it; "cuda" may be planned for where there is none."""
+        """The device that LLM chooses. It may be "cuda" where there is no such device and an engine is only planned."""
         return "cpu" if self.config.device == "auto" else self.config.device
 
     @cached_property
     def operators(self) -> Operators:
-        """The operators that will compute it. Raises UserError where they cannot be had."""
+        """The operators that will compute the target. Raises UserError where they are not available."""
         return ops.make(self.config.ops, self.device, self.spec)
 
     @cached_property
     def dtype(self) -> str:
-        """The type of its weights, with what config.json says in place of the stored ones."""
+        """The dtype of the target's weights in memory; `auto` depends on the dtype that config.json states."""
         if self.config.dtype != "auto":
             return self.config.dtype
         return self.operators.auto_dtype(self.device, self.files.stored_dtype)
 
     @cached_property
     def packs(self) -> Callable[[Scheme], bool]:
-        """Which quantised matrices will be in memory as the integers of their files."""
+        """A test of a quantisation scheme: whether its matrices will be in memory as the integers of their files."""
         return packed_schemes(self.operators, self.dtype)
 
     @cached_property
     def outline(self) -> Outline:
-        """The sizes of its weights, for the memory plan."""
+        """The sizes of the target's weights, for the memory plan."""
         return Outline.of(self.files, self.config.quantization)
 
     @cached_property
     def room(self) -> Room:
-        """The tokens of its longest sequence and of its cache. Raises BadOption for more than it has positions."""
+        """The most tokens of one sequence, and of the whole cache; see Room.
+
+        Raises BadOption where the configuration wants more tokens than the model has positions.
+        """
         return room_of(self.config, reaching(self.spec, self.config.max_seq_len))
 
     @property
     def max_seq_len(self) -> int:
-        """The tokens of the longest sequence."""
+        """The most tokens of one sequence."""
         return self.room.max_seq_len
 
     @property
@@ -277,7 +283,7 @@ class Opened:
         return self.room.kv_cache_tokens
 
     def load(self) -> Checkpoint:
-        """Read its weights, onto its device and in its type, with its tokenizer."""
+        """Read the target's weights to its device and in its dtype, together with its tokenizer."""
         return load_checkpoint(
             self.files,
             dtype=self.config.dtype,
@@ -292,7 +298,7 @@ class Opened:
 
     @cached_property
     def start_ids(self) -> list[int]:
-        """The ids that an encoder-decoder's decoder text begins with; [] for other models."""
+        """The ids that the decoder's text begins with in an encoder-decoder; [] for other models."""
         return [] if self.spec.encoder is None else start_ids_of(self.files.small, self.files.raw)
 
     @cached_property
@@ -302,14 +308,15 @@ class Opened:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The template that the configuration names, else its own. Raises NotFound where there is none."""
+        """The template that the configuration names, else the target's. Raises NotFound where there is none."""
         return ChatTemplate.of(self.files.small, self._templates, is_own=self.config.chat_template is None)
 
     @cached_property
     def answers_texts(self) -> bool:
-        """Whether a text is a message that it answers, as where there is a chat template; else it is continued.
+        """Whether the model answers a plain text as a message; otherwise it continues the text.
 
-        The template of the shipped model only joins the turns of a conversation to one text.
+        True where there is a chat template. The shipped model is an exception: its template only joins the turns of a
+        conversation to one text.
         """
         if self.is_shipped:
             return False
@@ -323,9 +330,9 @@ class Opened:
     def usual_fields(self) -> Mapping[str, Any]:
         """The sampling parameters of requests that do not set them; other fields have SamplingParams' defaults.
 
-        Values of its generation_config.json come first. Where these draw nothing and the model answers texts, the
-        values of data/models.toml or named.USUAL are added. An unsupported value of the file is left out with a
-        warning; under generation_config='model' it raises UnsupportedModel.
+        Values of the target's generation_config.json come first. Where no such value is about drawing and the model
+        answers texts, the values of data/models.toml or named.USUAL are added. An unsupported value of the file is left
+        out with a warning; under generation_config='model' it raises UnsupportedModel.
         """
         if self.config.generation_config == "none":
             return {}
@@ -346,12 +353,12 @@ class Opened:
         return {**((known and known.sampling) or named.USUAL), **fields}
 
     def text_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, for callers with texts. Raises NotFound without one."""
+        """Return the tokenizer, for callers with texts. Raises NotFound where the target has none."""
         return needed(self.tokenizer, str(self.files.folder))
 
 
 def disk_limit(config: EngineConfig) -> Limit | None:
-    """Return the parsed kv_disk; None where it is not set. Raises BadOption where nothing could be kept on disk."""
+    """Return the parsed option kv_disk; None where it is not set. Raises BadOption where the disk cannot be used."""
     if config.kv_disk is None:
         return None
     if config.kv_cache_backend != "paged" or not config.prefix_caching:

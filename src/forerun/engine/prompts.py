@@ -22,13 +22,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def names_keywords(method: Method) -> Method:
-    """Wrap a method of LLM so that a keyword it does not take raises BadOption, saying where the keyword belongs."""
-    own = list(inspect.signature(method).parameters)[1:]
+    """Wrap a method of LLM: an unknown keyword raises BadOption, and the message says where the keyword belongs."""
+    parameters = list(inspect.signature(method).parameters)[1:]
 
     @functools.wraps(method)
     def checked(self: Any, *given: Any, **named: Any) -> Any:
-        for name in named.keys() - set(own):
-            raise BadOption(no_keyword(f"LLM.{method.__name__}", name, named[name], own))
+        for name in named.keys() - set(parameters):
+            raise BadOption(no_keyword(f"LLM.{method.__name__}", name, named[name], parameters))
         return method(self, *given, **named)
 
     return checked  # type: ignore[return-value]
@@ -47,7 +47,10 @@ def no_keyword(call: str, name: str, value: object, own: Seq[str]) -> str:
 
 
 def as_list(prompts: object) -> list[Prompt]:
-    """Return one prompt or several as a list: each is a text or a sequence of ids (also numpy's and torch's)."""
+    """Return one prompt or several as a list. A prompt is a text or a sequence of ids, also an array of numpy or torch.
+
+    Raises BadOption for anything else.
+    """
     given = _plain(prompts)
     if isinstance(given, str):
         return [given]
@@ -66,7 +69,7 @@ def only_one(prompt: object) -> Prompt:
 
 
 def refuse_to_stream(params: object) -> None:
-    """Raise BadOption for a beam search: which text is best is known at the end."""
+    """Raise BadOption for a beam search, which finds its best text only at the end."""
     if isinstance(params, SamplingParams) and params.searches:
         raise BadOption(
             f"num_beams={params.num_beams} cannot be streamed, as its texts are known at the end: use generate"
@@ -85,7 +88,10 @@ def conversations(messages: object) -> list[list[Message]]:
 
 
 def params_for(num_prompts: int, params: object, default: SamplingParams) -> list[SamplingParams]:
-    """Return parameters for each prompt, from None, one for all, or one per prompt. Raises BadOption for others."""
+    """Return the parameters of each prompt.
+
+    params: None, one SamplingParams for all prompts, or one for each prompt. Anything else raises BadOption.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * num_prompts
     each = [] if isinstance(params, str | Mapping) else _items(params)
@@ -103,11 +109,12 @@ def _items(values: object) -> list[Any]:
     return list(values) if isinstance(values, Iterable) else [values]
 
 
-_NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)  # items of bytes look like ids; the others are in no order
+# Items of bytes look like ids; sets and mappings have no order.
+_NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or scalar of numpy, torch and others as Python lists and numbers."""
+    """Return an array or scalar of numpy, torch and others as Python lists and numbers, and other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 

@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestReport:
-    """How speculation went for one request. Counts are taken before stop conditions cut.
+    """How speculation went for one request. Tokens are counted before stop conditions cut the output.
 
-    The outputs of a beam search share one report, in which emitted tokens are its steps, and accepted and tested tokens
-    the levels of its drafts; so the mean accepted length is its steps per pass.
-    docs/exactness.md has the definitions; a rate is None where nothing was counted.
+    The outputs of a beam search share one report. In it, emitted tokens are the steps of the search, and accepted and
+    tested tokens are levels of its drafts; so the mean accepted length is the number of steps per pass.
+    docs/exactness.md has the definitions. A rate is None where nothing was counted.
     """
 
     draft: str = ""  # name of the drafter that served it
     acceptance: str = ""  # the verification rule, with its options
     is_lossless: bool = True  # whether the rule keeps exactly the target's distribution
     num_steps: int = 0  # target passes that emitted for this request
-    num_rows: int = 0  # of these passes: its last token, or its beams' last tokens, and the draft
+    num_rows: int = 0  # of these passes: for the last token, or for each beam's last token, and for the draft
     num_drafted: int = 0
-    num_tested: int = 0  # tokens at which the path stood
+    num_tested: int = 0  # places of the path at which drafted tokens were tested; siblings count once
     num_accepted: int = 0
     num_emitted: int = 0  # accepted tokens plus one correction, bonus or plain token per step
     drafted_per_position: list[int] = field(default_factory=list)
@@ -66,20 +66,20 @@ class RequestReport:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_disk_tokens: int = 0  # of these, fetched from disk for this request
     num_preemptions: int = 0
-    arrived_at_s: float = 0.0  # by time.monotonic, as the times below, which are None until they happen
+    arrived_at_s: float = 0.0  # by time.monotonic, like the times below; these are None until they happen
     scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     last_token_at_s: float | None = None
-    read_at_s: float | None = None  # when the prompt was read to its end, where that was all (max_tokens=0)
+    read_at_s: float | None = None  # when the prompt was read to its end, where no output is wanted (max_tokens=0)
 
     @property
     def ended_at_s(self) -> float | None:
-        """When there was nothing more to do for it; None before, and where it never ran."""
+        """When the last token was committed, or the prompt was read where no output is wanted; None before that."""
         return self.last_token_at_s if self.read_at_s is None else self.read_at_s
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Accepted / drafted tokens of each round that drafted, over the tokens that it really drafted."""
+        """Accepted / drafted tokens of each round that drafted. Tokens that were only granted do not count."""
         return [accepted / drafted for drafted, accepted in self.rounds if drafted]
 
     @property
@@ -94,7 +94,7 @@ class RequestReport:
 
     @property
     def rows_per_pass(self) -> float | None:
-        """Rows of a target pass; of a beam search at most num_beams + draft_beams * levels."""
+        """The mean number of rows of a target pass; in a beam search at most num_beams + draft_beams * levels."""
         return self.num_rows / self.num_steps if self.num_steps else None
 
     @property
@@ -109,7 +109,7 @@ class RequestReport:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Accepted / drafting rounds at each position of a draft (in a tree: at each depth)."""
+        """Rounds that accepted / rounds that drafted, at each position of a draft (in a tree: at each depth)."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def sentence(self) -> str:
@@ -129,9 +129,10 @@ class RequestReport:
         num_rows: int,
         num_emitted: int | None = None,
     ) -> None:
-        """Add one round; depth: nodes on the longest path of the draft, which are its positions.
+        """Add the counts of one round.
 
-        num_rows: of the target's pass. num_emitted: None = one more than were accepted.
+        depth: the number of nodes on the draft's longest path, and so of its positions. num_rows: how many rows of the
+        target's pass the round took. num_emitted: None = one token more than was accepted.
         """
         self.num_steps += 1
         self.num_rows += num_rows
@@ -223,7 +224,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a request had come after a step. num_readable: output tokens that have a text."""
+    """How far a request had come after a step. num_readable: the number of output tokens that have a text."""
 
     num_tokens: int
     num_readable: int
@@ -231,14 +232,15 @@ class Mark:
 
 
 def unheard(request: Request) -> None:
-    """Do nothing: the default `hear`, of requests that nobody waits for."""
+    """Do nothing: the default `hear`, for requests that nobody waits for."""
 
 
 class Committed(NamedTuple):
     """What one step did for one request.
 
-    kept: rows of its run to keep in the cache: their tokens are committed, and another token follows them. held: rows
-    of a beam search that stay pending. num_emitted: tokens, before stop conditions cut.
+    kept: the rows of its run to keep in the cache. Their tokens are committed, and at least one more committed token
+    follows them. held: the rows of a beam search that stay pending. num_emitted: the number of emitted tokens, before
+    stop conditions cut the output.
     """
 
     step: SequenceStep
@@ -250,11 +252,11 @@ class Committed(NamedTuple):
 class Request:
     """A sequence with its text, report and output. `append` applies stop conditions token by token, in order.
 
-    hear(request) is called after each step that advanced the request, and when it ends, by the thread that steps.
+    hear(request): called by the thread that steps, after each step that advanced the request and when it ends.
 
-    A step calls `run`, `judge` and `commit` in this order. A SampledRequest decodes one text, a SearchRequest the texts
-    of a beam search; a plain Request is an output that a search fills. Their argument draft covers all sequences of the
-    step, and this request is sequence b of it.
+    A step calls `run`, `judge` and `commit` in this order. Their argument `draft` covers all sequences of the step, and
+    this request is sequence b of the draft. A SampledRequest decodes one text, a SearchRequest runs the beams of a beam
+    search, and a plain Request is an output that a beam search fills.
     """
 
     hear: Callable[[Request], None] = staticmethod(unheard)
@@ -301,15 +303,15 @@ class Request:
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
     def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
-        """Return its run of the next pass: the last committed token, then the draft.
+        """Return the request's run of the next pass: the last committed token, then the draft.
 
-        best_only: whether the pass can return only the largest logits, if the request needs no others. coins: of its
-        round, where the device may draw from rows; None = it may not.
+        best_only: whether the pass can return the largest logits alone; the run asks for that if it needs no others.
+        coins: the coins of this round, where the device may draw tokens itself; None = it may not.
         """
         raise NotImplementedError
 
     def judge(self, draft: Draft, b: int, scores: Scores, coins: Coins) -> Ruling:
-        """Decide which drafted tokens stay; nothing is committed. Its run is number b of the scored runs."""
+        """Decide which drafted tokens are accepted, without committing any. The request's run is run b of `scores`."""
         raise NotImplementedError
 
     def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
@@ -317,17 +319,21 @@ class Request:
         raise NotImplementedError
 
     def judged_rows(self) -> Seq[Probs | None]:
-        """Return the target's distributions that the last ruling read: row 0, then the row of each node."""
+        """Return the target's distributions that the last ruling read.
+
+        The first one is the distribution after the last committed token; then comes the one after each node. None
+        stands for a distribution that the ruling did not read.
+        """
         return ()
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return the token that a round added behind its accepted nodes, for listeners."""
+        """Return the token that a round added after its accepted nodes, for listeners."""
         return verdict.next_tokens[b]
 
     def detail(
         self, draft: Draft, b: int, verdict: Verdict, granted: int, tosses: Seq[Toss], pacing: Mapping[str, float]
     ) -> RoundDetail:
-        """Return the details of the judged, not yet committed round; nodes are counted within the sequence."""
+        """Return the details of a round that is judged and not yet committed. Nodes are counted within the sequence."""
         nodes, known = draft.nodes(b), self.judged_rows()
         parents = [p - nodes.start if p >= 0 else -1 for p in draft.parents[nodes.start : nodes.stop]]
         judging = [known[parent + 1] if known else None for parent in parents]
@@ -347,7 +353,7 @@ class Request:
         )
 
     def append(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob] = ()) -> int:
-        """Append tokens until one ends the output; the rest is discarded. Returns how many were appended."""
+        """Append tokens until one ends the output; discard the others. Returns how many tokens were appended."""
         seq = self.seq
         for i, token in enumerate(tokens):
             reason = seq.commit(token, origins[i])
@@ -365,7 +371,7 @@ class Request:
         return len(tokens)
 
     def abort(self) -> None:
-        """Stop here; committed tokens stay. The unfinished outputs of a beam search stop, too."""
+        """End the request; its committed tokens stay. The unfinished outputs of a beam search end, too."""
         self.seq.finish_reason = "abort"
         for output in self.outputs:
             if output.seq.finish_reason is None:
@@ -373,7 +379,7 @@ class Request:
                 output.abort()
 
     def restart(self) -> None:
-        """Note that its cache was given up."""
+        """Note that the request's cache rows were given up."""
 
     def detokenizer(self) -> Detokenizer | None:
         """Return a new reader of the output's text; None without a tokenizer."""
@@ -414,13 +420,13 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The text so far that can no longer change, decoded on demand; all of it when finished."""
+        """The part of the text that can no longer change, decoded on demand; the whole text once the request ended."""
         self._read()
         return self._text
 
     def _read(self) -> None:
         with self._reading:
-            if self._reader is None:  # only when a text is asked for: else no time goes into it between passes
+            if self._reader is None:  # made once a text is asked for, so that decoding takes no time between passes
                 self._reader = self.detokenizer()
             if self._is_read or self._reader is None:
                 return
@@ -431,11 +437,11 @@ class Request:
             if is_whole:
                 self._text, self._is_read = self._text + self._reader.finish(), True
                 if self.seq.finish_reason == "length" and self._reader.stop is not None:
-                    self.seq.finish_reason = "stop"  # the text that was held back to the end had a stop text
+                    self.seq.finish_reason = "stop"  # a stop text was in the text that was held back until the end
 
     @property
     def waits(self) -> bool:
-        """Whether rows are still to come from disk, or the same prompt still to be run by its first request."""
+        """Whether the request waits for rows from disk, or for the first request of its prompt to run the prompt."""
         leader = self._leader
         if self.num_fetching:
             return True
@@ -447,7 +453,10 @@ class Request:
         return self._leader is None and None in self.seq.prompt_logprobs[1:]
 
     def score_prompt(self, start: int, logits: Rows) -> None:
-        """Note log-probabilities of the prompt's tokens behind place `start`. logits [n, V]: from that place on."""
+        """Note log-probabilities of the prompt's tokens after place `start`.
+
+        logits [n, V]: the logits of the tokens from that place on; each row scores the token that follows.
+        """
         seq, most = self.seq, self.seq.params.prompt_logprobs
         assert most is not None
         for place, row in enumerate(logits, start + 1):
@@ -487,7 +496,7 @@ class Request:
 class Reader:
     """Makes the chunks of one request from the marks that were set after its steps, in order.
 
-    It belongs to the reading thread, so that the stepping thread need not decode text for it.
+    It runs in the thread that reads the chunks, so that the thread that steps need not decode text for them.
     """
 
     def __init__(self, request: Request) -> None:
@@ -496,7 +505,7 @@ class Reader:
         self._last = Mark(0, 0, None)
 
     def chunk(self, mark: Mark) -> Chunk:
-        """Return the output between the last mark and this one. Raises the error that ended the request, if one did."""
+        """Return the output between the last mark and this one. Raises the request's error, if one ended it."""
         request, seq, last, text = self._request, self._request.seq, self._last, ""
         self._last, first = mark, seq.num_prompt_tokens
         if mark.finish_reason is not None and request.error is not None:

@@ -1,9 +1,9 @@
 """Several drafters in one batch: each sequence is served by the drafter that its request chose.
 
-A drafter that raises a UserError does not suit the requests that it was asked about; these are decoded plainly from
-there on. A drafter that raises anything else is broken and not asked again. Greedy and `match` texts stay the same, and
-so does the distribution of sampled texts, unless a drafter raises because of the value of a token that it drew, which
-no drafter may do.
+A drafter that raises a UserError does not suit the requests that it was asked about; these requests are decoded plainly
+from then on. A drafter that raises any other error is broken and not asked again. In both cases greedy and `match`
+texts stay the same, and so does the distribution of sampled texts. No drafter may raise an error because of the value
+of a token that it drew: that would change the distribution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Silent(Drafter):
 
 
 def _how_to_add(name: str) -> str:
-    """Return a hint how to start an engine with a drafter of that name; "" for a name that is no drafter anywhere.
+    """Return a hint on how to start an engine with a drafter of this name; "" if no drafter has this name.
 
     The name comes from a request, so no file is looked for.
     """
@@ -49,14 +49,15 @@ def _how_to_add(name: str) -> str:
 
 
 class Router(Drafter):
-    """Hands every sequence to the drafter that `seq.draft` names, and joins their drafts.
+    """Hands every sequence to the drafter that `seq.draft` names, and joins the drafts.
 
-    members: by name; the first serves requests that choose none. aliases: other names for members. is_auto: nobody
-    chose the first, so a request whose rule cannot judge its drafts is served by `lookup`. shares_s: by sequence, its
-    seconds of catching up in this step so far. unasked: ids of the sequences of this step whose drafter was not asked,
-    because it does not draft behind forced tokens. spares: whether a drafter that raises is left out; if False, its
-    errors are raised. packs_siblings: whether equal siblings of a draft share a row; if False, each node has one, which
-    the tests compare. unwritten: ids that the model never writes, which no draft keeps.
+    members: the drafters by name; the first one serves requests that choose none. aliases: other names for members.
+    is_auto: whether nobody chose the first drafter. If so, a request whose rule cannot judge the drafts of that drafter
+    is served by `lookup`. shares_s: by sequence, the seconds that catching up took in this step so far. unasked: ids of
+    the sequences whose drafter was not asked in this step, because it does not draft after forced tokens. spares:
+    whether requests go on without a drafter that raises an error; if False, the error is raised. packs_siblings:
+    whether equal siblings of a draft share a row; if False, each node has its own row, which tests use to compare.
+    unwritten: ids that the model never writes; they are cut from all drafts.
     """
 
     spares = True
@@ -71,13 +72,13 @@ class Router(Drafter):
         self.hidden_layers = tuple(sorted({k for drafter in self.members.values() for k in drafter.hidden_layers}))
         self._aliases = {"auto": self.main, **(aliases or {})}
         self._is_auto = is_auto
-        self._unsuited: set[int] = set()  # sequences that their drafter does not suit
+        self._unsuited: set[int] = set()  # ids of the sequences that their drafter has refused
         self._steps: dict[str, DraftStep] = {}
         self.shares_s: dict[int, float] = {}
         self.unasked: set[int] = set()
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise BadOption where a member wants a hidden state that a target of so many layers does not have."""
+        """Raise BadOption where a drafter reads a hidden state that a target of `num_layers` layers does not have."""
         for name, drafter in self.members.items():
             if wrong := [k for k in drafter.hidden_layers if not 0 <= k <= num_layers]:
                 raise BadOption(
@@ -87,16 +88,17 @@ class Router(Drafter):
 
     @property
     def first(self) -> Drafter:
-        """The drafter of requests that choose none."""
+        """The drafter that serves requests that choose none."""
         return self.members[self.main]
 
     def chosen(
         self, wanted: str | None, has_prediction: bool = False, acceptance: str = "ratio", searches: bool = False
     ) -> str:
-        """Return the name of the drafter that a request asks for. Raises BadOption for one that the engine lacks.
+        """Return the name of the drafter that serves a request. Raises BadOption for a drafter that the engine lacks.
 
-        A request that names none is served by the first, or by `prediction` where it brings a prediction; but an engine
-        whose first is `none` decodes it plainly. acceptance: the request's rule. searches: whether it is a beam search.
+        A request that names no drafter is served by the engine's first one, or by `prediction` if the request brings a
+        prediction. An engine whose first drafter is `none` decodes such a request plainly in both cases. acceptance:
+        the request's rule. searches: whether the request is a beam search.
         """
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
         name = usual if wanted is None else self._aliases.get(wanted, wanted)
@@ -149,7 +151,7 @@ class Router(Drafter):
         return draft.packed() if self.packs_siblings else draft
 
     def _held(self, seqs: Seq[Sequence], budget: Budget) -> dict[int, int]:
-        """Map sequences on which a grammar may force tokens to the most nodes of each, whatever is granted."""
+        """Map each sequence on which a grammar may force tokens to its most nodes, whatever pacing has granted."""
         if FORCED not in self.members or not budget.limits:
             return {}
         held = dict[int, int]()
@@ -160,10 +162,10 @@ class Router(Drafter):
         return held
 
     def _around_forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], held: Mapping[int, int]) -> Draft:
-        """Return drafts with forced tokens before them and behind them.
+        """Return drafts with forced tokens before and after the drafters' tokens.
 
-        Forced tokens in front are never rejected, so a request's drafter drafts as if they were committed, and its
-        state about them stays right. held: as `_held` returns it.
+        Forced tokens before a draft are never rejected. So the request's drafter drafts as if they were committed, and
+        what it notes about them stays right. held: the result of `_held`.
         """
         asked, own_coins, limits = list(seqs), list(coins), [0] * len(seqs)
         runs = self._forced(seqs, coins, held)
@@ -187,7 +189,7 @@ class Router(Drafter):
         return Draft.joined(parts)
 
     def _forced(self, seqs: Seq[Sequence], coins: Seq[Coins], held: Mapping[int, int]) -> dict[int, list[int]]:
-        """Map sequences to the tokens that grammars force behind the committed ones."""
+        """Map sequences to the tokens that their grammars force after the committed tokens."""
         clock, budget = time.perf_counter(), Budget(list(held.values()), 0)
         draft = self._asked(FORCED, [seqs[b] for b in held], budget, [coins[b] for b in held])
         self._add_draft(FORCED, clock, draft)
@@ -195,10 +197,11 @@ class Router(Drafter):
         return {b: tokens for b, tokens in parts.items() if tokens}
 
     def _with_end(self, part: Draft, seq: Sequence, most: int, carries: Callable[[int, int], bool]) -> Draft:
-        """Return a draft with the tokens that a grammar forces behind its best path, if all of them have room and pay.
+        """Append the tokens that a grammar forces after a draft's best path, if all of them have room and pay.
 
-        If the path is accepted, the target decides the next free token in the same pass. Only some of the forced tokens
-        would just move rows from the next pass to this one. most: nodes of the sequence. carries: `Budget.carries`.
+        If the path is accepted, the target decides the token after the forced ones in the same pass. To append only
+        some of the forced tokens would merely move rows from the next pass to this one. most: the most nodes of the
+        sequence. carries: `Budget.carries` for this sequence.
         """
         tip, path, num_guessed = -1, list[int](), 0
         for node, parent in enumerate(part.parents):
@@ -215,7 +218,7 @@ class Router(Drafter):
         clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups, clock)
-        (name,) = groups  # it serves all sequences
+        (name,) = groups  # one drafter serves all sequences
         draft = self._asked(name, seqs, budget, coins)
         self._add_draft(name, clock, draft)
         return draft
@@ -223,7 +226,10 @@ class Router(Drafter):
     def _joined(
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], groups: Mapping[str, Seq[int]], clock: float
     ) -> Draft:
-        """Join the drafts of several drafters, or of one that does not serve all. clock: when this began."""
+        """Join the drafts of several drafters, or of one drafter that does not serve all sequences.
+
+        clock: the time at which drafting began.
+        """
         step = DraftStep()
         parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
         for name, members in groups.items():
@@ -239,7 +245,7 @@ class Router(Drafter):
         return joined
 
     def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the draft of one member; an empty draft where it fails."""
+        """Return the draft of one drafter; an empty draft where the drafter fails."""
         granted = list(budget.num_tokens)
         with self._spared(name, seqs):
             draft = self.members[name].propose(seqs, budget, coins)
@@ -257,9 +263,9 @@ class Router(Drafter):
 
     @contextmanager
     def _spared(self, name: str, seqs: Seq[Sequence] = ()) -> Iterator[None]:
-        """Go on without a drafter that raises; after a UserError, only without it for these sequences.
+        """Go on without a drafter that raises an error. After a UserError, it is left out for these sequences alone.
 
-        An AssertionError passes through: it is a bug of the program.
+        An AssertionError passes through, because it shows a bug of the program.
         """
         try:
             yield
@@ -274,7 +280,7 @@ class Router(Drafter):
                 self._give_up(name)
 
     def _leave(self, name: str, seqs: Seq[Sequence], error: UserError) -> None:
-        """Decode plainly the sequences that a drafter refuses; it goes on for the others."""
+        """Decode plainly the sequences that a drafter refuses. The drafter goes on serving other sequences."""
         for seq in seqs:
             LOG.warning("request %d is decoded plainly: the drafter %r does not suit it (%s)", seq.id, name, error)
             with self._spared(name):
@@ -338,7 +344,7 @@ class Router(Drafter):
         return num_tokens
 
     def _count(self, name: str, begun: float) -> None:
-        """Add a call of a drafter, begun at the time `begun`, to its record of this step."""
+        """Add a call of a drafter, begun at the time `begun`, to the drafter's record of this step."""
         drafter, step = self.members[name], self._steps.setdefault(name, DraftStep())
         caught_up = sum(drafter.caught_up.values())
         step.num_catchup_tokens += caught_up
@@ -350,18 +356,21 @@ class Router(Drafter):
 
     @property
     def num_caught_up(self) -> int:
-        """The committed tokens that drafters have run to catch up in this step so far."""
+        """The number of committed tokens that drafters have run to catch up in this step so far."""
         return sum([step.num_catchup_tokens for step in self._steps.values()])
 
     def take_steps(self) -> dict[str, DraftStep]:
-        """Return the record of each drafter since the last call, and begin new ones."""
+        """Return the record of each drafter since the last call, and begin new records."""
         steps = self._steps
         self._steps = {}
         self.shares_s = {}
         return steps
 
     def _groups(self, seqs: Seq[Sequence], granted: Seq[int]) -> dict[str, list[int]]:
-        """Group the sequences that may draft by drafter, without sequences that are decoded plainly."""
+        """Map drafters to the indices of the sequences that they may draft for.
+
+        Sequences that are decoded plainly are left out.
+        """
         groups: dict[str, list[int]] = {}
         for b, seq in enumerate(seqs):
             if granted[b] > 0 and seq.draft != NONE and seq.id not in self._unsuited:
@@ -370,7 +379,10 @@ class Router(Drafter):
 
 
 def _made(spec: str, target: Target) -> tuple[str, Drafter]:
-    """Return a spec's method and drafter; if draft=auto chose one that cannot serve, one without a model instead."""
+    """Return a spec's method and its drafter.
+
+    If draft=auto chose a drafter that cannot serve, a drafter without a model is returned instead.
+    """
     try:
         return target.opened.resolve(spec)[0], drafters.make(spec, target)
     except UserError as error:
@@ -382,11 +394,11 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def make(specs: Seq[str], target: Target, own: Callable[[Target], Drafter] | None = None) -> Router:
-    """Make the engine's drafter, the extra ones, and those that cost nothing: lookup, prediction, forced, none.
+    """Make the engine's drafter, the extra drafters, and the free ones: lookup, prediction, forced and none.
 
-    Each is named by its method; among several of one method, the first (or the one written without options) gets that
-    name, and the others are named by their whole spec. own: makes a drafter that comes before all, named `own`. Raises
-    BadOption.
+    Each drafter is named by its method. Among several drafters of one method, the first (or the one written without
+    options) gets that name; the others are named by their whole spec. own: a function that makes one more drafter,
+    which comes before all others and is named `own`. Raises BadOption.
     """
     members: dict[str, Drafter] = {}
     if own is not None:

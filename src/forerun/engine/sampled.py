@@ -1,7 +1,7 @@
 """A request with one text: how a step runs, judges and commits its round.
 
-Row i of its run decides the token behind it: row 0 is the last committed token, and each node has the row of
-`Draft.row`. The distribution of a row is computed when the rule asks for it, so rows behind a rejection cost nothing.
+Each row of its run decides the token that follows: row 0 belongs to the last committed token, and each node's row is
+`Draft.row`. The distribution of a row is computed when the rule asks for it, so rows after a rejection cost nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from forerun.verify import Ruling
 
 
 class _LazyRows(Seq[Probs]):
-    """target_probs of one sequence, each computed when a rule asks for it.
+    """The target's distributions for one sequence, each computed when a rule asks for it.
 
-    Row 0 is the distribution after the last committed token, row 1 + i the one after node i of the sequence. Behind a
-    node a row may have none, as where a bad word would follow an end token: that fails nothing unless it is reached.
-    logits: of the rows of the run.
+    Item 0 is the distribution after the last committed token, item 1 + i the distribution after node i of the sequence.
+    Where no token can follow a node (a mask leaves none), its item is the point mass of NO_TOKEN. This is no error
+    unless a ruling accepts the node. logits: the logits of the run's rows.
     """
 
     def __init__(self, seq: Sequence, draft: Draft, b: int, logits: Rows) -> None:
@@ -41,7 +41,7 @@ class _LazyRows(Seq[Probs]):
         return probs
 
     def _after(self, node: int | None) -> Probs:
-        """The distribution after a node; None = after the last committed token."""
+        """Return the distribution after a node; node None = after the last committed token."""
         draft = self._draft
         path = [] if node is None else draft.path(node)
         history = sampling.History.of(self._seq, [draft.tokens[n] for n in path])
@@ -55,7 +55,7 @@ class _LazyRows(Seq[Probs]):
 
 
 class SampledRequest(Request):
-    """A request whose tokens are drawn, or the likeliest, one behind the other."""
+    """A request whose tokens follow one another, each one drawn or the likeliest."""
 
     _rows: list[Probs] | _LazyRows = []  # noqa: RUF012 - replaced by each ruling
 
@@ -73,7 +73,7 @@ class SampledRequest(Request):
         return self._drawn(run, coins)
 
     def _drawn(self, run: Run, coins: PhiloxCoins) -> Run:
-        """Return a run that says how the device draws from its rows, and which probabilities the rule will ask for."""
+        """Add to a run how the device draws from its rows, and which tokens' probabilities the rule will ask for."""
         shares_noise = len(run.tokens) == 1 or verify.find(self.seq.acceptance).name == "match"
         filters = sampling.filters_of(self.seq.params, 0)
         depths, asked = [0] * len(run.tokens), [list[int]() for _ in run.tokens]
@@ -101,7 +101,7 @@ class SampledRequest(Request):
         return Run(seq.id, [*tokens, *extra.tokens], "all", parents, only, vectors=vectors or None)
 
     def _may_end_by_force(self, num_nodes: int) -> bool:
-        """Whether a row of the next pass may decide the last token of an output that must end with a certain one."""
+        """Return whether the next pass may decide the output's last token while forced_eos_token_id dictates it."""
         left = self.seq.max_len - len(self.seq.tokens)
         return left <= num_nodes + 1 and self.seq.params.forced_eos_token_id is not None
 
@@ -139,6 +139,6 @@ class SampledRequest(Request):
 
 
 def _origins(num_nodes: int, num_accepted: int, num_tested: int) -> list[Origin]:
-    """Of each token that a round emits. A path that ended at a leaf, not at a rejection, emits a bonus token."""
+    """Return the origin of each token that a round emits. A path that ends at a leaf is followed by a bonus token."""
     last: Origin = "plain" if not num_nodes else "bonus" if num_accepted == num_tested else "correction"
     return [*["accepted"] * num_accepted, last]  # type: ignore[list-item]

@@ -2,17 +2,18 @@
 
 Requests are ranked by priority, then by arrival. One pass of the target has `max_num_batched_tokens` rows: one for each
 decoding request, then prompt chunks (at most `prefill_chunk_tokens` rows), then drafts. Among prompts of the same
-priority the one with the fewest tokens left goes first, so that nobody waits for a long one. The long one does not wait
-for ever either: for every three tokens of other prompts, the first in rank is owed one.
+priority, the prompt with the fewest unread tokens goes first, so that no request waits for a long prompt. The long
+prompt does not wait for ever either: for every three tokens of other prompts, the first in rank is owed one token.
 
-A request is admitted when the caches have room for its prompt, not for its longest output. Where running requests have
-grown until not all have room for one more token, the last in rank is preempted. So are requests of a worse priority
-whose place a waiting one needs, if it then fits. A preempted request loses its cache, keeps its tokens, and later runs
-them again (recomputation); prefix caching makes that cheap where its blocks are still there. Drafts get only the rows
-and blocks that are left after that, so that no draft ever preempts a request.
+A request is admitted when the caches have room for its prompt, not for its longest output. When the running requests
+have grown so much that not all of them have room for one more token, the last in rank is preempted. A waiting request
+may also preempt requests of a worse priority, if it then fits. A preempted request loses its cache, keeps its tokens,
+and later runs them again (recomputation); prefix caching makes that cheap where its blocks are still there. Drafts get
+only the rows and blocks that remain after all this, so that no draft ever preempts a request.
 
 Rows of a waiting request that are on their way from disk hold blocks, too. They count like the blocks of a running
-request, and are given up by the same rank. A request without room gives way, and nobody is ended for another.
+request, and are given up by the same rank. A request for which there is no room gives way and comes back later; no
+request is ended for another.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from forerun.models.sources import Sources
 from forerun.types import Sequence
 
 MAX_SPEC_LENGTH = 64  # draft nodes of one sequence in one step
-MOST_SCORED_TOKENS = 32  # of a prompt in one step, where each token wants a row of logits: these are large
-OVERTAKING_TOKENS = 3  # of other prompts, for each token that the first in rank is owed
+MOST_SCORED_TOKENS = 32  # of a prompt in one step, where log-probabilities are wanted: a row of logits is large
+OVERTAKING_TOKENS = 3  # for so many tokens of other prompts, the first in rank is owed one token
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: prompt chunks (request, tokens), the requests that decode, and the draft nodes that each may have.
+    """One step.
 
-    sources: requests whose source the encoder runs first. Requests that still wait for the encoder are in no list.
+    prefill: the prompt chunks, each a request and a number of tokens. decode: the requests that decode. draft_limits:
+    the most draft nodes of each of these. sources: the requests whose source the encoder runs first. A request that
+    still waits for the encoder is in no list.
     """
 
     prefill: list[tuple[Request, int]]
@@ -52,7 +55,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can run: every request waits for the disk, or is read and asks for no output."""
+        """Whether nothing can run: each request waits for the disk, or has its prompt read and asks for no output."""
         return not (self.prefill or self.decode or self.sources)
 
 
@@ -68,12 +71,12 @@ class _Fetching(NamedTuple):
 
 
 class Scheduler:
-    """Admits, preempts, and splits prompts into chunks.
+    """Admits and preempts requests, and splits prompts into chunks.
 
-    free_kv_tokens is the smallest free room among the caches of target and drafters. Slots of both are opened and
-    released together. sources: of an encoder-decoder. A source runs before its request: in one step as many source
-    tokens as prompts may have, but at least one source. fair: limits the prompt tokens that run beside requests that
-    decode; a step may have none. message_end_ids: the ids that end the messages of a chat.
+    A request's slots in the caches of target and drafters are opened and released together. sources: the sources of an
+    encoder-decoder, None for other models. A source runs before its request. A step runs at least one source, and more
+    while their tokens fit the budget of prompt tokens. fair: limits the prompt tokens of steps in which requests
+    decode; such a step may read none. message_end_ids: the ids that end the messages of a chat.
     """
 
     def __init__(
@@ -117,9 +120,9 @@ class Scheduler:
         is_reading = len(decode) < len(stands)
         self.fair.plan(len(decode), is_reading=is_reading)
         allowance, begun = Allowance(budget), list[Request]()
-        if self.sources is not None:  # an encoder reads a source at once
+        if self.sources is not None:  # an encoder reads a whole source at once
             begun, held_up, budget = self._begin(stands, budget)
-            # Not even their prompts can run yet: the decoder attends to the encoder's rows.
+            # The prompts of requests that wait cannot run yet either: the decoder attends to the encoder's rows.
             stands, decode = ([stand for stand in some if stand[0] not in held_up] for some in (stands, decode))
             allowance = Allowance(budget)
         elif is_reading:
@@ -134,26 +137,29 @@ class Scheduler:
     def _share(
         self, prompts: Seq[_Stand], allowance: Allowance, blocks: int, *, is_quiet: bool
     ) -> tuple[list[tuple[Request, int]], int]:
-        """Share the prompt tokens of a step among the prompts; return their chunks, and the blocks that are left.
+        """Share the prompt tokens of a step among the prompts; return their chunks, and the number of blocks left.
 
-        prompts: by rank. is_quiet: whether nobody decodes. Then a prompt that this step finishes is not slowed down by
-        chunks of unfinished ones, except for the tokens that the first in rank is owed.
+        prompts: by rank. is_quiet: whether no request decodes. In such a step, a prompt that the step finishes is not
+        slowed down by chunks of unfinished prompts, except for the tokens that the first in rank is owed.
         """
         takes, has_ended, offers = {request: 0 for request, _ in prompts}, False, self._offers(prompts)
         for request, room, most in offers:
             had, left = takes[request], len(request.seq.tokens) - 1 - room.length
-            own = blocks + self.cache.missing_blocks(request.seq.id, had)
-            take = min(most, had + allowance.fitting(room.length + had), self._fits(room, own))
+            available = blocks + self.cache.missing_blocks(request.seq.id, had)
+            take = min(most, had + allowance.fitting(room.length + had), self._fits(room, available))
             if take <= had or (is_quiet and has_ended and take < left):
                 continue
             allowance.take(take - had, room.length + had)
-            takes[request], blocks = take, own - self.cache.missing_blocks(request.seq.id, take)
+            takes[request], blocks = take, available - self.cache.missing_blocks(request.seq.id, take)
             has_ended |= take == left
         self._note_owed(offers, takes)
         return [(request, take) for request, take in takes.items() if take], blocks
 
     def _offers(self, prompts: Seq[_Stand]) -> list[tuple[Request, Room, int]]:
-        """Return the prompts in reading order, with the most tokens of each; first what the first in rank is owed."""
+        """Return the prompts in reading order, each with the most tokens that it may take.
+
+        Before them comes an entry for the tokens that the first in rank is owed.
+        """
         offers = []
         for request, room in prompts:
             left = len(request.seq.tokens) - 1 - room.length
@@ -164,7 +170,10 @@ class Scheduler:
         return [(first, room, min(owed, most)), *offers]
 
     def _note_owed(self, offers: Seq[tuple[Request, Room, int]], takes: Mapping[Request, int]) -> None:
-        """Note how many tokens the first in rank is owed, where other prompts ran and it could have run more."""
+        """Note how many tokens the first in rank is owed.
+
+        The number grows if other prompts ran while the first in rank could have run more tokens.
+        """
         first = offers[0][0]
         most = next(most for request, _, most in offers[1:] if request is first)
         before = self._owed[1] if self._owed[0] == first.seq.id else 0.0
@@ -173,7 +182,7 @@ class Scheduler:
         self._owed = first.seq.id, max(0.0, owed)
 
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
-        """Return the requests whose source runs in this step, the requests that wait for it, and the budget left."""
+        """Return the requests whose source runs in this step, the requests whose source waits, and the budget left."""
         assert self.sources is not None
         begun, held_up = list[Request](), set[Request]()
         for request, _ in stands:
@@ -196,27 +205,27 @@ class Scheduler:
             self._owed = -1, 0.0
 
     def blocks_for(self, seq: Sequence) -> int:
-        """Return the most blocks that a sequence may need: a draft never reaches beyond its longest output."""
+        """Return the most blocks that a sequence may need: no draft reaches beyond the sequence's longest output."""
         return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
 
     def _source_blocks(self, seq: Sequence) -> int:
-        """Return the blocks that a sequence's source takes, unless an equal source is in the cache."""
+        """Return how many blocks a sequence's source takes, unless an equal source is in the cache."""
         return 0 if self.sources is None else self.sources.num_blocks(len(seq.source_ids))
 
     def most_tokens(self, seq: Sequence) -> int:
-        """Return the most tokens that a sequence may hold, where the beams of a search share only the prompt."""
+        """Return the most tokens that a sequence may hold: the beams of a search may share nothing but the prompt."""
         num_more = 0 if seq.hypotheses is None else seq.params.num_beams - 1
         return seq.max_len + num_more * (seq.max_len - seq.num_prompt_tokens)
 
     @property
     def free_kv_tokens(self) -> int:
-        """The tokens that still fit into every cache."""
+        """The number of tokens for which every cache still has room, the target's and the drafters'."""
         return self._free_blocks() * self.cache.block_tokens
 
     # ------------------------------------------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Admit waiting requests by rank until one does not fit; a better priority takes the place of worse ones."""
+        """Admit waiting requests by rank until one does not fit. They may preempt requests of a worse priority."""
         claims: dict[int, int] = {}  # by sequence id
         while request := next((waiting for waiting in self.waiting if not waiting.waits), None):
             victims = self._victims(request, claims)
@@ -231,11 +240,13 @@ class Scheduler:
             self._start(request)
 
     def _victims(self, request: Request, claims: dict[int, int]) -> Seq[Request] | None:
-        """Return the running requests to preempt so that a waiting one fits: as few as possible, the last in rank.
+        """Return the running requests to preempt so that a waiting request fits: the last in rank, as few as possible.
 
-        All of them have a worse priority; None where it would not fit without all of these. Alone, every request fits.
-        Blocks fetched for another request count as held where that one ranks before this, else as free: it would give
-        them up. claims: a cache of `_claim`, filled only when the batch has a place, because many may wait for one.
+        Only requests of a worse priority are preempted. Returns None where the waiting request would not fit even
+        without all of them. A request that runs alone always fits. Blocks that are being fetched for another request
+        are taken if that request ranks before this one; otherwise they count as free, because it would give them up.
+        claims: a cache of `_claim` by sequence. It is filled only where the batch has a place, because many requests
+        may wait for one.
         """
         needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         needed += self._source_blocks(request.seq)
@@ -254,7 +265,7 @@ class Scheduler:
                 if other.seq.id not in claims:
                     claims[other.seq.id] = self._claim(other)
             claimed = sum([claims[other.seq.id] for other in self.running[:num_kept]])
-            return claimed + needed <= self._free_blocks([*behind, *(own.seq.id for own in self.running[num_kept:])])
+            return claimed + needed <= self._free_blocks([*behind, *(r.seq.id for r in self.running[num_kept:])])
 
         if not fits(num_worse):
             return None
@@ -275,17 +286,17 @@ class Scheduler:
         return request.num_fetching > 0
 
     def await_rows(self) -> None:
-        """Wait for the oldest fetch from disk. For a step whose plan is empty."""
+        """Wait for the oldest fetch from disk. The engine does this where a step's plan is empty."""
         if self._fetching:
             self._fetching[0].fetch.wait()
 
     def _collect(self) -> None:
-        """End the fetches that are over, so that sequences find their rows."""
+        """End the fetches that are complete, so that sequences find their rows."""
         for one in [one for one in self._fetching if one.fetch.is_over]:
             self._end(one)
 
     def _give_up(self, request: Request) -> None:
-        """Stop fetching rows for a request; it finds the rows that have arrived, and runs the rest."""
+        """Stop fetching rows for a request. It will find the rows that have arrived, and run the remaining tokens."""
         for one in [one for one in self._fetching if one.request is request]:
             one.fetch.give_up()
             self._end(one)
@@ -299,22 +310,22 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         seq = request.seq
-        bisect.insort(self.running, request, key=_rank)  # first: whatever fails below, it is found and ended
-        found = self.cache.open(seq.id, seq.tokens, seq.salt)
+        bisect.insort(self.running, request, key=_rank)  # first, so that the request is ended if anything below fails
+        num_cached = self.cache.open(seq.id, seq.tokens, seq.salt)
         if self.sources is not None:
             self.sources.open(seq.id, seq.source_ids, seq.params.cache_salt)
-        least = 0 if request.scores_prompt else self.drafter.resumes_from(seq, found)
-        if least < found:
-            found = self.cache.truncate_to(seq.id, least)
+        least = 0 if request.scores_prompt else self.drafter.resumes_from(seq, num_cached)
+        if least < num_cached:
+            num_cached = self.cache.truncate_to(seq.id, least)
         if isinstance(self.cache, BlockCache):
             self.cache.mark(seq.id, self._message_ends(seq))
         if not request.report.num_preemptions:
-            request.report.num_cached_tokens, request.report.scheduled_at_s = found, time.monotonic()
-            request.report.num_disk_tokens = min(found, request.num_fetched)
+            request.report.num_cached_tokens, request.report.scheduled_at_s = num_cached, time.monotonic()
+            request.report.num_disk_tokens = min(num_cached, request.num_fetched)
         self.drafter.begin(seq)
 
     def _message_ends(self, seq: Sequence) -> list[int]:
-        """Return where later sequences will probably part from this one: behind each message, and at its end."""
+        """Return where later sequences will probably differ from this one: after each message, and at the end."""
         ends = [i for i, token in enumerate(seq.tokens, 1) if token in self.message_end_ids]
         return [*ends, len(seq.tokens) - 1]
 
@@ -328,9 +339,9 @@ class Scheduler:
         self.fair.left(len(self.running))
 
     def give_way(self) -> bool:
-        """Free the blocks of the last in rank that holds any: give up a fetch, or preempt a running request.
+        """Free the blocks of the last in rank that holds any: give up its fetch, or preempt it if it runs.
 
-        Returns False where one running request holds them all.
+        Returns False where a single running request holds all blocks.
         """
         last = max((*self.running, *(one.request for one in self._fetching)), key=_rank)
         if last not in self.running:
@@ -342,7 +353,7 @@ class Scheduler:
         return True
 
     def recover(self) -> bool:
-        """Make room after a pass that found less than was counted. Returns False where no room can be made.
+        """Make room after a pass found fewer free blocks than were counted. Returns False where no room can be made.
 
         The next plan admits nobody: otherwise the request that gave way could come back at once.
         """
@@ -359,25 +370,27 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- room in caches
 
     def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
-        """Return the running requests, the decoding ones among them, and the blocks that are free before they decode.
+        """Return the running requests, the decoding ones among them, and the number of blocks free before they decode.
 
-        The last in rank gives way until every decoding request has room for its next rows: one, or one for each beam.
+        The last in rank gives way until every decoding request has room for its next rows: one row, or one for each
+        beam.
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
             read = [stand for stand in stands if len(stand[0].seq.tokens) == stand[1].length + 1]
             decode = [stand for stand in read if not stand[0].seq.is_only_read]
             free = self._free_blocks() - sum([self._unrun_blocks(request.seq) for request in self.running])
-            # Nothing is read, and no prompt has room for a token: without a victim, nothing would ever run again.
+            # No prompt is read to its end, and none has room for a token: unless one gives way, nothing will ever run.
             stuck = not read and not any(self._fits(room, free) for _, room in stands)
             needed = sum([self._next_blocks(*stand) for stand in decode])
             if not stands or (needed <= free and not stuck) or not self.give_way():
                 return stands, decode, free
 
     def _claim(self, request: Request) -> int:
-        """Return the blocks that a running request's prompt, or its tokens to recompute, will still take.
+        """Return how many more blocks a running request will take for its prompt, or for the tokens that it recomputes.
 
-        One more where it may grow beyond them: else a request would be admitted only to be preempted soon.
+        One block is added where the request may grow beyond them. Without it, another request would be admitted only to
+        be preempted soon.
         """
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
@@ -386,17 +399,17 @@ class Scheduler:
         return blocks + grows + self._unrun_blocks(seq)
 
     def _unrun_blocks(self, seq: Sequence) -> int:
-        """Return the blocks that a running request's source will still take."""
+        """Return how many more blocks a running request's source will take."""
         return 0 if self.sources is None else self.sources.missing_blocks(seq.id)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:
-        """Return the blocks that every cache has free. without: ids of sequences that count as preempted."""
+        """Return how many blocks are free in every cache. without: ids of sequences that count as preempted."""
         slots = without if self.sources is None else self.sources.slots(without)
         target, drafters = self.cache.free_tokens(slots), self.drafter.free_tokens(without)
         return (target if drafters is None else min(target, drafters)) // self.cache.block_tokens
 
     def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
-        """Return how many draft nodes each request may have: an even share of rows and blocks, so that all fit at once.
+        """Return how many draft nodes each request may have: an even share of rows and blocks, so that all drafts fit.
 
         A request that wants no drafter gets 0.
         """
@@ -405,14 +418,14 @@ class Scheduler:
         limits = []
         for request, room in decode:
             seq, blocks = request.seq, self._next_blocks(request, room) + share
-            own = room.slack - request.num_rows + blocks * self.cache.block_tokens
+            fitting = room.slack - request.num_rows + blocks * self.cache.block_tokens
             # A pass emits one token more than it accepts, and max_len must have room for all of them.
             left = seq.max_len - len(seq.tokens) - 1 if seq.hypotheses is None else most
-            limits.append(0 if seq.draft == NONE else max(0, min(own, left, most)))
+            limits.append(0 if seq.draft == NONE else max(0, min(fitting, left, most)))
         return limits
 
     def _next_blocks(self, request: Request, room: Room) -> int:
-        """Return the blocks that a decoding request's next pass takes without a draft."""
+        """Return how many blocks a decoding request's next pass takes without a draft."""
         return (
             room.next_blocks if request.num_rows == 1 else self.cache.missing_blocks(request.seq.id, request.num_rows)
         )

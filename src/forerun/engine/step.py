@@ -1,15 +1,15 @@
 """The one step: plain decoding, prefill, chunked prefill and verification are one ragged pass.
 
-Each sequence contributes a run of new tokens: a prompt chunk wants no logits, plain decoding is a run of one token,
-verification is a run of the last committed token plus the draft.
+Each sequence contributes a run of new tokens. A prompt chunk is a run that wants no logits, plain decoding is a run of
+one token, and verification is a run of the last committed token and the draft.
 
     propose   the drafter guesses within the budget that the pacing policy set for each sequence
     score     one target pass over every run
     judge     verify the draft: pure, no model, no cache, no clock
-    commit    append the verified tokens, cut at stop conditions, keep the accepted rows of the cache
+    commit    append the verified tokens, cut at stop conditions, and keep their rows in the cache
 
-A `Request` hides how it runs, judges and commits (engine/sampled.py, engine/beams.py). `forerun.types.Draft` defines
-the three numberings that meet here: nodes, rows of a run, and rows of the pass.
+A `Request` knows how its round is run, judged and committed (engine/sampled.py, engine/beams.py).
+`forerun.types.Draft` defines the three numberings that meet here: nodes, rows of a run, and rows of the pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from forerun.types import Budget, Coins, Draft, Next, RoundDetail, Sequence, Ste
 
 
 class RequestFailed(Exception):
-    """One sequence cannot go on. The step was not committed, and can be repeated without that sequence."""
+    """One sequence cannot go on. Nothing of the step was committed; it can be repeated without that sequence."""
 
     def __init__(self, seq: Sequence, error: Exception) -> None:
         super().__init__(str(error))
@@ -101,9 +101,9 @@ class Stepper:
     # -------------------------------------------------------------------------------------------------------- propose
 
     def _propose(self, plan: Plan, coins: Seq[Coins]) -> tuple[Draft, list[int]]:
-        """Return a draft within the limits of the plan, and the nodes that each request was granted.
+        """Return a draft within the limits of the plan, and the number of nodes that each request was granted.
 
-        Drafters first run prompts that the target is running, where that may pay.
+        Before they draft, drafters run the prompts that the target runs in this step, where that may pay.
         """
         self._catch_up(plan)
         seqs, granted = [request.seq for request in plan.decode], self._granted(plan)
@@ -125,12 +125,15 @@ class Stepper:
         """Let drafters run the prompts that the target runs in this step."""
         prompts = [(request.seq, take) for request, take in plan.prefill if self.pacing.prepares(request.seq)]
         if prompts:
-            # No more tokens than the target runs, which takes longer for each: so the step does not even double.
+            # No more tokens than the target runs. The target takes longer for each, so the step does not even double.
             most = min(self.catchup.most_tokens, sum(take for _, take in prompts))
             self.drafter.catch_up([seq for seq, _ in prompts], most)
 
     def _granted(self, plan: Plan) -> list[int]:
-        """Return the nodes that the policy grants to each request; 0 for one that paces itself, as a beam search."""
+        """Return the number of nodes that the policy grants to each request.
+
+        0 for a request that paces itself, such as a beam search.
+        """
         paced = [b for b, request in enumerate(plan.decode) if request.is_paced]
         limits = [plan.draft_limits[b] for b in paced]
         granted = [0] * len(plan.decode)
@@ -157,8 +160,8 @@ class Stepper:
     def _score(self, plan: Plan, draft: Draft, coins: Seq[Coins]) -> Scores:
         """Run one pass: the run of every decoding request, in the order of the plan, then the prompt chunks.
 
-        The encoder comes first, over the sources of requests that begin. Listeners that want details, and drafters that
-        read the likeliest tokens, need the logits on the host; otherwise the device draws from them where it can.
+        The encoder runs first, over the sources of requests that begin. The logits come to the host where a listener
+        wants details or a drafter reads the likeliest tokens; otherwise the device draws from them where it can.
         """
         draws_rows = self.runner.draws_rows and not self.wants_detail
         if plan.sources and self.runner.sources is not None:
@@ -214,7 +217,7 @@ class Stepper:
         held = {
             seq.id: committed.held for seq, committed in zip(seqs, done, strict=False) if committed.held is not None
         }
-        # Stop conditions may have cut the output, so the rows to keep are known only now, behind `commit`.
+        # Stop conditions may have cut the output, so the rows to keep are known only now, after `commit`.
         self._keep(seqs, kept, held)
         seen = [self._seen(seq, () if seq.id in held else kept[run], scores, run) for run, seq in enumerate(seqs)]
         self.drafter.observe(seqs, seen)
@@ -231,7 +234,7 @@ class Stepper:
     def _keep(self, seqs: Seq[Sequence], kept: Seq[Seq[int]], held: Mapping[int, Held]) -> None:
         """Keep the cache rows of committed tokens, and publish the blocks that they fill.
 
-        kept: by run, its rows to keep. held: rows of beam searches that stay pending.
+        kept: for each run, the rows to keep. held: by sequence, the rows of a beam search that stay pending.
         """
         rows = {seq.id: kept_rows for seq, kept_rows in zip(seqs, kept, strict=True)}
         full = set(self.runner.cache.keep(rows, held) if held else self.runner.cache.keep(rows))
@@ -240,7 +243,7 @@ class Stepper:
                 self.runner.cache.publish(seq.id, seq.tokens)
 
     def _seen(self, seq: Sequence, kept: Seq[int], scores: Scores, run: int) -> Seen:
-        """Return what a drafter sees of a sequence, in rows of the pass. kept: rows of the sequence's run."""
+        """Return what a drafter sees of a sequence, with rows numbered in the pass. kept: committed rows of its run."""
         rows = scores.rows[run]
         start = self.runner.cache.length(seq.id) - len(kept)
         return Seen(start, [rows.start + row for row in kept], rows, run, scores)
@@ -255,12 +258,12 @@ class Stepper:
         self.pacing.observe(self._of_drafters(report))
 
     def _of_drafters(self, report: StepReport) -> StepReport:
-        """Return what pacing may learn from: no forced tokens, and no sequence whose drafter was not asked."""
-        own = [step.without_forced for step in report.sequences if step.sequence_id not in self.drafter.unasked]
+        """Return the report for pacing: without forced tokens, and without sequences whose drafter was not asked."""
+        asked = [step.without_forced for step in report.sequences if step.sequence_id not in self.drafter.unasked]
         num_forced = sum([step.num_accepted - step.without_forced.num_accepted for step in report.sequences])
-        if not num_forced and len(own) == len(report.sequences):
+        if not num_forced and len(asked) == len(report.sequences):
             return report
-        return replace(report, sequences=own, num_emitted=report.num_emitted - num_forced)
+        return replace(report, sequences=asked, num_emitted=report.num_emitted - num_forced)
 
 
 def _report(done: Seq[Committed]) -> StepReport:

@@ -1,11 +1,11 @@
-"""The engines of a process that compute on one device: they take turns, a step each, and know which of them stream.
+"""The turns of engines on one device: the engines of a process step in turn, and know which of them stream.
 
 Each engine has a seat, where it says how many streams it has, how long their steps usually are, what they were promised
 and whether it reads prompts. So the prompt chunks of one engine respect the streams of all engines (fair.py).
 
-On a CPU all engines share the same threads. Engines step in the order in which they asked, because an operating
-system's lock may give the next turn to the engine that has just ended one, again and again. On a GPU the steps of
-several engines overlap, and only the seats are shared.
+On a CPU all engines share the same threads. Engines step in the order in which they asked, because a lock of the
+operating system might give the next turn to the same engine again and again. On a GPU the steps of several engines
+overlap, and only the seats are shared.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from weakref import WeakSet
 
-LAST_TURNS = 8  # an engine counts as absent after so many turns of another one without a turn of its own
+LAST_TURNS = 8  # an engine takes another one for absent if that took no turn during its own last so many turns
 
 
 @dataclass(eq=False)
 class Seat:
     """What other engines know of one engine.
 
-    stretch, max_itl_s: the promise to its streams, see Fair. num_streams: requests that decode. usual_s: the usual time
-    of their steps; None = not known yet. is_reading: whether some of its prompts are to be read.
+    stretch, max_itl_s: the promise to its streams, see Fair. num_streams: how many of its requests decode. usual_s: the
+    usual time of a step in which they decode; None = not known yet. is_reading: whether it has prompts to read.
     """
 
     stretch: float | None
@@ -35,21 +35,21 @@ class Seat:
     num_streams: int = 0
     usual_s: float | None = None
     is_reading: bool = False
-    turns: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_TURNS))  # the numbers of its last turns
+    turns: deque[int] = field(default_factory=lambda: deque(maxlen=LAST_TURNS))  # the serial numbers of its last turns
 
     @property
     def promises(self) -> bool:
-        """Whether its streams' steps have a time limit."""
+        """Whether the steps of its streams have a time limit."""
         return self.stretch is not None or self.max_itl_s is not None
 
     def limit_s(self, usual_s: float) -> float:
-        """Return how long a step may take whose usual time is `usual_s`."""
+        """Return the time limit of a step that usually takes `usual_s`."""
         limits = [] if self.max_itl_s is None else [self.max_itl_s]
         return min(limits if self.stretch is None else [*limits, self.stretch * usual_s])
 
 
 class Turns:
-    """The turns and the seats of one device. is_exclusive: whether one engine steps at a time."""
+    """The turns and the seats of one device. is_exclusive: whether only one engine may step at a time."""
 
     def __init__(self, *, is_exclusive: bool = True) -> None:
         self.is_exclusive = is_exclusive
@@ -57,18 +57,18 @@ class Turns:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew, as in a child of fork(2), which has no copy of the stepping thread."""
+        """Forget who has the turn and who waits: a child of fork(2) has no copy of the threads that step."""
         self._lock = threading.Lock()
         self._waiting, self._is_taken = deque[threading.Lock](), False
 
     def join(self, seat: Seat) -> Seat:
-        """Show an engine's seat to the others for as long as the engine keeps it; return the seat."""
+        """Show an engine's seat to the other engines for as long as the engine refers to it; return the seat."""
         with self._lock:
             self._seats.add(seat)
         return seat
 
     def beside(self, seat: Seat) -> Seq[Seat]:
-        """Return the seats of the other engines, without those that have taken no turn for long."""
+        """Return the seats of the other engines, except for engines that have taken no turn for long."""
         since = seat.turns[0] if len(seat.turns) == LAST_TURNS else 0
         with self._lock:
             return [other for other in self._seats if other is not seat and other.turns and other.turns[-1] >= since]
@@ -93,7 +93,7 @@ class Turns:
             own.acquire()
             self._waiting.append(own)
         try:
-            own.acquire()
+            own.acquire()  # waits until another engine releases it, which hands on the turn
         except BaseException:  # Ctrl-C, in a thread that itself steps an engine
             with self._lock:
                 has_left = own in self._waiting
