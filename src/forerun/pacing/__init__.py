@@ -1,11 +1,11 @@
 """Pacing policies decide how far to draft. Each is one file, found by scanning this folder.
 
-A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`; spec_length
-is the engine's, None where none was named, and costs holds the time of passes. `auto` is built of files that any
-policy may use: cost.py (the pass times of an engine), pass_time.py (the time of a pass by its rows), measuring.py (its
-measurement), mixing.py (pass times of a mixture of experts), acceptance.py (how likely each drafted token is to be
-accepted), stopping.py (when a chain ends whose drafter tells its confidence), reading.py (when a draft model reads a
-text).
+A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`. spec_length
+is the engine's option, None where it was not given; costs holds the times of passes. `auto` is built from files that
+any policy may use: cost.py (the pass times of an engine), pass_time.py (the time of a pass by its rows), measuring.py
+(the measurement of that time), mixing.py (pass times of a mixture of experts), acceptance.py (how likely each drafted
+token is to be accepted), stopping.py (where a chain ends, if its drafter tells its confidence), reading.py (when a
+draft model reads a text).
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class Pacing:
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
         """Return the most draft nodes of each decoding sequence of this step, [B].
 
-        limits [B]: nodes that a sequence could have at most, by its own end and by the room in the caches.
+        limits [B]: the most nodes that each sequence has room for, before its longest output ends and in the caches.
         """
         wanted = [seq.params.spec_length or self.wanted(seq) for seq in seqs]
         return [min(pair) for pair in zip(wanted, limits, strict=True)]
 
     def wanted(self, seq: Sequence) -> int:
-        """Return the most nodes of a sequence whose request names no `spec_length` of its own."""
+        """Return the most draft nodes of a sequence. It is asked only where the request sets no `spec_length`."""
         raise NotImplementedError
 
     def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
-        """Return further rules that end chains of guesses, by the index of their sequence: see `Budget.stops`.
+        """Return further rules that end chains of guesses, by the index of the sequence: see `Budget.stops`.
 
-        granted [B]: nodes that each sequence may have.
+        granted [B]: the number of nodes that each sequence may have.
         """
         return {}
 
     def levels(self, seqs: Seq[Sequence], num_rows: int) -> int:
-        """Return how many levels these beam searches draft, whose requests name no `spec_length` of their own.
+        """Return how many levels each of these beam searches drafts. Their requests set no `spec_length`.
 
-        num_rows: of the target's pass, without the rows of these searches.
+        num_rows: the number of rows of the target's pass, without the rows of these searches.
         """
         return BEAM_LEVELS
 
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         """Return whether to draw the token at `depth` (0 = first) from `draft_probs`.
 
-        logits [V]: the drafter's own, where `reads_logits` asks for them and the drafter has a model; else None.
+        logits [V]: the drafter's logits, where `reads_logits` asks for them and the drafter has a model; else None.
         """
         return True
 
@@ -72,11 +72,11 @@ class Pacing:
         return {}
 
     def prepares(self, seq: Sequence) -> bool:
-        """Return whether the drafter is to run a sequence's prompt beside the target, ready for the first round."""
+        """Return whether the drafter should run a sequence's prompt while the target does, before the first round."""
         return True
 
     def measure(self, pause: Pause = NOW) -> None:
-        """Measure what the policy needs, between two steps. Given up where the pause ends."""
+        """Measure what the policy needs, between two steps. The measurement is given up when the pause ends."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from the numbers of the step that was just done."""

@@ -1,8 +1,8 @@
 """Estimates of how likely each drafted token is to be accepted: decaying averages, by request and by rank.
 
-The rank of a node is its place in its sequence's draft, best first. In a chain it is the depth; in a tree it is not,
-and nothing here assumes a chain. The estimate of a request starts from its drafter's mean, and moves to the request's
-own average as rounds are seen.
+The rank of a node is its place in its sequence's draft, best first. In a chain the rank is the depth; in a tree it is
+not, and nothing here assumes a chain. The estimate for a request starts from its drafter's mean, and moves to the
+request's own average with each round.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ FIRST_GUESS = 0.6  # acceptance of a drafter before its first round
 
 
 class Average:
-    """Decaying counts of drafted and accepted nodes, per rank. memory: rounds until the weight of one is 1/e."""
+    """Decaying counts of drafted and accepted nodes, per rank.
+
+    memory: the number of rounds after which the weight of a round has fallen to 1/e.
+    """
 
     def __init__(self, memory: float) -> None:
         self.keep = 1 - 1 / memory
         self.drafted, self.accepted = [0.0] * MAX_RANKS, [0.0] * MAX_RANKS
 
     def add(self, num_drafted: int, ranks: Seq[int]) -> None:
-        """Add one round of `num_drafted` nodes; ranks: of the accepted nodes."""
+        """Add one round of `num_drafted` nodes. ranks: the ranks of the accepted nodes."""
         self.drafted = [self.keep * weight + (rank < num_drafted) for rank, weight in enumerate(self.drafted)]
         self.accepted = [self.keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
 
@@ -52,7 +55,7 @@ class Acceptance:
         self._requests: dict[int, Average] = {}
 
     def observe(self, request: int, num_drafted: int, ranks: Seq[int]) -> None:
-        """Add one round of a request that was granted a draft. ranks: of the accepted nodes."""
+        """Add one round of a request that was granted a draft. ranks: the ranks of the accepted nodes."""
         self.found_share += 0.02 * ((num_drafted > 0) - self.found_share)
         if num_drafted:
             self._mean.add(num_drafted, ranks)
@@ -63,14 +66,14 @@ class Acceptance:
         self._requests.pop(request, None)
 
     def drafter_shares(self) -> Shares:
-        """Return P(rank i is accepted) for a request without a round of its own."""
+        """Return P(the node of rank i is accepted) for a request that has had no round yet."""
         drafted, accepted = self._mean.drafted, self._mean.accepted
-        tested = drafted[0] + sum(map(min, accepted, drafted[1:]))  # of a chain: behind an accepted node
+        tested = drafted[0] + sum(map(min, accepted, drafted[1:]))  # in a chain, nodes after an accepted node
         alpha = min(1.0, (sum(accepted) + 2 * FIRST_GUESS) / (tested + 2))
         return self._mean.shares([alpha] * MAX_RANKS, weight=16.0)
 
     def request_shares(self, request: int, drafter: Shares) -> Shares:
-        """Return P(rank i is accepted) for one request. drafter: the result of `drafter_shares`."""
+        """Return P(the node of rank i is accepted) for one request. drafter: the result of `drafter_shares`."""
         if request not in self._requests:
             return drafter
         steps = [share / max(before, 1e-9) for share, before in zip(drafter, (1.0, *drafter), strict=False)]

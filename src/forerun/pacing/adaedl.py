@@ -1,13 +1,14 @@
 """Draft while an entropy bound on the acceptance stays above a threshold that adapts (AdaEDL, 2410.18351).
 
-Agrawal et al. 2024 bound the acceptance of a token from below by 1 - sqrt(k_e H(q)), with H the draft's entropy in nats
-(section 3), and stop before a token whose bound is below lambda. lambda follows the share of drafted tokens that were
-accepted, as in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168, equation 6):
+Agrawal et al. 2024 bound the acceptance of a token from below by 1 - sqrt(k_e H(q)), where H(q) is the entropy of the
+draft's distribution in nats (section 3). They stop before a token if this bound is below lambda. lambda follows the
+share of drafted tokens that were accepted, as in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168, equation 6):
 
     share <- 0.5 share + 0.5 accepted / drafted
     lambda <- 0.9 lambda + 0.1 (lambda + 0.01 if share < 0.9, else lambda - 0.01)
 
-A draft that reached its longest length with a good share leaves lambda as it is. Each request has its own.
+A draft that reached its longest length with a good share leaves lambda as it is. Each request has its own lambda and
+share.
 """
 
 from __future__ import annotations
@@ -67,17 +68,17 @@ class AdaEdlPacing(Pacing):
 
     def observe(self, report: StepReport) -> None:
         for round_ in report.sequences:
-            own = self._of(round_.sequence_id)
+            controller = self._of(round_.sequence_id)
             if not round_.num_drafted:
                 # Nothing was drafted, so nothing can be accepted: a threshold that stops every draft comes down again.
-                own.threshold = max(0.0, own.threshold - (1 - KEEP) * STEP * (own.granted > 0))
+                controller.threshold = max(0.0, controller.threshold - (1 - KEEP) * STEP * (controller.granted > 0))
                 continue
-            own.share = 0.5 * own.share + 0.5 * round_.num_accepted / round_.num_drafted
-            if own.share < self.options.goal:
-                own.threshold += (1 - KEEP) * STEP
-            elif round_.num_drafted < own.granted:
-                own.threshold -= (1 - KEEP) * STEP
-            own.threshold = min(1.0, max(0.0, own.threshold))
+            controller.share = 0.5 * controller.share + 0.5 * round_.num_accepted / round_.num_drafted
+            if controller.share < self.options.goal:
+                controller.threshold += (1 - KEEP) * STEP
+            elif round_.num_drafted < controller.granted:
+                controller.threshold -= (1 - KEEP) * STEP
+            controller.threshold = min(1.0, max(0.0, controller.threshold))
 
     def end(self, seq: Sequence) -> None:
         self._requests.pop(seq.id, None)
@@ -91,5 +92,5 @@ class AdaEdlPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy; the longest draft is spec_length, or 16 where none is named."""
+    """Return the policy; the longest draft is spec_length, or 16 where it is not given."""
     return AdaEdlPacing(options, spec_length or AUTO_SPEC_LENGTH)

@@ -1,13 +1,14 @@
 """Draft as far as it pays: choose the plan of most expected tokens per second, which may be plain decoding.
 
-Every few steps the nodes of all requests are sorted by their gain, and the first n are taken, where n makes the most
-tokens per second of the whole batch, given the time of a pass by its rows (pass_time.py) and how likely each node is to
-be accepted (acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with measured curves
-in place of a fitted line. A request whose drafts fail gets none, and is probed with one node after pauses that double
-in length. Where a drafter tells its confidence in each token, that ends the chain of a request instead (stopping.py).
+Every few steps the nodes of all requests are sorted by their expected gain, and the first n are drafted. n is chosen
+for the most tokens per second of the whole batch, given the time of a pass by its rows (pass_time.py) and how likely
+each node is to be accepted (acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with
+measured curves in place of a fitted line. A request whose drafts fail gets none, and is probed with one node after
+pauses that double in length. Where a drafter tells its confidence in each token, this confidence ends the chain of a
+request instead (stopping.py).
 
-A safety net does not depend on these estimates: now and then a few plain steps are timed against the drafting steps
-around them, and after drafting was slower twice in a row it pauses.
+A safety net does not depend on these estimates. Now and then a few plain steps are timed and compared with the drafting
+steps around them. If drafting was slower twice in a row, it pauses.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ HYSTERESIS = 1.01  # a new plan must promise more tokens per second than the old
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # steps between two probes of a request
 SHORTEST_WAIT, LONGEST_WAIT = 32, 1024  # steps between two comparisons with plain decoding, and of a pause
 PLAIN_STEPS = 4  # plain steps of a comparison
-PROBE_SHARE = 0.03  # of the tokens that a request writes: the most that reading its text for probes may cost
+PROBE_SHARE = 0.03  # reading a request's text for probes may cost at most this share of the tokens that it writes
 PLAIN_MARGIN = 1.03  # plain decoding is faster where it makes more tokens per second than drafting, times this
 
 Ints = npt.NDArray[np.intp]
@@ -44,17 +45,17 @@ Ints = npt.NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Options:
-    """No options: what passes take is measured."""
+    """No options: the time of passes is measured."""
 
 
 @dataclass
 class _Request:
     """A request that decodes.
 
-    length: nodes that the plan gives it in each step. probe_at: step of its next probe. pause: steps between two
-    probes. granted: nodes that it was granted in this step. pays: whether a drafter that tells its confidence pays.
-    reading: whether the draft model is to read the text. stop: when its chain ends in this step, and the confidences
-    that its drafter added. is_decided: whether a first decision was made.
+    length: how many nodes the plan gives it in each step. probe_at: the step of its next probe. pause: the number of
+    steps between two probes. granted: how many nodes it was granted in this step. pays: whether drafting pays, if its
+    drafter tells its confidence. reading: whether the draft model should read the text. stop: the rule that ends its
+    chain in this step; the drafter adds its confidences. is_decided: whether a first decision about it was made.
     """
 
     seq: Sequence
@@ -69,10 +70,10 @@ class _Request:
 
 
 class _SafetyNet:
-    """Compares a few plain steps with the drafting steps around them, and pauses drafting where it is slower.
+    """Compares a few plain steps with the drafting steps around them, and pauses drafting where drafting is slower.
 
-    num_left: plain steps that the comparison still takes; below 0 it counts the drafting steps after them. num_lost:
-    comparisons in a row in which plain decoding was faster. plain, drafting: [tokens, seconds].
+    num_left: how many more plain steps the comparison takes; below 0 it counts the drafting steps after them. num_lost:
+    how many comparisons in a row plain decoding has won. plain, drafting: [tokens, seconds].
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class _SafetyNet:
         return self.num_left < 0 and step >= self.paused_until
 
     def observe(self, step: int, tokens: int, seconds: float) -> None:
-        """Count a step whose plan had drafts; a few drafting steps after the plain ones, compare the two."""
+        """Count a step whose plan had drafts. A few drafting steps after the plain steps, compare the two kinds."""
         if self.num_left >= 0:
             self.plain += (tokens, seconds)
         elif step >= self.paused_until:
@@ -132,7 +133,7 @@ class AutoPacing(Pacing):
         requests = [self._requests.get(seq.id) or self._meet(seq) for seq in seqs]
         had_drafts = self._drafts
         may_draft = not had_drafts or self._net.allows(self._step)
-        # For many requests the decision takes a good part of a small model's pass: it is rare while none drafts.
+        # For many requests the decision takes a good part of a small model's pass, so it is rare while none drafts.
         is_wanted = may_draft and (had_drafts or self._may_probe_search(requests))
         is_wanted |= not all(request.is_decided for request in requests)
         if len(requests) <= self._choose_below:  # passes have become cheaper
@@ -174,11 +175,11 @@ class AutoPacing(Pacing):
             if request is None:
                 continue
             known, stop, request.stop = self._of(request.seq), request.stop, None
-            # An accepted guess of the text search says nothing of the model, whose probes go on becoming rarer.
+            # An accepted guess of the text search says nothing about the model, so the model's probes become rarer.
             is_found = stop is not None and stop.search is not None and not stop.confidences
             if round_.accepted_ranks and not is_found:
                 request.pause = FIRST_PAUSE
-                if request.length == 0:  # a probe was accepted, against the averages: begin new ones
+                if request.length == 0:  # a probe was accepted although the averages are low: begin new averages
                     known.forget(request.seq.id)
                     self._replan_at = 0
             if request.granted:
@@ -205,7 +206,7 @@ class AutoPacing(Pacing):
             searching.forget(seq.id)
 
     def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
-        """Decide whether requests draft whose drafters tell their confidence, and when their chains end."""
+        """Decide about requests whose drafters tell their confidence: whether they draft, and where chains end."""
         confident = [request for request in requests if self._is_told(request)]
         for request in requests:
             request.is_decided |= not self._is_told(request)
@@ -239,7 +240,7 @@ class AutoPacing(Pacing):
             self._choose_at, self._choose_below = self._step + self._choose_pause, len(requests) // 2
 
     def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
-        """Return the ids of requests whose texts are searched: because that pays, and as a probe."""
+        """Return the ids of the requests whose texts are searched because it pays, and those searched as probes."""
         paying, probed, others = set[int](), set[int](), dict[str, list[int]]()
         for request in requests:
             seq, traits = request.seq, self.costs.traits_of(request.seq.draft)
@@ -302,7 +303,7 @@ class AutoPacing(Pacing):
         return self._known.setdefault(seq.draft, Acceptance())
 
     def _meet(self, seq: Sequence) -> _Request:
-        """Begin a request with the longest draft length among its drafter's requests, until the next plan."""
+        """Begin a request. Until the next plan, its draft length is the longest among its drafter's requests."""
         others = [request for request in self._requests.values() if request.seq.draft == seq.draft]
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
         newcomer = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
@@ -312,7 +313,7 @@ class AutoPacing(Pacing):
         return newcomer
 
     def _wanted(self, request: _Request) -> int:
-        """Return the nodes that the plan gives a request, or 1 where it is to be probed."""
+        """Return how many nodes the plan gives a request, or 1 where the request is probed."""
         if request.length > 0 or self._step < request.probe_at or (request.stop and request.stop.is_shut):
             return request.length
         self._delay_probe(request)
@@ -328,8 +329,8 @@ class AutoPacing(Pacing):
         request.probe_at = self._step + request.pause
 
     def _replan(self, requests: Seq[_Request], limits: Seq[int]) -> None:
-        """Choose a length for each request that names none."""
-        # More often at first, when each step still changes the estimates.
+        """Choose a draft length for each request that sets none."""
+        # Plans are made more often at first, when each step still changes the estimates.
         self._replan_at = self._step + min(REPLAN_STEPS, 1 + self._step // 4)
         named = [request.seq.params.spec_length for request in requests]
         num_rows = len(requests) + sum(min(k, most) for k, most in zip(named, limits, strict=True) if k is not None)
@@ -369,16 +370,17 @@ class AutoPacing(Pacing):
         return np.stack([np.broadcast_to(column, order.shape).ravel() for column in columns])
 
     def _best(self, old: Ints, num_rows: int, nodes: Floats) -> Ints:
-        """Return the draft lengths [B] of the plan with the most tokens per second; the old ones unless it is faster.
+        """Return the draft lengths [B] of the plan with the most tokens per second.
 
-        nodes: of all drafters, as `_nodes` returns them. num_rows: rows of the pass apart from these nodes.
+        Unless that plan is clearly faster, the old lengths are returned. nodes: the nodes of all drafters, as `_nodes`
+        returns them. num_rows: the rows of the pass without these nodes.
         """
         gains, owners, ranks, rows, seconds = nodes[:, np.argsort(-nodes[0], kind="stable")]
         owners, one_row_s = owners.astype(int), self.costs.target.one_row_s or 1.0
         cuts = np.repeat(CUTS, len(ranks)).reshape(-1, len(ranks))
-        wanted = ranks < np.concatenate(([old[owners]], cuts))  # [1 + cuts, nodes]: by the old plan, by each cut
+        wanted = ranks < np.concatenate(([old[owners]], cuts))  # [1 + cuts, nodes]: by the old plan, then by each cut
         wanted[1:] &= gains > 0
-        # Column n is the plan with the wanted ones among the first n + 1 nodes; the cut at 0 is plain decoding.
+        # Column n is the plan with the wanted nodes among the first n + 1; the cut at 0 is plain decoding.
         tokens, rows, draft_s = (np.cumsum(wanted * column, axis=1) for column in (gains, rows, seconds))
         rates = (len(old) + tokens) / (one_row_s * self.costs.target.ratio(num_rows + rows) + draft_s)
         cut, last = np.unravel_index(int(rates[1:].argmax()), cuts.shape)

@@ -1,7 +1,7 @@
-"""Stop behind a token that the drafter itself finds unlikely (transformers' assistant_confidence_threshold).
+"""Stop after a token that the drafter itself finds unlikely (transformers' assistant_confidence_threshold).
 
-The unlikely token stays in the draft and is verified. Whether a token is drafted then depends on tokens before it
-alone, which leaves the output's distribution as it is; to drop the unlikely token would not (docs/exactness.md).
+The unlikely token stays in the draft and is verified. So whether a token is drafted depends on the tokens before it
+alone, and the output's distribution stays as it is. To drop the unlikely token would change it (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Options:
 
 
 class ConfidencePacing(Pacing):
-    """The policy that grants `spec_length` tokens and ends a draft behind the first unlikely one."""
+    """The policy that grants `spec_length` tokens and ends a draft after the first unlikely one."""
 
     reads_logits = True
 
@@ -40,5 +40,5 @@ class ConfidencePacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy; the longest draft is spec_length, or 5 where none is named."""
+    """Return the policy; the longest draft is spec_length, or 5 where it is not given."""
     return ConfidencePacing(options, spec_length or DEFAULT_SPEC_LENGTH)

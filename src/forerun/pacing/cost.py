@@ -1,4 +1,4 @@
-"""What the passes of an engine take: of its target and of its drafters, measured or as usual, and as steps say."""
+"""The times of an engine's passes, the target's and the drafters': measured or default curves, corrected by steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Traits:
-    """What a drafter is like.
+    """The properties of a drafter that matter to pacing.
 
-    tells_confidence: whether it tells how sure it is of what it drafts. searches: whether it searches the text before
-    it asks its model. is_free: whether it has no model, so that its guesses cost the same whatever they are.
+    tells_confidence: whether it tells how sure it is of each drafted token. searches: whether it searches the text
+    before it asks its model. is_free: whether it has no model, so that all its guesses cost the same.
     """
 
     tells_confidence: bool = False
@@ -32,25 +32,26 @@ class Traits:
 
 @dataclass
 class Costs:
-    """The times of an engine's passes, and what its drafters are like.
+    """The times of an engine's passes, and the traits of its drafters.
 
-    drafts: by drafter; one without a model counts as free until a step of it was seen. runners: the models to measure
-    when nothing runs, by drafter, the target under "". traits: by drafter.
+    drafts: the time of a pass by drafter; a drafter without a model counts as free until one of its steps is observed.
+    runners: the models to measure when nothing runs, by drafter; the target's are under "". traits: by drafter.
     """
 
     target: PassTime = field(default_factory=PassTime)
     drafts: dict[str, PassTime] = field(default_factory=dict)
     runners: dict[str, Seq[Runner]] = field(default_factory=dict)
     traits: Mapping[str, Traits] = field(default_factory=dict)
-    _measured: Seq[Runner] = ()  # the target's, until its curve was contradicted once
+    _measured: Seq[Runner] = ()  # the target's runners if its curve was measured and never contradicted
     _doubt: Doubt = field(default_factory=Doubt)
     _was_doubted: bool = False
 
     @staticmethod
     def of(runners: Mapping[str, Seq[Runner]], traits: Mapping[str, Traits], *, measures: bool) -> Costs:
-        """Begin with the curves that were kept on this machine, and with usual ones for the other models.
+        """Return the first costs of an engine: curves kept on this machine, and default curves for the other models.
 
-        measures: whether kept curves are taken, and the others measured when nothing runs.
+        runners: the models by drafter; the target's are under "". measures: whether kept curves are used, and the other
+        models measured when nothing runs.
         """
         costs = Costs(traits=traits)
         for name, models in runners.items():
@@ -72,10 +73,10 @@ class Costs:
             self.target, self._measured = curve, measured
 
     def measure(self, pause: Pause = NOW) -> None:
-        """Measure the models that were not measured yet, and the target again where its curve was contradicted.
+        """Measure the models that were not measured yet, and the target again if its curve was contradicted.
 
-        Given up, to be begun anew another time, where the pause ends. A model for which the cache has no room now is
-        left for another time, and one that fails is not measured again.
+        When the pause ends, the measurement is given up, to begin anew another time. A model for which the cache has no
+        room now is also left for another time. A model that fails is not measured again.
         """
         for name, models in list(self.runners.items()):
             try:
@@ -90,30 +91,30 @@ class Costs:
             del self.runners[name]
             self._take(name, curve, () if self._was_doubted else models)
             if not name and not curve.is_steady:
-                if float(curve.ratio(4)) < LEAST_STEEP:  # no pass would say how steep it is
+                if float(curve.ratio(4)) < LEAST_STEEP:  # too flat for passes to tell how steep it is
                     usual = PassTime.together([measuring.usual(runner) for runner in models])
                     self.target = curve = replace(usual, one_row_s=curve.one_row_s)
                 curve.fit = Fit(curve)
 
     def _measured_now(self, runner: Runner, pause: Pause) -> PassTime:
-        """Measure a model, unless another drafter or process has done it meanwhile."""
+        """Return the curve of a model: measured now, unless another drafter or process has measured it meanwhile."""
         known = None if self._was_doubted else measuring.kept(runner)
         return known or measuring.of_runner(runner, pause)
 
     def draft(self, name: str) -> PassTime:
-        """Return the time of a pass of one drafter."""
+        """Return the curve of one drafter's passes; at first a flat one, which counts as free."""
         return self.drafts.setdefault(name, PassTime((1, 2), (1.0, 1.0)))
 
     def traits_of(self, draft: str) -> Traits:
-        """Return what a drafter is like."""
+        """Return the traits of a drafter."""
         return self.traits.get(draft, Traits())
 
     def target_s(self, num_rows: npt.ArrayLike) -> Floats:
-        """Return the seconds of a pass of the target; in passes of one row while those are not known."""
+        """Return the seconds of a target pass over so many rows; in passes of one row while their time is unknown."""
         return (self.target.one_row_s or 1.0) * self.target.ratio(num_rows)
 
     def pass_s(self, draft: str, num_sequences: npt.ArrayLike) -> Floats:
-        """Return the seconds of a pass of a drafter over one row of so many sequences."""
+        """Return the seconds of a drafter's pass over `num_sequences` sequences, with one row of each."""
         cost = self.draft(draft)
         return cost.ratio(num_sequences) * (cost.one_row_s or 0.0)
 
@@ -124,7 +125,7 @@ class Costs:
         return float(many - few) / 16 * (cost.one_row_s or 0.0)
 
     def observe(self, report: StepReport) -> None:
-        """Update the averages by a step, unless it ran a prompt."""
+        """Update the averages with the report of a step, unless the step ran a prompt."""
         if report.num_prefill_tokens or not report.num_decoding:
             return
         num_experts = report.num_experts or None

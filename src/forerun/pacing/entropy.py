@@ -1,14 +1,15 @@
 """Entropy-adaptive draft length (EGAG): an unsure drafter drafts few tokens, a sure one many.
 
-The proposal names use_egag, gamma_min, gamma_max and egag_ema_beta and gives no formula. This one is used, once per
-round, from the distribution behind the drafter's first pass (temperature 1, no filters):
+The proposal names use_egag, gamma_min, gamma_max and egag_ema_beta and gives no formula. The following formula is used
+once per round. H is the entropy of the distribution that the drafter's first pass gives (temperature 1, no filters),
+and V the number of its possible ids:
 
     Hn = H / ln V,    s <- beta s + (1 - beta) Hn,    z = clip(s / h_ref, 0, 1)
     gamma = gamma_min + floor((gamma_max - gamma_min) (1 - z) + 1/2)
 
-Over a large vocabulary Hn is small even where the drafter is unsure (2 nats of 128,256 ids are 0.17), so that with
-h_ref = 1 the length would hardly move. h_ref is the 90th percentile of the last Hn, unless it is given. The decision
-reads the first distribution and the past alone, never a drawn token, which leaves the output's distribution as it is.
+Over a large vocabulary Hn is small even where the drafter is unsure (2 nats over 128,256 ids give 0.17), so with
+h_ref = 1 the length would hardly change. h_ref is the 90th percentile of the last Hn, unless it is given. The decision
+reads the first distribution and the past alone, never a drawn token, so the output's distribution stays as it is.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from forerun.registry import option
 from forerun.sampling.arithmetic import Row
 from forerun.types import Probs, Sequence
 
-REMEMBERED = 256  # values of Hn, whose percentile h_ref is
-FEWEST = 16  # of them; before, h_ref is 1
+REMEMBERED = 256  # values of Hn that are kept; h_ref is their percentile
+FEWEST = 16  # with fewer values of Hn, h_ref is 1
 PERCENTILE = 90.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Bounds of the length, and how entropy moves it between them."""
+    """Bounds of the draft length, and how entropy moves the length between them."""
 
     gamma_min: int = option(1, "tokens drafted where the drafter is unsure", min=1, max=64)
     gamma_max: int | None = option(None, "tokens drafted where it is sure; none = spec_length", min=1, max=64)
@@ -62,7 +63,7 @@ class _Round:
 
 
 class EntropyPacing(Pacing):
-    """Grants gamma_max tokens and ends the draft at the length that the first entropy gives."""
+    """The policy that grants gamma_max tokens and ends a draft at the length that follows from the first entropy."""
 
     reads_logits = True
 
@@ -89,7 +90,7 @@ class EntropyPacing(Pacing):
         return {"entropy_normalized": last.normalized, "entropy_smoothed": last.smoothed, "gamma": float(last.length)}
 
     def _begin(self, seq: Sequence, now: float) -> None:
-        """Find the length of a round from its first distribution."""
+        """Choose the length of a round. now: the normalised entropy of the round's first distribution."""
         before, beta = self._rounds.get(seq.id), self.options.ema_beta
         smoothed = now if before is None else beta * before.smoothed + (1 - beta) * now
         self._seen.append(now)
@@ -104,7 +105,7 @@ class EntropyPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy. gamma_max is the option's, else spec_length, else 5. Raises BadOption if below gamma_min."""
+    """Return the policy. gamma_max is the option, else spec_length, else 5; below gamma_min it raises BadOption."""
     longest = options.gamma_max or spec_length or DEFAULT_SPEC_LENGTH
     if longest < options.gamma_min:
         raise BadOption(

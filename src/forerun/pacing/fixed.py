@@ -17,7 +17,7 @@ class Options:
 
 
 class FixedPacing(Pacing):
-    """The policy that grants `spec_length` tokens to each request that names no length of its own."""
+    """The policy that grants `spec_length` tokens to each request that sets no length itself."""
 
     def __init__(self, spec_length: int) -> None:
         self.spec_length = spec_length
@@ -30,5 +30,5 @@ class FixedPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return a policy that always grants as many tokens: the request's spec_length, else the engine's, else 5."""
+    """Return a policy that always grants the same number of tokens: the request's spec_length, the engine's, or 5."""
     return FixedPacing(spec_length or DEFAULT_SPEC_LENGTH)

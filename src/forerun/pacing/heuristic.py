@@ -1,6 +1,7 @@
 """Two tokens more after a draft that was accepted whole, one less after any other (transformers' "heuristic").
 
-Each request has a length of its own. It changes with what was committed, which is known before the next draft.
+Each request has its own draft length. The length depends on committed tokens alone, which are known before the next
+draft.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Options:
 
 
 class HeuristicPacing(Pacing):
-    """The policy that moves each request's length by what its last draft brought."""
+    """The policy that changes each request's draft length by the result of its last draft."""
 
     def __init__(self, first: int, most: int) -> None:
         self.first, self.most = first, most
@@ -47,6 +48,9 @@ class HeuristicPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy; a request begins with spec_length, or 5 where none is named, and never passes 16."""
+    """Return the policy. A request begins with spec_length, or 5 where it is not given.
+
+    Its length never exceeds 16, or spec_length where that is larger.
+    """
     first = spec_length or DEFAULT_SPEC_LENGTH
     return HeuristicPacing(first, max(first, AUTO_SPEC_LENGTH))

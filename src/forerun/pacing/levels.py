@@ -1,8 +1,9 @@
-"""How many levels of a beam search to draft: those of the most steps per second, given what passes take.
+"""The number of levels that beam searches draft: the one with the most steps per second, given the times of passes.
 
-A level is accepted where the target's best texts are among the drafted ones. If a is the share of tested levels that
-are accepted, a pass over w + u K rows with K levels takes (1 - a^(K+1)) / (1 - a) steps on average
-(docs/methods/beam.md). The choice changes no text, so it may look at anything.
+A level is accepted where the target's best beams are among the drafted ones. Let a be the share of tested levels that
+are accepted, w the number of beams, and u the number of drafted nodes of a level. A pass with K levels then has
+w + u K rows, and advances the search by (1 - a^(K+1)) / (1 - a) steps on average (docs/methods/beam.md). The choice
+changes no text, so it may look at anything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from forerun.pacing.cost import Costs
 from forerun.types import Sequence, SequenceStep
 
 MOST_LEVELS = 4
-FIRST_GUESS, GUESS_WEIGHT = 0.6, 4.0  # share of levels that are accepted, before any was tested
+FIRST_GUESS, GUESS_WEIGHT = 0.6, 4.0  # assumed share of accepted levels, and its weight in tested levels
 KEEP = 0.95  # factor of the old counts after each pass
 PROBE_PASSES = 16  # passes without drafts until one level is tried again
 
@@ -21,7 +22,7 @@ Key = tuple[str, int, int]  # drafter, num_beams, draft_beams
 
 
 class Levels:
-    """Acceptance of an engine's beam searches, by drafter and widths."""
+    """The acceptance of drafted levels in an engine's beam searches, by drafter, num_beams and draft_beams."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -30,9 +31,9 @@ class Levels:
         self._num_plain = 0  # passes in a row without drafts
 
     def wanted(self, seqs: Seq[Sequence], num_rows: int) -> int:
-        """Return how many levels all of these searches draft.
+        """Return how many levels each of these searches drafts.
 
-        num_rows: rows of other requests in the pass; each counts as a token, which a longer pass delays.
+        num_rows: the rows of other requests in the pass. Each row counts as a token, which a longer pass delays.
         """
         keys = [(s.draft, s.params.num_beams, s.params.draft_beams or s.params.num_beams) for s in seqs]
         self._keys |= zip((seq.id for seq in seqs), keys, strict=True)
@@ -56,7 +57,7 @@ class Levels:
         self._keys.pop(seq.id, None)
 
     def _rate(self, keys: Seq[Key], num_rows: int, num_levels: int) -> float:
-        """Return the tokens and steps per second of all requests, with `num_levels` levels."""
+        """Return how many tokens and search steps all requests make per second with `num_levels` levels."""
         num_steps = num_rows + sum(sum(self._share(key) ** i for i in range(num_levels + 1)) for key in keys)
         rows = num_rows + sum(width + num_levels * wide for _, width, wide in keys)
         seconds = float(self.costs.target.ratio(rows)) * (self.costs.target.one_row_s or 1.0)

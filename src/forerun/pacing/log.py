@@ -10,17 +10,17 @@ from forerun.types import StepReport
 
 
 class PacingLog:
-    """A listener that appends a line for each sequence of a step. It needs the rounds, so listen with detail=True.
+    """A listener that appends a line for each sequence of a step. It needs reports with rounds (detail=True).
 
     Keys: sequence_id, position (absolute index of the round's first token), drafter, spec_length_granted,
-    spec_length_used (nodes drafted), spec_length_accepted, and what the policy tells (`Pacing.facts`), such as
+    spec_length_used (nodes drafted), spec_length_accepted, and the policy's own numbers (`Pacing.facts`), such as
     entropy_normalized and entropy_smoothed. Raises BadOption where the file cannot be written.
     """
 
     def __init__(self, path: str) -> None:
         try:
-            # Buffered by lines: the log of a process that is killed ends with a whole round. It is open as long as the
-            # engine may step.
+            # Buffered by lines, so that the log of a process that is killed ends with a whole round. The file stays
+            # open as long as the engine may step.
             self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
         except OSError as error:
             raise BadOption(

@@ -1,8 +1,8 @@
-"""Measures what passes of a model take by their rows, while nothing else runs, and keeps it in a file.
+"""The measurement of a model's passes: how long they take by their number of rows. A file keeps the result.
 
-Drafting pays where a pass over several rows takes little more time than a pass over one row. That ratio depends on the
-machine, the weights and the kernels, not on the text, so it is measured once. Until then a default curve serves
-(`usual`). For a mixture of experts it depends on the text, too: see mixing.py.
+Drafting pays where a pass over several rows takes little more time than a pass over one row. This ratio depends on the
+machine, the weights and the kernels, not on the text, so it is measured once, while nothing else runs. Until then a
+default curve serves (`usual`). For a mixture of experts the ratio depends on the text, too: see mixing.py.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from forerun.pacing.pass_time import WIDTHS, PassTime
 from forerun.theory.roofline import expert_part
 
 LOG = logging.getLogger(__name__)
-NARROW_ROWS = 8  # of the passes that are timed before the wide ones
-SETTLING_PASSES = 40  # at most, before the first that is timed
+NARROW_ROWS = 8  # passes of at most so many rows are narrow: they are timed before the wide ones
+SETTLING_PASSES = 40  # the most passes before the first that is timed
 NUM_ROUNDS = 5
 LEAST_LIMIT_S, LIMIT_PASSES = 0.7, 12  # a calibration takes at most the larger of 0.7 s and 12 passes of one row
 UNLIKE_PASSES = 36  # in place of 12, where each row brings experts of its own, so that 8 rows take 5 times as long
 AGREEMENT = 1.1  # the factor by which the middle rounds of a calibration may differ if it is kept for later processes
-KEPT_S = 30 * 86400.0  # how long it is kept
-CONTEXT_TOKENS = 128  # behind the rows of a calibration: attention to them takes longer for more rows, too
+KEPT_S = 30 * 86400.0  # how long a calibration is kept
+CONTEXT_TOKENS = 128  # before the rows of a calibration: attention to them takes longer for more rows, too
 
 
 class Unwanted(Exception):
@@ -50,14 +50,17 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class Pause:
-    """When passes may be measured: as long as goes_on() is True, each in a turn(). The default: all of them, now."""
+    """The time in which passes may be measured: as long as goes_on() is True, each pass within a turn().
+
+    By default all passes may be measured immediately.
+    """
 
     goes_on: Callable[[], bool] = _always
     turn: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Return the context of one pass. Raises Unwanted where there is no time for it."""
+        """Return the context in which one pass runs. Raises Unwanted if the pause has ended."""
         if not self.goes_on():
             raise Unwanted
         with self.turn():
@@ -68,19 +71,19 @@ NOW = Pause()
 
 
 def kept(runner: Runner) -> PassTime | None:
-    """Return the curve of a model that was measured on this machine earlier; None without one."""
+    """Return the curve of a model as it was measured on this machine earlier; None if it was not."""
     return _read(_path_of(runner), runner.has_experts)
 
 
 def of_runner(runner: Runner, pause: Pause = NOW) -> PassTime:
-    """Measure the curve of a model on this machine, and keep it for later processes where its rounds agree.
+    """Measure the curve of a model on this machine, and keep it for later processes if its rounds agree.
 
-    Its `one_row_s` is None where nothing could be measured. Raises Unwanted where the pause ends.
+    The curve's `one_row_s` is None where nothing could be measured. Raises Unwanted when the pause ends.
     """
     curve = measured(runner, CONTEXT_TOKENS, pause)
-    if curve.one_row_s is None:  # such a text may have no room
+    if curve.one_row_s is None:  # the cache may have no room for the context
         curve = measured(runner, 0, pause)
-    if curve.one_row_s is None:  # a later engine must try again
+    if curve.one_row_s is None:  # nothing is kept, so that a later engine tries again
         return curve
     if not curve.is_steady:
         LOG.info("measured what passes of this model take beside other work: measured again by the next process")
@@ -101,14 +104,17 @@ def _path_of(runner: Runner) -> Path:
 
 
 def _written(curve: PassTime) -> list[Any]:
-    """Return a newly measured curve as the file keeps it."""
+    """Return a newly measured curve in the form of the file."""
     mixture = curve.mixture
     experts = [] if mixture is None else [[mixture.num, mixture.alike, mixture.unlike, mixture.extra]]
     return [curve.widths, curve.ratios, curve.one_row_s, time.time(), *experts]
 
 
 def _read(path: Path, has_experts: bool) -> PassTime | None:
-    """Return the curve that a file holds; None where it holds none, as of another version, or cut off."""
+    """Return the curve that a file holds; None where there is none that is valid.
+
+    A file may be missing, cut off, too old, or of another version of forerun.
+    """
     try:
         widths, ratios, one_row_s, measured_at, *experts = json.loads(path.read_text(encoding="utf-8"))
         numbers = np.array([widths, ratios], dtype=np.float64)
@@ -132,7 +138,7 @@ def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture
 
 
 def usual(runner: Runner) -> PassTime:
-    """Return the default curve of an unmeasured model: each further row takes the same part of a pass."""
+    """Return the default curve of an unmeasured model: each further row adds the same part of a pass of one row."""
     ratios = [1 + runner.model.ops.extra_row * (rows - 1) for rows in WIDTHS]
     spec = runner.model.config if runner.has_experts else None
     if not isinstance(spec, Spec):
@@ -143,10 +149,11 @@ def usual(runner: Runner) -> PassTime:
 
 
 def measured(runner: Runner, num_behind: int = 0, pause: Pause = NOW, **given: Any) -> PassTime:
-    """Measure the curve of a model behind `num_behind` tokens; the default one where nothing could be measured.
+    """Measure the curve of a model after `num_behind` context tokens.
 
-    For a mixture of experts, measure it over equal rows and over unlike rows, with the experts that they chose. given:
-    arguments of `calibrated`. Raises Unwanted where the pause ends.
+    Returns the default curve where nothing could be measured. A mixture of experts is measured over equal rows and over
+    unlike rows, together with the number of experts that the rows chose. given: arguments of `calibrated`. Raises
+    Unwanted when the pause ends.
     """
 
     def try_pass(num_rows: int) -> None:
@@ -189,11 +196,11 @@ def calibrated(
     """Measure the curve: run passes of all widths in turn, in several rounds. The first width is one row.
 
     In each round the time of a width is divided by the time of one row, so that it does not matter if the machine slows
-    down from round to round. The ratio of a width is the median of its rounds, and at least the previous width's ratio.
-    Wide passes are timed last, and against the widest of the narrow ones. While a wide pass computes, the processor's
-    last cache loses weights to other processes, and a pass of one row behind it takes up to twice as long as it does in
-    plain decoding. At the time limit rounds are dropped, then widths. A width for which the cache has no room is
-    dropped, too. Where nothing could be measured the built-in curve is returned.
+    down from round to round. The ratio of a width is the median over the rounds, and at least the previous width's
+    ratio. Wide passes are timed last, and are divided by the time of the widest narrow pass instead. While a wide pass
+    computes, other processes push weights out of the processor's last-level cache. So a pass of one row that follows it
+    would take up to twice as long as in plain decoding. At the time limit rounds are dropped, then widths. A width for
+    which the cache has no room is dropped, too. Where nothing could be measured the built-in curve is returned.
     """
     rounds = _Rounds(run, clock, least_limit_s, limit_passes)
     try:
@@ -212,7 +219,7 @@ def calibrated(
 
 
 class _Rounds:
-    """Times passes until a limit: seconds, or passes as long as the first one."""
+    """Times passes until a limit: `least_limit_s` seconds, or the time of `limit_passes` passes of one row."""
 
     def __init__(
         self, run: Callable[[int], Any], clock: Callable[[], float], least_limit_s: float, limit_passes: int
@@ -223,7 +230,7 @@ class _Rounds:
     agree = False  # whether the rounds that were timed last are alike
 
     def settle(self) -> None:
-        """Run passes of one row within a small part of the limit: weights come into caches only little by little."""
+        """Run passes of one row for a tenth of the limit, because weights reach the caches only little by little."""
         self.timed(1)
         self.limit_s = max(self.limit_s, self.limit_passes * self.last_s)
         for _ in range(SETTLING_PASSES):
@@ -232,7 +239,10 @@ class _Rounds:
             self.timed(1)
 
     def of(self, widths: Seq[int]) -> tuple[dict[int, float], list[float]]:
-        """Return each further width's time divided by the first width's, and the seconds of the first."""
+        """Time passes of these widths in rounds; return ratios by width, and the first width's seconds in each round.
+
+        The ratio of a further width is the median of its time divided by the first width's time.
+        """
         firsts_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
         try:
             while len(firsts_s) < NUM_ROUNDS and not self._is_over(self.last_s):
@@ -247,7 +257,7 @@ class _Rounds:
         return {rows: statistics.median(samples) for rows, samples in ratios.items() if samples}, firsts_s
 
     def timed(self, rows: int) -> float:
-        """Run a pass, and return its seconds."""
+        """Run a pass over so many rows, and return its seconds."""
         start = self.clock()
         self.run(rows)
         self.last_s = self.clock() - start
@@ -258,6 +268,6 @@ class _Rounds:
 
 
 def _agree(found: Seq[float]) -> bool:
-    """Return whether measurements agree, without the least and the largest if there are four or more."""
+    """Return whether measurements agree. Of four or more, the least and the largest do not count."""
     middle = sorted(found)[1:-1] if len(found) > 3 else found
     return not middle or max(middle) <= AGREEMENT * min(middle)

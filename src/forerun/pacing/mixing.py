@@ -1,8 +1,9 @@
-"""What passes of a mixture of experts take: as long as the experts that their rows choose, and those go by the text.
+"""The pass times of a mixture of experts: they depend on how many experts the rows choose, and so on the text.
 
-Eight rows of one token choose the experts of one row, eight unlike rows nearly eight times as many, and each of them
-has to be read. So passes over rows of both kinds are calibrated, with the experts that they chose. Real rows lie
-between: where, is learned from the steps, because each step reports how many experts its rows chose.
+Eight rows of the same token choose the experts of one row. Eight unlike rows choose nearly eight times as many experts,
+and each expert has to be read from memory. So passes over equal rows and passes over unlike rows are both calibrated,
+together with the number of experts that they chose. Real rows lie between the two. Where they lie is learned from the
+steps, because each step reports how many experts its rows chose.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import numpy.typing as npt
 from forerun.theory.formulas import distinct_experts
 
 Floats = npt.NDArray[np.float64]
-MEMORY = 64  # passes until the weight of one is 1/e
-FIRST_PASSES = (
-    2.0  # of unlike rows that the first guess is worth: each of them could have chosen one row's experts more
-)
-LEAST_SPREAD = 0.05  # of a row's experts, by which unlike rows must choose more for a pass to say something
-DOUBLINGS = 12  # of the widest rows, up to where every expert is chosen
+MEMORY = 64  # passes after which the weight of a pass has fallen to 1/e
+# The first guess weighs as much as so many passes in which unlike rows choose one row's experts more than equal rows.
+FIRST_PASSES = 2.0
+LEAST_SPREAD = 0.05  # a pass counts if unlike rows choose more experts than equal rows, by this share of one row's
+DOUBLINGS = 12  # how often the largest number of rows is doubled, until every expert is chosen
 
 
 @dataclass
 class Mixture:
-    """Where passes lie between those over rows that are all alike and those over unlike ones.
+    """Where real passes lie between passes over equal rows and passes over unlike rows.
 
-    num: experts of a layer, on average. widths [W]: rows, ascending from 1. alike, unlike [W]: experts that so many
-    rows choose, on average over layers. extra [W]: what unlike ones take longer, in passes of one row, ascending.
+    num: the number of experts of a layer, on average. widths [W]: numbers of rows, ascending from 1. alike, unlike [W]:
+    how many experts so many equal or unlike rows choose, on average over layers. extra [W]: how much longer a pass over
+    unlike rows takes than a pass over equal rows, in passes of one row, ascending.
     """
 
     num: float
@@ -42,7 +43,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         self._seen = self._possible = FIRST_PASSES * self.unlike[0]
-        # Further rows leave fewer and fewer experts unchosen, and take longer by those alone.
+        # Beyond the last width, each further row adds fewer new experts, and only new experts make a pass longer.
         last = self.widths[-1]
         far = last * 2.0 ** np.arange(1, DOUBLINGS)
         chosen = min(self.unlike[0], self.num)
@@ -56,13 +57,13 @@ class Mixture:
 
     @property
     def share(self) -> float:
-        """Where real rows lie: 0 = they choose as rows that are alike, 1 = as unlike ones; 1 before any were seen."""
+        """Where real rows lie: 0 = they choose experts as equal rows do, 1 = as unlike rows do; 1 at the beginning."""
         return self._seen / self._possible
 
     def extra_passes(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
-        """Return what these rows take longer than rows that are alike, in passes of one row, elementwise.
+        """Return how much longer these rows take than as many equal rows, in passes of one row, elementwise.
 
-        num_experts: that they have chosen; None = as many as real rows do.
+        num_experts: how many experts the rows have chosen; None = as many as real rows usually choose.
         """
         rows = np.asarray(num_rows, dtype=np.float64)
         share: npt.ArrayLike = self.share
@@ -73,7 +74,7 @@ class Mixture:
         return np.asarray(share * np.interp(rows, self._rows, self._extra))
 
     def observe(self, num_rows: int, num_experts: float) -> None:
-        """Learn from a pass over real rows, and the experts that they chose."""
+        """Learn from a pass over real rows and from the number of experts that they chose."""
         least, most = self._bounds(np.asarray(num_rows, dtype=np.float64))
         if self._is_told(least, most):
             keep = 1 - 1 / MEMORY
@@ -81,20 +82,22 @@ class Mixture:
             self._possible = keep * self._possible + float(most - least)
 
     def _bounds(self, rows: Floats) -> tuple[Floats, Floats]:
-        """Return the experts that so many rows choose which are alike, and which are unlike."""
+        """Return how many experts so many equal rows choose, and how many so many unlike rows choose."""
         return np.asarray(np.interp(rows, self._rows, self._alike)), np.asarray(
             np.interp(rows, self._rows, self._unlike)
         )
 
     def _is_told(self, least: Floats, most: Floats) -> npt.NDArray[np.bool_]:
-        """Return whether rows of the two kinds differ by so much that real rows can be placed between them."""
+        """Return whether equal and unlike rows differ by so much that real rows can be placed between them."""
         return np.asarray(most - least > LEAST_SPREAD * self.unlike[0])
 
 
 def expected(num: int, chosen: int, part: float, widths: Seq[float]) -> Mixture:
-    """Return the expectation where nothing was measured: unlike rows choose independently, and reading takes the time.
+    """Return the mixture that is assumed before anything is measured.
 
-    part: the experts' share of the bytes that a pass of one row reads.
+    Unlike rows are assumed to choose their experts independently, and all the time of a pass is assumed to go into
+    reading weights. num: the number of experts of a layer. chosen: how many experts a row chooses. part: the experts'
+    share of the bytes that a pass of one row reads.
     """
     unlike = distinct_experts(num, chosen, widths)
     return Mixture(num, widths, [float(chosen)] * len(widths), unlike.tolist(), (part * (unlike / chosen - 1)).tolist())

@@ -1,4 +1,4 @@
-"""The time of a pass by its rows: a curve, and what the passes of steps say of it."""
+"""The time of a pass by its number of rows: a curve, and its correction by the passes of steps."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from forerun.pacing.mixing import Mixture
 Floats = npt.NDArray[np.float64]
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows
 FRESH = 0.02  # weight of a new measurement in the slow average
-WIDE = 1.1  # passes of one row that a pass takes which says something of the curve
-NUM_PASSES = 64  # narrow ones, and wide ones, before they can contradict the curve
-MUCH = 1.5  # by which wide passes must be slower or faster than the curve says
-TRUST = 0.5  # of a usual curve, in passes over 4 rows
-LEAST_STEEP = 1.01  # passes of one row that a pass over 4 rows takes, of a curve whose steepness can be fitted
-HELD_UP = 1.5  # times as long as expected, which is taken for another process's doing: a fit sees no more of it
-STEEPEST = 8.0  # times as steep as the usual curve, and as flat
+WIDE = 1.1  # a pass is wide if it takes longer than so many passes of one row: only such a pass tests the curve
+NUM_PASSES = 64  # so many narrow passes and so many wide ones are needed to contradict the curve
+MUCH = 1.5  # the factor by which wide passes must be slower or faster than the curve says
+TRUST = 0.5  # weight of the default curve's steepness, in passes over 4 rows
+LEAST_STEEP = 1.01  # the steepness can be fitted if a pass over 4 rows takes at least so many passes of one row
+HELD_UP = 1.5  # a pass longer than expected by this factor was held up by another process: a fit counts no more of it
+STEEPEST = 8.0  # a curve is at most so many times as steep as the default curve, or as flat
 
 
 class Fit:
-    """What one row takes, and how steep a curve is, as the passes of steps say: by least squares, later ones more.
+    """The time of one row and the steepness of a curve, fitted to the passes of steps by least squares.
 
-    A pass that should take r passes of one row takes one_row_s (1 + steepness (r - 1)). Errors count as shares of the
-    passes, and the steepness is drawn towards 1, as by half a pass over 4 rows. Narrow passes and wide ones are
-    forgotten by their own number: a thousand plain steps say nothing of how steep the curve is.
+    A pass that the curve puts at r passes of one row is expected to take one_row_s (1 + steepness (r - 1)) seconds.
+    Errors are relative to the length of the pass, later passes weigh more, and the steepness is drawn towards 1 with
+    the weight of half a pass over 4 rows. Narrow passes lose weight only with each further narrow pass, and wide passes
+    with each wide one, because a thousand plain steps say nothing about the steepness.
     """
 
     def __init__(self, curve: PassTime) -> None:
         self.steepness = 1.0
-        steep = max(float(curve.ratio(4)), LEAST_STEEP)  # of a flat one nothing would be left to divide by
+        steep = max(float(curve.ratio(4)), LEAST_STEEP)  # for a flat curve, `observe` would divide by 0
         self._trust = TRUST * (1 - 1 / steep) ** 2
         self._sums = {False: np.zeros(5), True: np.zeros(5)}
 
     def observe(self, seconds: float, num_ratios: float) -> float:
-        """Add a pass that takes so many passes of one row at steepness 1, and return the seconds of one row."""
+        """Add a pass that would take `num_ratios` passes of one row at steepness 1; return the seconds of one row."""
         x, weight = num_ratios - 1, num_ratios**-2
         sums = self._sums[x > 0]
         sums *= 1 - FRESH
@@ -52,18 +53,19 @@ class Fit:
         self.steepness = min(max(best, 1 / STEEPEST), STEEPEST)
         if self.steepness == best:
             return flat
-        fitted = n + 2 * self.steepness * x1 + self.steepness**2 * x2  # at the steepness that is allowed
+        fitted = n + 2 * self.steepness * x1 + self.steepness**2 * x2  # at the largest or least steepness allowed
         return (t + self.steepness * xt) / fitted
 
 
 @dataclass
 class PassTime:
-    """Time of a pass: `ratios[i]` times a pass of one row at `widths[i]` rows, linear between and beyond.
+    """The time of a pass by its rows: `ratios[i]` passes of one row at `widths[i]` rows, linear between and beyond.
 
-    one_row_s: seconds of a pass of one row, None until one was measured; `observe` updates it. is_steady: whether the
-    rounds of its calibration agreed, so that it says something of another hour, too. mixture: of experts, what passes
-    take longer than these ratios, which are of rows that all choose the same ones; None = there are no experts. fit:
-    of a usual curve, what the passes of steps say of its steepness; None = it was measured.
+    one_row_s: the seconds of a pass of one row, None until one was measured; `observe` updates it. is_steady: whether
+    the rounds of the calibration agreed, so that the curve holds at another hour, too. mixture: what is added to the
+    ratios where rows choose different experts, because the ratios are of rows that all choose the same ones; None = the
+    model has no experts. fit: corrects the steepness of a default curve, or of one that is not steady, by the passes of
+    steps; None = the curve needs no correction.
     """
 
     widths: Seq[float] = WIDTHS
@@ -83,7 +85,7 @@ class PassTime:
     def ratio(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
         """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise.
 
-        num_experts: that they have chosen, on average over layers; None = as many as such rows usually do.
+        num_experts: how many experts the rows have chosen, on average over layers; None = as many as rows usually do.
         """
         passes = np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
         if self.mixture is not None:
@@ -94,16 +96,19 @@ class PassTime:
         """Update the average by a pass of `seconds`, which should take as long as `num_ratios` passes of one row."""
         self._num_seen += 1
         had = self.one_row_s or seconds / num_ratios
-        found = min(seconds / num_ratios, 3 * had)  # another process may have held one pass up
-        if self.fit is not None and self._num_seen > 1:  # the first one waits for memory
+        row_s = min(seconds / num_ratios, 3 * had)  # another process may have held the pass up
+        if self.fit is not None and self._num_seen > 1:  # the first pass waits for memory
             seconds = min(seconds, HELD_UP * had * num_ratios)
             self.one_row_s = self.fit.observe(seconds, 1 + (num_ratios - 1) / self.fit.steepness)
             return
-        self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (found - had)
+        self.one_row_s = had + max(FRESH, 1 / (self._num_seen + 1)) * (row_s - had)
 
     @staticmethod
     def together(curves: Seq[PassTime]) -> PassTime:
-        """Return the time of a pass of several models, one after the other; the first one's curve if one is unknown."""
+        """Return the curve of a pass of several models, run one after the other.
+
+        If a model was not measured yet, this is the first model's curve, with `one_row_s` None.
+        """
         known = [(curve, curve.one_row_s) for curve in curves if curve.one_row_s is not None]
         if len(curves) == 1:
             return curves[0]
@@ -115,14 +120,14 @@ class PassTime:
 
 
 class Doubt:
-    """Whether passes of steps contradict a curve: the wide ones must say of one row what the narrow ones say."""
+    """A check of a curve by the passes of steps: wide and narrow passes must give the same time of one row."""
 
     def __init__(self) -> None:
         self._counts = {False: 0, True: 0}
         self._logs = {False: 0.0, True: 0.0}  # decaying mean of the logarithm of the seconds of one row
 
     def observe(self, seconds: float, ratio: float) -> bool:
-        """Add a pass; return whether the curve is contradicted. ratio: what it should take, in passes of one row."""
+        """Add a pass; return whether the curve is contradicted. ratio: its expected time, in passes of one row."""
         is_wide = ratio > WIDE
         self._counts[is_wide] += 1
         weight = 1 / min(self._counts[is_wide], NUM_PASSES)

@@ -1,8 +1,8 @@
-"""Whether a text is searched: that takes time whether or not anything is found.
+"""The decision whether to search a text for guesses: a search takes time even if it finds nothing.
 
-A search of one text takes a tenth of a millisecond: nothing beside a pass of a large model, and half of the step of a
-small one with a batch. So the tokens that searches gain are counted. Where they are worth less than the time, searches
-become probes, which take so small a share of the time that they need not pay.
+A search of one text takes a tenth of a millisecond. That is nothing beside a pass of a large model, but for a batch it
+adds up to half of a small model's step. So the tokens that searches gain are counted. Where these are worth less than
+the time of the searches, only probes are made: they take so small a share of the time that they need not pay.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 from forerun.types import DraftStep
 
-SHARE = 0.01  # of the time: the most for searches that do not pay
-FEW, MOST_SPARED = 4, 8  # searches for which that time is saved up: the least before probes begin, and the most
+SHARE = 0.01  # of the time, the most that searches may take where they do not pay
+FEW, MOST_SPARED = 4, 8  # this time is saved up: for at least 4 searches before probes begin, and for at most 8
 FIRST_GAIN, FIRST_WEIGHT = 0.5, 8.0  # tokens that a search is assumed to gain at first, with the weight of 8 searches
-MEMORY = 32  # searches until the weight of one is 1/e
+MEMORY = 32  # searches after which the weight of a search has fallen to 1/e
 REQUEST_WEIGHT = 4.0  # weight, in searches, of all requests' mean gain in a request's estimate
 FRESH = 0.05  # weight of a new measurement in the slow average of seconds
 
 
 @dataclass
 class _Gains:
-    """Decaying sums of searches, and of the tokens that they gained."""
+    """Decaying sums: the number of searches, and the tokens that they gained."""
 
     num: float = 0.0
     tokens: float = 0.0
@@ -50,14 +50,17 @@ class Searching:
     _last: dict[int, int] = field(default_factory=dict)  # by request: the step of its last probe
 
     def pays(self, request: int, rate: float) -> bool:
-        """Return whether a search gains more than its time. rate: tokens per second that all requests make."""
+        """Return whether a search gains more tokens than its time costs. rate: tokens per second of all requests."""
         gain = self._all.mean()
         if (gains := self._requests.get(request)) is not None:
             gain = gains.mean(gain, REQUEST_WEIGHT)
         return gain >= rate * (self.search_s or 0.0)
 
     def probes(self, requests: Iterable[int], step: int) -> set[int]:
-        """Return the requests to search although it does not pay, longest waiting first, and count their time."""
+        """Choose the requests whose texts are searched as probes, and count the time of these searches.
+
+        Those whose last probe is longest ago come first. requests: the requests whose searches do not pay.
+        """
         num = int(self._spared_s / self.search_s) if self.search_s else MOST_SPARED
         chosen = sorted(requests, key=lambda request: self._last.get(request, -1))[:num]
         self._last |= dict.fromkeys(chosen, step)
@@ -65,7 +68,10 @@ class Searching:
         return set(chosen)
 
     def may_probe(self) -> bool:
-        """Return whether there is time for several probes at once, because deciding costs as much as one of them."""
+        """Return whether enough time is saved up for several probes at once.
+
+        The decision itself takes as long as a probe, so it is not made for a single one.
+        """
         return self._spared_s >= FEW * (self.search_s or 0.0)
 
     def observe(self, request: int, gain: float) -> None:
@@ -74,16 +80,16 @@ class Searching:
         self._requests.setdefault(request, _Gains()).add(gain)
 
     def observe_step(self, seconds: float, drafting: DraftStep | None, deciding_s: float) -> None:
-        """Add a step, what the drafter did in it, and the seconds that it took to decide about one request's draft."""
+        """Add a step. drafting: what the drafter did in it. deciding_s: the time to decide about a request's draft."""
         self._spared_s = min(self._spared_s + SHARE * seconds, MOST_SPARED * (self.search_s or 0.0))
         if drafting is not None and drafting.num_searched:
             self._num_seen += 1
             seconds_each = drafting.search_s / drafting.num_searched + max(0.0, deciding_s)
             had = seconds_each if self.search_s is None else self.search_s
-            weight = max(FRESH, 1 / self._num_seen)  # the first ones come from cold caches
-            self.search_s = had + weight * (min(seconds_each, 3 * had) - had)  # another process may have held one up
+            weight = max(FRESH, 1 / self._num_seen)  # the first searches run with cold caches
+            self.search_s = had + weight * (min(seconds_each, 3 * had) - had)  # another process may have held it up
 
     def forget(self, request: int) -> None:
-        """Forget what a request has shown."""
+        """Forget the counts of a request."""
         self._requests.pop(request, None)
         self._last.pop(request, None)

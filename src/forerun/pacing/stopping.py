@@ -1,10 +1,11 @@
-"""When a chain of guesses ends, by how sure the drafter is of each: what is known of one drafter that says so.
+"""The end of a chain of guesses, for drafters that tell how sure they are of each guess.
 
 A model's guess is right about as often as the model says, but not exactly, and not equally for every text. So the share
-of accepted tokens is counted by the probability that the drafter gave them, for the drafter and for each request; the
-product of these shares is how likely a whole chain is accepted so far. One more token is worth drafting while its
-expected gain, that product times the usual share, exceeds its time at the present rate of tokens per second. This is
-optimal stopping for the ratio of two sums, whose optimal rate is the rate of the best policy itself.
+of accepted tokens is counted by the probability that the drafter gave them, for the drafter and for each request. The
+product of these shares over a chain is the probability that the whole chain so far is accepted. One more token is worth
+drafting while its expected gain exceeds its cost. The gain is that product times the usual share; the cost is the time
+of the token, times the present rate of tokens per second. This is optimal stopping for a ratio of two sums: the rate in
+the optimal rule is the rate of the best policy itself.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from forerun.pacing.cost import Costs
 from forerun.pacing.pass_time import Floats
 from forerun.types import EDGES, Sequence, SequenceStep, StepReport, Stop
 
-SEARCH = " search"  # suffix of a drafter's name, for its guesses from the text, made before it asks its model
-# How often a guess is right, by its probability, before any was seen: for a model that was made beside its target.
+SEARCH = " search"  # suffix of a drafter's name, for the guesses that it finds in the text before it asks its model
+# How often a guess is assumed to be right at first, by its probability: for a model made together with its target.
 FIRST_SHARES = (0.38, 0.55, 0.75, 0.85, 0.9, 0.96, 0.99)
-FIRST_SEEN = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0)  # how often such probabilities come up, in weights of a token
-TOKENS_MEMORY = 300  # tested tokens of a drafter until the weight of one is 1/e
+FIRST_SEEN = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0)  # how often such probabilities are assumed to come up, relatively
+TOKENS_MEMORY = 300  # tested tokens of a drafter after which the weight of a token has fallen to 1/e
 REQUEST_WEIGHT = 12.0  # weight, in tokens, of the drafter's shares in a request's estimate
-ROUNDS_MEMORY = 20  # rounds of a request until the weight of one is 1/e
+ROUNDS_MEMORY = 20  # rounds of a request after which the weight of a round has fallen to 1/e
 
 
 @dataclass
 class Counts:
-    """Decaying counts of tested, accepted and drafted tokens, by their probability."""
+    """Decaying counts of tested, accepted and drafted tokens, in bins of their probability."""
 
     memory: float
     tested: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_SHARES))
@@ -48,14 +49,17 @@ class Counts:
             self.accepted[at] += i < num_accepted
 
     def shares(self, expected: Seq[float], weight: float) -> list[float]:
-        """Return P(a token is accepted) by its probability; the expected shares weigh as much as `weight` tokens."""
+        """Return P(a token is accepted) for each bin; the expected shares weigh as much as `weight` tokens."""
         return [
             (accepted + weight * share) / (tested + weight)
             for accepted, tested, share in zip(self.accepted, self.tested, expected, strict=True)
         ]
 
     def mix(self, expected: Seq[float], weight: float) -> list[float]:
-        """Return P(a drafted token's probability lies in a bin), for each bin."""
+        """Return P(a drafted token's probability lies in the bin) for each bin.
+
+        expected: relative frequencies, which weigh as much as `weight` tokens.
+        """
         total = sum(expected)
         counts = [count + weight * each / total for count, each in zip(self.drafted, expected, strict=True)]
         return [count / sum(counts) for count in counts]
@@ -82,12 +86,12 @@ class Stopping:
     def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
         self._requests: dict[int, Counts] = {}
-        self.spare = 0.0  # tokens that reading a text for a probe may cost, while the model does not pay
+        self.spare = 0.0  # how many tokens reading a text for a probe may cost while the model does not pay
         self._round = Round(2.5, 3.0, 3.0)
         self._rounds: dict[int, Round] = {}
 
     def observe(self, request: int, confidences: Seq[float], num_accepted: int) -> None:
-        """Add a chain of a request by its tokens' probabilities; the first `num_accepted` were accepted."""
+        """Add a chain of a request. confidences: its tokens' probabilities; the first `num_accepted` were accepted."""
         bins = [bisect.bisect_right(EDGES, confidence) for confidence in confidences]
         self._mean.add(bins, num_accepted)
         self._requests.setdefault(request, Counts(TOKENS_MEMORY)).add(bins, num_accepted)
@@ -105,14 +109,14 @@ class Stopping:
         return self._rounds[request]
 
     def shares(self, request: int) -> tuple[list[float], float]:
-        """Return a request's P(a token is accepted): by its probability, and for a token not drawn yet."""
+        """Return P(a request's token is accepted): for each bin of its probability, and for a token not drawn yet."""
         shares, mix = self._mean.shares(FIRST_SHARES, 4.0), self._mean.mix(FIRST_SEEN, 10.0)
         if (counts := self._requests.get(request)) is not None:
             shares, mix = counts.shares(shares, REQUEST_WEIGHT / 2), counts.mix(mix, REQUEST_WEIGHT)
         return shares, sum(share * part for share, part in zip(shares, mix, strict=True))
 
     def forget(self, request: int) -> None:
-        """Forget what a request has shown."""
+        """Forget the counts of a request."""
         self._requests.pop(request, None)
         self._rounds.pop(request, None)
 
@@ -121,9 +125,9 @@ class Stopping:
 class Prices:
     """What drafting costs in a step.
 
-    rate: tokens per second of all requests. rows_s [spec_length]: seconds of each further row of the target's pass.
-    num_going [spec_length]: requests that go on at each depth, and share a pass of their drafter. worth: a cache of
-    `Stop.worth`, by drafter.
+    rate: tokens per second of all requests. rows_s [spec_length]: the seconds that each further row adds to the
+    target's pass. num_going [spec_length]: the number of requests that go on at each depth; these share a pass of their
+    drafter. worth: a cache of `Stop.worth`, by drafter.
     """
 
     rate: float
@@ -138,20 +142,21 @@ class Prices:
 
 
 class Stops:
-    """Chooses when chains end for drafters that tell their confidence. spec_length: nodes of the longest chain."""
+    """Chooses where chains end, for drafters that tell their confidence. spec_length: nodes of the longest chain."""
 
     def __init__(self, spec_length: int, costs: Costs) -> None:
         self.spec_length, self.costs = spec_length, costs
         self.known: dict[str, Stopping] = {}  # by drafter, and by drafter and SEARCH
 
     def of(self, draft: str, what: str = "") -> Stopping:
-        """Return the record of a drafter, begun if need be. what: SEARCH = of its guesses from the text."""
+        """Return the record of a drafter, at first a new one. what: SEARCH = only of guesses found in the text."""
         return self.known.setdefault(draft + what, Stopping())
 
     def prices(self, seqs: Seq[Sequence], are_drafting: Seq[bool], num_others: int, num_rows: int) -> Prices:
         """Return the prices of a step that runs these requests, some of them drafting.
 
-        num_others: other requests. num_rows: of the target's pass, without the nodes of these requests.
+        num_others: how many other requests there are. num_rows: the rows of the target's pass, without the draft nodes
+        of these requests.
         """
         drafting = [seq for seq, drafts in zip(seqs, are_drafting, strict=True) if drafts]
         rounds = [self.of(seq.draft).round_of(seq.id) for seq in drafting]
@@ -166,7 +171,7 @@ class Stops:
         rate = max((num_requests - len(rounds) + num_tokens) / step_s, plain)
         num_rows += round(num_nodes * (1 - 1 / max(1, len(rounds))))
         rows_s = np.diff(self.costs.target_s(num_rows + np.arange(self.spec_length + 1)))
-        # Requests that go on at each depth share a pass of the drafter; here each goes on with the same probability.
+        # Requests that go on at a depth share a pass of the drafter. Each is assumed to go on with equal probability.
         nodes = num_nodes / max(1, len(rounds))
         num_going = np.maximum(1.0, len(seqs) * (nodes / (1 + nodes)) ** np.arange(self.spec_length))
         return Prices(rate, rows_s, num_going)
@@ -181,7 +186,7 @@ class Stops:
         return Stop(shares, worth, share)
 
     def search(self, seq: Sequence, prices: Prices) -> Stop:
-        """Return the stop of a guess that the drafter finds in the text before it asks its model."""
+        """Return the stop of the guess that the drafter finds in the text before it asks its model."""
         shares, _ = self.of(seq.draft, SEARCH).shares(seq.id)
         return Stop(shares, np.minimum(prices.rows, 2.0).tolist())
 
@@ -195,14 +200,14 @@ class Stops:
         self.of(seq.draft).observe_round(seq.id, 1 + num_accepted, round_.num_drafted, passes)
 
     def forget(self, seq: Sequence) -> None:
-        """Forget what a request has shown."""
+        """Forget the counts of a request."""
         for name in (seq.draft, seq.draft + SEARCH):
             if name in self.known:
                 self.known[name].forget(seq.id)
 
 
 def promised(stop: Stop) -> tuple[float, float]:
-    """Return the expected tokens of a round that drafts while a usual token is worth it, and its gain in tokens."""
+    """Return the expected tokens of a round that drafts while a usual token pays, and the draft's gain in tokens."""
     survival, tokens, gain = stop.share, 1.0, 0.0
     for worth in stop.worth:
         if survival < worth:

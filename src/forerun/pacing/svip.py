@@ -26,7 +26,7 @@ class Options:
 
 
 class SvipPacing(Pacing):
-    """Ends a draft before a token that the drafter is too unsure about."""
+    """The policy that ends a draft before a token about which the drafter is too unsure."""
 
     reads_logits = True
 
@@ -41,5 +41,5 @@ class SvipPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy; the longest draft is spec_length, or 16 where none is named."""
+    """Return the policy; the longest draft is spec_length, or 16 where it is not given."""
     return SvipPacing(options, spec_length or AUTO_SPEC_LENGTH)

@@ -1,8 +1,8 @@
-"""How sure a drafter is of its next token: entropy and confidence of the distribution behind its logits.
+"""How sure a drafter is of its next token: the entropy and the confidence of its distribution.
 
-Policies look at the distribution at temperature 1 and without filters: at temperature 0 the drafter draws from a point
-mass, whose entropy is 0 whatever the model thinks. Where a drafter has no logits, as a lookup, the distribution that it
-draws from is all there is.
+Policies look at the softmax of the logits, at temperature 1 and without filters. At temperature 0 the drafter draws
+from a point mass, and that has entropy 0 however unsure the model is. A drafter without logits, such as a lookup, has
+only the distribution that it draws from.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def normalized_entropy(draft_probs: Probs, logits: Row | None) -> float:
 
 
 def confidence(token: int, draft_probs: Probs, logits: Row | None) -> float:
-    """Return the probability of a drawn token by softmax(logits) [V], or by draft_probs where there are none."""
+    """Return the probability of a drawn token by softmax(logits) [V], or by draft_probs where there are no logits."""
     return arithmetic.chance(logits, token) if logits is not None else draft_probs.at(token)

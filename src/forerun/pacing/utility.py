@@ -1,23 +1,25 @@
 """Test a few draft lengths in turn, then keep the best for a while (Cascade, Saxena et al. 2025, arXiv 2506.20675).
 
-The utility of a draft length K is what it makes of the tokens of a pass, over what it makes of the time:
+The utility of a draft length K is the factor by which K raises the tokens of a pass, divided by the factor by which it
+raises the time of the pass:
 
     U(K) = (tokens with K / tokens without drafts) / (seconds with K / seconds without drafts)
 
-Above 1 it pays. Each request goes through test phases of a few trials and set phases of many rounds. A trial is
-`test_rounds` rounds of one length. A test phase begins with the best length of the last one and climbs: the next trial
-is the length above the best one so far, if that one pays, or else the length below. It ends where both were tried, and
-behind four trials. The set phase keeps the best length for `set_rounds` rounds. Where no utility was above 1 it drafts
-nothing, for twice as many rounds each time that this happens again, up to 32 times as many.
+A length pays if its utility is above 1. Each request goes through test phases of a few trials and set phases of many
+rounds. A trial is `test_rounds` rounds of one length. A test phase begins with the best length of the last test phase.
+If the best length so far pays, the next longer one is tried. If it does not pay, or the longer one was tried before,
+the next shorter one is tried. The phase ends when neither is left to try, and after four trials. The set phase keeps
+the best length for `set_rounds` rounds. If no length paid, the set phase drafts nothing, and lasts twice as long each
+time that this happens again, up to 32 times as long.
 
-The paper times passes with and without drafts. Here the time of a pass is read from its calibrated curve, with the
-experts that its rows did choose (cost.py), and the drafter's time is measured. So no pass is run without drafts for the
-comparison. In a batch the pass is compared with what it would be without the draft of this one request, which pays
-where it adds more tokens per second than the pass has without it. Which lengths are tried, and in what order, is this
-file's own choice.
+The paper times passes with and without drafts. Here the time of a pass is read from its calibrated curve, for the
+number of experts that its rows chose (cost.py), and the drafter's time is measured. So no pass is run without drafts
+for the comparison. In a batch, a pass is compared with the same pass without the draft of this one request. The draft
+pays if the tokens per second of the pass are higher with it. Which lengths are tried, and in what order, is this file's
+own choice.
 
-Lengths follow from earlier rounds alone, from what was accepted and what passes took, and never from the token that is
-drawn. So the output has exactly the target's distribution (docs/exactness.md).
+A length depends on earlier rounds alone, on their accepted tokens and the time of their passes, and never on the token
+that is drawn. So the output has exactly the target's distribution (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ class _Trial:
 class _Request:
     """The phase of a request.
 
-    length: tokens that it may draft. num_left: rounds of the trial or of the set phase. trial: None = a set phase.
-    utilities: of the lengths that the last test phase has tried. num_failed: test phases in a row in which none paid.
+    length: how many tokens it may draft. num_left: the rounds left in the trial or in the set phase. trial: None = it
+    is in a set phase. utilities: the utility of each length that the last test phase has tried. num_failed: how many
+    test phases in a row found no length that pays.
     """
 
     length: int
@@ -95,7 +98,7 @@ class _Request:
 
 
 class UtilityPacing(Pacing):
-    """The policy that grants each request the length of the highest utility in its last test phase."""
+    """The policy that grants each request the length that had the highest utility in its last test phase."""
 
     def __init__(self, options: Options, longest: int, costs: Costs) -> None:
         self.options, self.costs = options, costs
@@ -117,7 +120,7 @@ class UtilityPacing(Pacing):
             return
         for round_ in report.sequences:
             request = self._requests.get(round_.sequence_id)
-            # A round in which the drafter found nothing is a plain one, and says nothing of a length.
+            # A round in which the drafter found nothing is a plain one, and says nothing about a length.
             if request is not None and (round_.num_drafted or not request.length):
                 if request.trial is not None:
                     self._add(request.trial, round_, report)
@@ -139,7 +142,7 @@ class UtilityPacing(Pacing):
         """Add a round of a request to its trial."""
         target, one_row_s = self.costs.target, self.costs.target.one_row_s or 1.0
         plain = float(target.ratio(report.num_rows - round_.num_drafted))
-        # What the pass chose of experts is known; what it would have chosen without the draft is a guess.
+        # How many experts the pass chose is known; how many it would have chosen without the draft is a guess.
         ratio = max(plain, float(target.ratio(report.num_rows, report.num_experts or None)))
         trial.tokens += report.num_emitted
         trial.plain_tokens += report.num_emitted - round_.num_accepted
@@ -147,7 +150,7 @@ class UtilityPacing(Pacing):
         trial.plain_s += one_row_s * plain
 
     def _go_on(self, request: _Request) -> None:
-        """Begin what follows on a trial or a set phase that is over."""
+        """Begin the next trial or set phase after one that is over."""
         if request.trial is None:
             start = request.best
             request.utilities = {}
@@ -161,18 +164,18 @@ class UtilityPacing(Pacing):
             request.begin_set_phase(self.options.set_rounds)
 
     def _neighbours(self, request: _Request) -> list[int]:
-        """Return the lengths to which a request may climb from its best one, in the order of trials."""
+        """Return the lengths next to a request's best length that may be tried, in the order of trials."""
         at = self.lengths.index(request.best)
         above = self.lengths[at + 1 : at + 2] if request.pays else []
         return above + self.lengths[max(0, at - 1) : at]
 
 
 def _draft_s(round_: SequenceStep, report: StepReport) -> float:
-    """Return what one draft took of its drafter's time in a step, without what it had to catch up on."""
+    """Return one draft's share of its drafter's time in a step, without the time for catching up."""
     step = report.drafts.get(round_.draft)
     return 0.0 if step is None else (step.seconds - step.catchup_s) / max(1, step.num_sequences)
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy; the longest draft is spec_length, or 16 where none is named."""
+    """Return the policy; the longest draft is spec_length, or 16 where it is not given."""
     return UtilityPacing(options, spec_length or AUTO_SPEC_LENGTH, costs)
