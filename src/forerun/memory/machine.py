@@ -10,8 +10,8 @@ from pathlib import Path
 def available_bytes(device: str, root: Path = Path("/")) -> int | None:
     """Return the bytes that a new process may take; None where the system does not tell.
 
-    On "cuda" they are the free bytes of the device. Else they are the least of the kernel's MemAvailable and the room
-    left by each control group of this process. root: the folder in which /proc and /sys are.
+    On "cuda" they are the free bytes of the device. Otherwise they are the smallest of the kernel's MemAvailable and
+    the bytes that each control group of this process leaves. root: the folder in which /proc and /sys are.
     """
     if device == "cuda":
         import torch
@@ -29,7 +29,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """Yield the bytes that each control group of this process leaves, by version 2 or 1 of the kernel's interface."""
+    """Yield how many bytes each control group of this process leaves, in version 2 or 1 of the kernel's interface."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -39,7 +39,7 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Inside a container the path may be the host's, which is not there: the limit is then at the top.
+        # Inside a container the path may be one of the host, which does not exist here: the limit is then at the top.
         parts = Path(path).relative_to("/").parts
         for depth in range(len(parts) + 1):
             room = _room(top.joinpath(*parts[:depth]), *names)
@@ -69,7 +69,7 @@ def _read(path: Path) -> str:
 def spare_what_is_loaded() -> None:
     """Exempt all objects that are alive now from garbage collection, once the models of a process are loaded.
 
-    Libraries hold up to 180,000 objects (with torch), so that a full collection takes 50 to 100 ms, about once in 800
-    requests. Only forerun's own commands call this, and LLM does not: cycles among these objects are never freed.
+    Libraries hold up to 180,000 objects (with torch), so a full collection takes 50 to 100 ms, about once in 800
+    requests. Only forerun's own commands call this. LLM does not, because cycles among these objects are never freed.
     """
     gc.freeze()

@@ -1,9 +1,9 @@
 """The memory that a configuration needs, computed from sizes alone before any weight or file is read.
 
-Weights and KV pools are exact to the byte. What a step allocates (activations, probability rows) is an upper bound that
-follows the allocating code: drafters/shared/feeding.py and engine/step.py here, each backend in its own file
-(ops/cpu/memory.py, ops/torch_memory.py). Not counted: the interpreter, torch where something needs it, tokenizers, and
-on an accelerator its context.
+Weights and KV pools are exact to the byte. For the memory that a step allocates (activations, probability rows), the
+plan has upper bounds that follow the allocating code. This file follows drafters/shared/feeding.py and engine/step.py;
+each backend has bounds in its own file (ops/cpu/memory.py, ops/torch_memory.py). Not counted are the interpreter, torch
+where something needs it, tokenizers, and the context of an accelerator.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Weights are usually quoted in GB and KV pools in GiB, often both under the
 name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
@@ -25,8 +25,8 @@ from forerun.kv.cache import PAGED_BLOCK_TOKENS, CacheShape, shape_of, state_roo
 from forerun.ops.memory import PROB_BYTES, Beside, MemoryPart, Pass, Schemes, Sizes, Wanted
 from forerun.types import ROUND_TOKENS
 
-TOKENS_PER_SEQUENCE = 4096  # of a cache whose size is not given, for each sequence of a batch
-SEQUENCES = 8  # whose share of such a cache one sequence may fill, in however small a batch
+TOKENS_PER_SEQUENCE = 4096  # for each sequence of a batch, in a cache whose size is not given
+SEQUENCES = 8  # such a cache has room for at least so many sequences, even in a smaller batch; one may fill it
 SAMPLING_BYTES = 48  # per id, for one row at a time: arrays of sampling and of the Gumbel noise, mostly float64
 EXTRA_DRAFT = "extra draft"
 _MOST_BATCH = EngineConfig.__dataclass_fields__["max_batch_size"].metadata["max"]
@@ -37,10 +37,10 @@ MIN_SEQ_LEN = PAGED_BLOCK_TOKENS  # tokens; no suggestion goes below it
 class MemoryPlan:
     """The memory that a configuration needs, and options that would make it fit.
 
-    available_bytes: None = unknown. suggestions: each is a set of options that together make it fit, with every other
-    option as it was; empty where it fits, and where nothing does. later: what a long-running process takes in addition,
-    not in the total. extra_drafts: for each model among the extra drafters, the word that begins the names of its parts
-    -> its name in the configuration.
+    available_bytes: None = unknown. suggestions: sets of options; each set makes the plan fit while every other option
+    stays as it was. There are none where the plan fits, and where nothing would make it fit. later: the memory that a
+    long-running process takes in addition; the total does not include it. extra_drafts: maps the words that begin the
+    names of an extra draft model's parts to the model's name in the configuration.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -56,7 +56,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Return whether the total is within the available bytes; True where these are unknown."""
+        """Return whether the total is within the available bytes; True where the available bytes are unknown."""
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
 
     def bytes_of(self, *names: str) -> int:
@@ -68,7 +68,7 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts if part.name.endswith(what))
 
     def verdict(self) -> str:
-        """Say whether it fits, what to change if not, and what extra draft models take."""
+        """Say in words whether the plan fits, what to change if not, and how much extra draft models take."""
         need = gigabytes(self.total_bytes)
         if self.available_bytes is None:
             return f"{need} are needed."
@@ -121,14 +121,14 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
-    extra_drafts: the models among the extra drafters, by their names in the configuration. dtype: of the weights of all
-    models; the operators decide the types of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is of the
-    device's memory and leaves out the probability rows, which lie on the host. schemes: quantised matrices of "target",
-    "draft" and the extra drafts by their names. num_taps: inner layers of the target whose rows drafters see.
-    made_of_target: drafts without weights, or drafts with schemes that round the target's weights. shared: draft -> the
-    earlier draft whose weights it uses. beside: weights of trained heads, by the name of the draft whose cache belongs
-    to them, or by what they are called. Raises BadOption as the engine itself would for ops, max_seq_len and
-    kv_cache_tokens.
+    extra_drafts: the models among the extra drafters, by their names in the configuration. dtype: the dtype of all
+    models' weights; the operators decide the dtypes of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is
+    about the device's memory and leaves out the probability rows, which lie on the host. schemes: the quantised
+    matrices of "target", "draft" and the extra drafts, by model name. num_taps: how many inner layers of the target
+    show their hidden states to drafters. made_of_target: the names of drafts that have no weights of their own, or have
+    schemes that round the target's weights. shared: maps a draft to the earlier draft whose weights it uses. beside:
+    the weights of trained heads, by the name of the draft whose cache they use, or by a name of their own. Raises
+    BadOption as the engine itself would for ops, max_seq_len and kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -148,8 +148,8 @@ def memory_plan(
 def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: int | None) -> MemoryPlan:
     """Plan several engines that run at once in one process; they are loaded one after the other.
 
-    plans(): each engine's plan by its name. plans(max_batch_size=...) or plans(max_seq_len=...): the same with that
-    option as an upper limit for every engine. The suggestions are options to give to all of them.
+    plans(): each engine's plan, by the engine's name. plans(max_batch_size=...) or plans(max_seq_len=...): the plans
+    with that option as an upper limit for every engine. A suggestion is an option to give to all engines.
     """
 
     def needed(**options: int) -> int:
@@ -173,19 +173,22 @@ def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: in
 
 
 class Room(NamedTuple):
-    """The tokens of the longest sequence, and the KV tokens of all; None = a whole batch of the longest."""
+    """The most tokens of one sequence, and of the whole KV cache.
+
+    kv_cache_tokens: None = as many as a whole batch of the longest sequences needs.
+    """
 
     max_seq_len: int
     kv_cache_tokens: int | None
 
 
 def room_of(config: EngineConfig, spec: Spec) -> Room:
-    """Return the context length and KV tokens: the configured ones, else defaults.
+    """Return the context length and the KV tokens: the configured numbers, else defaults.
 
-    By default the cache holds 4,096 tokens for each sequence of a batch and at least 32,768 in all, and one sequence
-    may fill it, up to the model's positions. A contiguous cache has a place of equal size for each sequence.
+    By default the cache holds 4,096 tokens for each sequence of a batch, and at least 32,768 in all. One sequence may
+    fill the whole cache, up to the model's positions. A contiguous cache has a place of equal size for each sequence.
 
-    Raises BadOption where more tokens are wanted than the model has positions.
+    Raises BadOption where max_seq_len is more than the model's positions.
     """
     wanted, tokens, max_positions = config.max_seq_len, config.kv_cache_tokens, spec.max_positions
     if wanted is not None:
@@ -202,7 +205,7 @@ def room_of(config: EngineConfig, spec: Spec) -> Room:
 
 
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
-    """Return the rows of the pool that BlockCache.create allocates, in whole blocks. Raises BadOption for none."""
+    """Return how many rows BlockCache.create allocates for a pool, in whole blocks. Raises BadOption for no block."""
     block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
     num_blocks = max_batch_size * -(-max_seq_len // block) if num_tokens is None else num_tokens // block
     if num_blocks < 1:
@@ -217,7 +220,7 @@ def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_toke
 
 @dataclass(frozen=True)
 class _Needs:
-    """The models and options that decide the sizes."""
+    """The models and options that decide the sizes in a plan."""
 
     target: Spec
     drafts: Mapping[str, Spec]
@@ -236,7 +239,7 @@ class _Needs:
 
     @property
     def spec_length(self) -> int:
-        """Return the longest draft of a request; 0 where no drafter can draft, the extra ones included."""
+        """Return the length of a request's longest draft; 0 where neither the drafter nor an extra one can draft."""
         idle = self.config.draft == "none" and not any(name.startswith(EXTRA_DRAFT) for name in self.drafts)
         return 0 if idle else self.config.longest_draft
 
@@ -303,7 +306,7 @@ class _Needs:
     def _weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return the weight parts of these models; heads count with the target's backend."""
+        """Return the weight parts of these models. Trained heads are counted with the target's backend."""
         parts = list[MemoryPart]()
         for backend, sizes in self.sizes.items():
             run_here = {name: model for name, model in models.items() if self.backend_of[name] == backend}
@@ -317,7 +320,7 @@ class _Needs:
         return [self._target_pass(), *(self._draft_pass(name, model) for name, model in with_weights.items())]
 
     def _loading(self, models: Mapping[str, Spec], running: list[MemoryPart]) -> list[MemoryPart]:
-        """Return the memory that loading the models one by one takes beyond running them; none if less."""
+        """Return the memory that loading the models one by one takes beyond running them; [] if it takes no more."""
         loaded: dict[str, Spec] = {}
         peak = 0
         for name, model in models.items():
@@ -336,7 +339,7 @@ class _Needs:
         return ops.kept_dtype(self.config.kv_cache_dtype, own, shape, dtype, must=name == "target")
 
     def _pools(self, name: str, shape: CacheShape) -> list[MemoryPart]:
-        """Return a model's cache parts: rows of keys and values, and states where it has recurrent layers."""
+        """Return a model's cache parts: rows of keys and values, and the states of its recurrent layers, if any."""
         room = state_room(shape, self.config.max_batch_size * self.target.num_slots)
         if room is None:
             return [self._pool(name, shape)]
@@ -396,7 +399,7 @@ class _Needs:
     def _draft_pass(self, name: str, draft: Spec) -> Pass:
         """Return a draft model's largest pass, over the committed tokens that its cache lacks.
 
-        They are prompts, within the catch-up budget, and the tokens that the last round of each sequence left.
+        These are tokens of prompts, within the catch-up budget, and the tokens that each sequence's last round left.
         """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         num_rows = min(self.config.draft_catchup_tokens + batch * ROUND_TOKENS, batch * length, pool)
@@ -405,7 +408,7 @@ class _Needs:
         return Pass(name, draft, num_rows, longest, num_rows, context, num_read, batch)
 
     def _probabilities(self) -> list[MemoryPart]:
-        """Return the dense probability rows of one step, which temperature > 0 needs.
+        """Return the memory of one step's dense probability rows, which temperature > 0 needs.
 
         Greedy requests and drafters without a model have point masses, which take no memory. One drafter serves each
         sequence, so several draft models together have no more rows than one.
@@ -432,7 +435,10 @@ class _Needs:
 
 
 def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
-    """Return, for each option, the largest value that fits alone; else one sequence of the largest length."""
+    """Return, for each option, the largest value with which the plan fits while the other options stay.
+
+    Where no single option helps, return a batch of one sequence, with the largest length that fits.
+    """
 
     def fits(**options: Any) -> bool:
         try:
