@@ -5,8 +5,8 @@
     llm = LLM("path/to/checkpoint", draft="path/to/small/checkpoint")
     print(llm.generate("def fib(n):", SamplingParams(max_tokens=64, temperature=0))[0].text)
 
-The names are loaded when they are first used, so that `import forerun` and the command line's help wait for
-no numpy.
+The names are loaded when they are first used, so that `import forerun` and the command line's help do not wait for
+numpy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A model as data: a list of blocks, described before a byte of the weights is read.
 
-A family's file (`models/families/<model_type>.py`) turns a config.json into a `Spec`. Whatever computes, packs, plans,
-rounds, saves, widens or shards a model reads the spec and `weights(spec)`; nothing else lists the matrices of a layer.
-A spec may describe a block that no backend computes yet: each backend's `supports(spec)` answers with a reason.
+A family's file (`models/families/<model_type>.py`) turns a config.json into a `Spec`. All code that computes, packs,
+plans, rounds, saves, widens or shards a model reads the spec and `weights(spec)`; no other code lists the matrices of a
+layer. A spec may describe a block that a backend does not compute yet: the backend's `supports(spec)` says why not.
 
 Sizes are in elements, windows and positions in tokens.
 """
@@ -24,7 +24,7 @@ Split = Literal["out", "in"]
 
 
 def _above_zero(**numbers: float | None) -> None:
-    """Raise UnsupportedModel for a number that is not above 0, in a field where None means that there is none."""
+    """Raise UnsupportedModel for a number that is not above 0. None is allowed: it means that there is no number."""
     for name, number in numbers.items():
         if number is not None and not number > 0:
             raise UnsupportedModel(f"{name}={number} is not possible: it must be above 0; None says that there is none")
@@ -34,8 +34,8 @@ def _above_zero(**numbers: float | None) -> None:
 class Norm:
     """A norm of rows: root mean square (Zhang and Sennrich 2019, eq. 4) or layer norm (Ba et al. 2016, eq. 4).
 
-    offset: added to the stored weight (1 in Gemma). weight: whether there is one. span: over the whole row, or over
-    each head.
+    offset: what is added to the stored weight (1 in Gemma). weight, bias: whether there is one. span: whether the norm
+    is taken over the whole row, or over each head.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -50,11 +50,12 @@ class Norm:
 class Rope:
     """Rotary position embedding (Su et al. 2021, eq. 34).
 
-    dims: how many dimensions of a head are turned, None = all. pairs: dimension i turns with i + dims/2 ("half"), or
-    2i with 2i + 1 ("adjacent"). factor: linear and llama3. low_freq_factor, high_freq_factor: llama3. short_factor,
-    long_factor: longrope; far: all positions use long_factor, made for texts longer than in training.
-    attention_factor, beta_fast, beta_slow, mscale and truncate: yarn. original_max_positions: the longest text in
-    training, for llama3, yarn and longrope.
+    dims: how many dimensions of a head are rotated, None = all. pairs: dimension i is rotated together with i + dims/2
+    ("half"), or 2i with 2i + 1 ("adjacent"). factor: by how much the context is stretched, for all kinds but default.
+    original_max_positions: the length of the longest text in training, for llama3, yarn and longrope. low_freq_factor
+    and high_freq_factor are for llama3; beta_fast, beta_slow, mscale, mscale_all_dim and truncate for yarn;
+    attention_factor for yarn and longrope; short_factor, long_factor and far for longrope. far: whether all positions
+    use long_factor, which is made for texts longer than in training.
     """
 
     theta: float = 10000.0
@@ -81,7 +82,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Buckets:
-    """A learned bias for each bucket of distances and head, added to the scores of attention (Raffel et al. 2020)."""
+    """A learned bias for each head and bucket of distances, added to the scores of attention (Raffel et al. 2020)."""
 
     num: int
     max_distance: int
@@ -92,15 +93,15 @@ class Buckets:
 class Attention:
     """Attention of `heads` query heads over `kv_heads` heads of keys and values, `head_dim` wide each.
 
-    scale: of the scores; None = 1 / sqrt(head_dim). window: a row sees so many positions, its own included, and where
-    it sees later rows, as many to either side; None = all.
-    softcap: scores become c tanh(score / c). sinks: each head has a learned score without a value, which takes its
-    share of the softmax. gate: the output is multiplied by the sigmoid of a projection. sees: earlier rows, all rows,
-    or the encoder's rows. reads: width of the projections' input, for encoder attention of keys and values alone;
-    None = the hidden size. k_is_v: values are the keys before their norm. position_scale: (beta, length), q is scaled
-    by 1 + beta log(1 + floor(position / length)). bias: of relative positions; a number is the block whose bias this
-    one shares. shares_kv_of: the block whose keys and values this one reads; its own index means keys and values that
-    another model keeps (kv/lent.py).
+    scale: the factor of the scores; None = 1 / sqrt(head_dim). window: how many positions a row sees, its own included;
+    a row that also sees later rows sees as many to either side. None = all positions. softcap: c, with which scores
+    become c tanh(score / c). sinks: whether each head has a learned score without a value, which takes its share of the
+    softmax. gate: whether the output is multiplied by the sigmoid of a projection. sees: the rows that a row attends
+    to: earlier rows, all rows, or the encoder's rows. reads: the width of the projections' input; in encoder attention,
+    of the projections to keys and values only. None = the hidden size. k_is_v: whether values are the keys before their
+    norm. position_scale: (beta, length); q is scaled by 1 + beta log(1 + floor(position / length)). bias: the bias of
+    relative positions; a number is the block whose bias this block shares. shares_kv_of: the block whose keys and
+    values this block reads; this block's own index means keys and values that another model keeps (kv/lent.py).
     """
 
     heads: int
@@ -133,13 +134,15 @@ class Attention:
 class Recurrence:
     """A recurrent layer: it keeps a state in place of keys and values.
 
-    gated_delta: q, k and v are projections behind a causal convolution of `conv` inputs and silu, q and k of length 1.
-    The state S of a value head is key_dim x value_dim. A token multiplies it by exp(g), adds k times
-    beta (v - k S), and reads q S / sqrt(key_dim); the output is that behind `norm`, times silu(z) (Yang et al. 2024,
-    eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are projections, too.
-    grouped: consecutive value heads share a key head; else value head i reads key head i % key_heads (llama.cpp's
-    files). short_conv: [B, C, x] are projections, and the output is C times a causal convolution of B x (LFM2).
-    decay: whether A_log or -exp(A_log) is stored. biases: of a short convolution and its projections.
+    kind gated_delta: q, k and v are projections, followed by a causal convolution of `conv` inputs and by silu; q and k
+    are then scaled to length 1. The state S of a value head is key_dim x value_dim. A token multiplies S by exp(g),
+    adds k times beta (v - k S) to it, and reads q S / sqrt(key_dim). The output is `norm` of that, times silu(z) (Yang
+    et al. 2024, eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are projections,
+    too. grouped: whether consecutive value heads share a key head; if not, value head i reads key head i % key_heads
+    (llama.cpp's files). decay: whether A_log or -exp(A_log) is stored.
+
+    kind short_conv: [B, C, x] are projections, and the output is C times a causal convolution of B x (LFM2). biases:
+    whether the convolution and its projections have biases.
     """
 
     kind: Literal["gated_delta", "short_conv"]
@@ -162,7 +165,7 @@ class Recurrence:
             )
 
     def width(self, hidden: int) -> int:
-        """Return how many numbers of a token the convolution reads. hidden: the width of the residual stream."""
+        """Return how many numbers the convolution reads for each token. hidden: the width of the residual stream."""
         if self.kind == "short_conv":
             return hidden
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
@@ -176,15 +179,16 @@ class Recurrence:
         )
 
 
-STATE_TOKENS = 16  # states are written where so many tokens are whole, as blocks of keys and values are
+STATE_TOKENS = 16  # a state is written after every so many tokens, as a block of keys and values is whole then
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a cache keeps of a recurrent layer: states, and the inputs of tokens that are not in a state yet.
+    """The sizes of what a cache keeps for a recurrent layer: states, and inputs of tokens that are in no state yet.
 
-    conv: inputs that a convolution reads, the token's own included. width, num_gates: how many numbers of a token's
-    input are convolved, and how many are not. heads, key_dim, value_dim: of a state; 0 = only the last inputs are kept.
+    conv: how many inputs a convolution reads, the token's own included. width, num_gates: how many numbers of a token's
+    input are convolved, and how many are not. heads, key_dim, value_dim: the sizes of a state; 0 = there is no state,
+    and only the last inputs are kept.
     """
 
     conv: int
@@ -195,11 +199,11 @@ class StateShape:
     value_dim: int = 0
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of a float32 state and of the convolution inputs stored with it, in this type."""
+        """Return the bytes of a state (float32), together with the convolution inputs stored with it (`dtype`)."""
         return 4 * self.heads * self.key_dim * self.value_dim + (self.conv - 1) * self.width * itemsize(dtype)
 
     def input_bytes(self, dtype: str) -> int:
-        """Return the bytes of a token's input; gates are float32."""
+        """Return the bytes of a token's input in type `dtype`; gates are always float32."""
         return self.width * itemsize(dtype) + 4 * self.num_gates
 
 
@@ -208,9 +212,10 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 
 @dataclass(frozen=True)
 class Mlp:
-    """A feed-forward part of `size` inner outputs: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
+    """A feed-forward part of inner width `size`: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
 
-    down: whether there is a last matrix; without it and a gate the part is act(up(x)), as wide as a row.
+    down: whether there is a last matrix. Without this matrix and without a gate, the part is act(up(x)), and `size` is
+    the width of a row.
     """
 
     size: int
@@ -224,11 +229,12 @@ class Mlp:
 class Experts:
     """A mixture of `num` feed-forward experts; each row runs through `chosen` of them (Shazeer et al. 2017, eq. 1).
 
-    shared: an expert that every row runs through, weighed by a sigmoid where shared_gate. reads_stream: the router
-    reads rows before the norm in front of the experts. router_norm: of the router's input. score_scale: of the router's
-    outputs, which `score` turns into scores. normalise: the chosen scores are divided by their sum plus sum_eps.
-    scale: of their sum. choice_bias: whether a stored number is added to each score for the choice alone. scaled:
-    whether each expert's share is multiplied by a stored number as well.
+    shared: an expert that every row runs through. shared_gate: whether its output is weighted by a sigmoid.
+    reads_stream: whether the router reads rows before the norm that comes before the experts. router_norm: the norm of
+    the router's input. score_scale: the factor of the router's outputs; `score` then turns them into scores. normalise:
+    whether the chosen scores are divided by their sum plus sum_eps. scale: the factor of the resulting shares.
+    choice_bias: whether a stored number is added to each score, for the choice of experts only. scaled: whether each
+    expert's share is also multiplied by a stored number.
     """
 
     num: int
@@ -253,8 +259,8 @@ class LayerInput:
     """A second input of a block beside the residual stream (Gemma 3n, Gemma 4): `size` numbers for each token.
 
     They are (sqrt(size) e + norm(p / sqrt(hidden size))) / sqrt(2), where e is the token's row of an embedding that
-    belongs to the block, and p a projection of the token's embedding. A block adds norm(up(act(gate(x)) * inputs))
-    behind its feed-forward part. norm: both of these norms.
+    belongs to the block, and p is a projection of the token's embedding. After its feed-forward part, a block adds
+    norm(up(act(gate(x)) * inputs)) to the stream. norm: the kind of both norms in these formulas.
     """
 
     size: int
@@ -266,11 +272,11 @@ class LayerInput:
 class Block:
     """One layer: attention or a recurrence, then a feed-forward part, experts, both or neither.
 
-    pre_*, post_*: norms before and behind a part. Where experts stand beside a feed-forward part, pre_mlp and
-    post_dense are the norms of that part, pre_experts and post_experts of the experts, and post_mlp of their sum.
-    norm_at: post-norms apply to a branch before it is added, or to the sum. parallel: both parts read the same rows.
-    branch_scale: of what a part adds. out_scale: whether the block's output is multiplied by a stored number.
-    per_layer_input: the input that it reads beside the stream.
+    pre_*, post_*: the norms before and after a part. Where experts run beside a feed-forward part, the latter has the
+    norms pre_mlp and post_dense, the experts have pre_experts and post_experts, and the sum of both has post_mlp.
+    norm_at: whether post-norms apply to a branch before it is added, or to the sum. parallel: whether both parts read
+    the same rows. branch_scale: the factor of what a part adds. out_scale: whether the block's output is multiplied by
+    a stored number. per_layer_input: the input that the block reads beside the residual stream.
     """
 
     pre_attention: Norm | None = None
@@ -293,9 +299,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Positions:
-    """An embedding of each position, added to the token's embedding. offset: row of position 0.
+    """An embedding of each position, added to the token's embedding. offset: the index of the row for position 0.
 
-    kind: learned, or sines and then cosines of positions times falling frequencies (Vaswani et al. 2017, 3.5).
+    kind: learned, or sinusoidal: first sines, then cosines, of positions times falling frequencies (Vaswani et al.
+    2017, 3.5).
     """
 
     num: int
@@ -305,18 +312,25 @@ class Positions:
 
 @dataclass(frozen=True)
 class Features:
-    """What a head reads beside a token's embedding: hidden states of its target, and its own behind drafted tokens.
+    """The features that a head reads beside a token's embedding.
+
+    They are made from hidden states of the target, and after drafted tokens from the head's own hidden states.
 
     num_ids: rows of the embedding, which is the target's. num, size: how many hidden states of the target are read for
-    a token, and their width. joined: whether a matrix makes features of them; else there is one hidden state, taken as
-    it is. act: features are then fc(rows) + act(fc_act(rows)). row_norms: each hidden state is normed before.
-    whole_norm: all of them side by side are. side_norms: embedding and features have norms. input: the residual stream
-    is a product of both (product); or begins with the features, and the first block's attention reads both in its place
-    (read); or is the features alone (features); or the embedding alone, and every block keeps keys and values of
-    earlier tokens' features behind context_norm (context). normed_stream: for "read", the stream begins with the normed
-    features. feeds: the features of the next step are the residual stream, the rows behind the final norm, or these
-    times a matrix that makes them as wide as the target's. eps: of all other norms, which are RMS norms. largest: the
-    target's hidden states are clipped to it, because an infinity would turn everything behind it into NaN.
+    a token, and their width. joined: whether a matrix turns these hidden states into features; if not, there is one
+    hidden state, and it is the feature as it is. act: None, or features are fc(rows) + act(fc_act(rows)) instead of
+    fc(rows). row_norms: whether each hidden state has a norm before that. whole_norm: whether all hidden states side by
+    side have one. side_norms: whether embedding and features have norms.
+
+    input: how the residual stream begins. "product": with a matrix product of embedding and features. "read": with the
+    features; the first block's attention reads embedding and features in place of the stream. "features": with the
+    features alone. "context": with the embedding alone; every block also keeps keys and values of earlier tokens'
+    features, after context_norm. normed_stream: for "read", whether the stream begins with the normed features.
+
+    feeds: the features of the next step. "stream": the residual stream. "normed": the rows after the final norm.
+    "projected": these rows times a matrix that makes them as wide as the target's. eps: the eps of all other norms,
+    which are RMS norms. largest: the limit to which the target's hidden states are clipped, because an infinity would
+    turn all later values into NaN.
     """
 
     num_ids: int
@@ -339,16 +353,18 @@ class Features:
 
 @dataclass(frozen=True)
 class Spec:
-    """A whole model: everything that decides the function it computes.
+    """A whole model: everything that decides what the model computes.
 
-    model_type: the family's file. max_positions: the longest text. head: whether there is an LM head. tied: it is the
-    embedding. embed_scale: of embeddings, rounded to the compute type as in published code. positions: added to the
-    embeddings; rotary ones are in the blocks. logit_softcap: logits become c tanh(logit / c). logit_scale: the factor
-    of logits. encoder: of an encoder-decoder; it has no head, and shares the decoder's token embedding unless its spec
-    says own_embedding.
-    next_tokens: the blocks that guess further tokens (MTP). features: of a trained head, whose input ids are the
-    target's and whose vocabulary is the ids that it drafts. Such a head uses the target's embedding unless
-    own_embedding, and the target's LM head where it has none.
+    model_type: the name of the family's file. max_positions: the most tokens of a text. head: whether there is an LM
+    head. tied: whether the LM head is the embedding. embed_scale: the factor of embeddings, rounded to the compute type
+    as in published code. positions: position embeddings, which are added to the token embeddings; rotary ones are in
+    the blocks. logit_softcap: c, with which logits become c tanh(logit / c). logit_scale: the factor of logits.
+    encoder: the encoder of an encoder-decoder; it has no LM head, and shares the decoder's token embedding unless the
+    encoder's spec has own_embedding. next_tokens: the blocks that guess further tokens (MTP).
+
+    features: the features that a trained head reads. The input ids of such a head are the target's, and its vocabulary
+    is the ids that it drafts. It uses the target's embedding unless it has own_embedding, and the target's LM head
+    unless it has an LM head.
     """
 
     model_type: str
@@ -405,7 +421,7 @@ class Spec:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """The sizes of a token in the KV cache. Raises UnsupportedModel where a block keeps nothing."""
+        """The sizes of a token in the KV cache. Raises UnsupportedModel where a block keeps nothing in the cache."""
         if not self.blocks:
             return CacheShape(0, 1, 1)
         if any(block.attention is None and block.recurrence is None for block in self.blocks):
@@ -434,7 +450,10 @@ class Spec:
         )
 
     def only(self, layers: Seq[int]) -> Spec:
-        """Return the model of these layers alone, ascending. A layer that read a missing layer's keys gets its own."""
+        """Return the spec with these layers alone, ascending.
+
+        A layer that reads the keys and values of a layer left out gets keys and values of its own.
+        """
         place = {layer: i for i, layer in enumerate(layers)}
 
         def moved(block: Block) -> Block:
@@ -447,7 +466,7 @@ class Spec:
 
     @property
     def layer_input(self) -> LayerInput | None:
-        """The second input that blocks read; None where none does. Raises UnsupportedModel where they differ."""
+        """The second input that blocks read; None where no block does. Raises UnsupportedModel if blocks differ."""
         inputs = {block.per_layer_input for block in self.blocks}
         if len(inputs) > 1:
             raise UnsupportedModel(f"model_type={self.model_type!r} has blocks that read different inputs of their own")
@@ -455,7 +474,7 @@ class Spec:
 
 
 def _cached_windows(found: Seq[Attention | None]) -> tuple[int | None, ...]:
-    """Return how far back the keys of each layer are read, by whichever layers read them; None = to the beginning."""
+    """Return how far back the keys of each layer are read, by that layer or another one; None = to the beginning."""
     windows = [None if a is None or a.sees != "past" else a.window for a in found]
     for a, window in zip(found, list(windows), strict=True):
         if a is not None and a.shares_kv_of is not None:
@@ -467,9 +486,10 @@ def _cached_windows(found: Seq[Attention | None]) -> tuple[int | None, ...]:
 def reaching(spec: Spec, num_tokens: int | None) -> Spec:
     """Return the spec for texts of at most `num_tokens` tokens; None = as many as longrope's short factors serve.
 
-    Published code takes longrope's short factors until a text outgrows the texts of training, then the long ones, and
-    computes the whole text again. Here a model has one list for all of its texts, since a row's bits may not depend on
-    what follows it: the short ones where no text may outgrow them, else the long ones.
+    Published code takes longrope's short factors until a text is longer than the texts of training. Then it takes the
+    long factors, and computes the whole text again. Here a model has one list of factors for all texts, because the
+    bits of a row may not depend on the tokens that follow it. The list is the short one where no text can be longer
+    than the texts of training, else the long one.
     """
     lengths = {rope.original_max_positions for rope in _ropes(spec) if rope.kind == "longrope"}
     if not lengths:
@@ -511,24 +531,25 @@ def itemsize(dtype: str) -> int:
 
 
 def inputs_of(dtype: str) -> str:
-    """Return the type of recurrent layers' inputs in a cache of type `dtype`: only keys and values are in 8 bits."""
+    """Return the type of recurrent layers' inputs in a cache of type `dtype`: only keys and values can be in 8 bits."""
     return "bfloat16" if dtype == "int8" else dtype
 
 
-# Keys and values in 8 bits, as in csrc/kernels.h: how many dimensions share a scale, and how many of a key have second
-# codes.
+# For keys and values in 8 bits, as in csrc/kernels.h: how many dimensions of a key and of a value share a scale, and
+# how many dimensions of a key have second codes.
 KEY_GROUP, VALUE_GROUP, REFINED = 32, 64, 32
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The sizes that decide what one token takes: 2 x num_kv_heads x head_dim numbers in each kept layer.
+    """The sizes that decide how much cache a token takes: 2 x num_kv_heads x head_dim numbers in each kept layer.
 
-    layers: the layers whose keys and values are kept, ascending; None = all. The others do not run, or read the keys
-    and values of a kept layer. sizes: num_kv_heads and head_dim of each layer where they differ; num_kv_heads and
-    head_dim are then the largest. windows: how many positions a row sees in each layer, its own included, None = all;
-    None in place of the tuple = all in every layer. refined_keys: whether keys in 8 bits have second codes where a bias
-    makes some dimensions large, see kv/rounded.py. states: recurrent layers, ascending, with their states' shapes.
+    layers: the layers whose keys and values are kept, ascending; None = all. The other layers do not run, or read the
+    keys and values of a kept layer. sizes: num_kv_heads and head_dim of each layer, where layers differ; the two fields
+    of these names are then the largest. windows: how many positions a row sees in each layer, its own included; None in
+    place of a number = all positions, None in place of the tuple = all positions in every layer. refined_keys: whether
+    keys in 8 bits have second codes where a bias makes some dimensions large, see kv/rounded.py. states: the recurrent
+    layers, ascending, with the shapes of their states.
     """
 
     num_layers: int
@@ -547,7 +568,7 @@ class CacheShape:
         return sorted(windows, key=lambda window: -math.inf if window is None else -window)
 
     def kind_of(self, layer: int) -> int:
-        """Return the index in `kinds` of a layer's kind; a layer that is not kept counts as of the first."""
+        """Return the index of a layer's kind in `kinds`; 0 for a layer that is not kept."""
         if self.windows is None or layer not in self.kept:
             return 0
         return self.kinds.index(self.windows[layer])
@@ -581,7 +602,7 @@ class CacheShape:
         return itemsize(dtype) * sum(self.size_of(layer)[0] * sum(self.widths_of(layer, dtype)) for layer in layers)
 
     def widths_of(self, layer: int, dtype: str) -> tuple[int, int]:
-        """Return how many numbers of this type a key head and a value head take, with their scales in 8 bits."""
+        """Return how many numbers of this type a key head and a value head take; in 8 bits, scales are included."""
         dim = self.size_of(layer)[1]
         if dtype != "int8":
             return dim, dim
@@ -589,7 +610,7 @@ class CacheShape:
         return key_dim + 2 * -(-key_dim // KEY_GROUP), dim + 2 * -(-dim // VALUE_GROUP)
 
     def within(self, num_tokens: int) -> CacheShape:
-        """Return the cache shape for texts of at most `num_tokens` tokens: windows no shorter are dropped."""
+        """Return the cache shape for texts of at most `num_tokens` tokens. Windows of at least that are dropped."""
         if self.windows is None:
             return self
         windows = tuple(None if window is None or window >= num_tokens else window for window in self.windows)
@@ -600,8 +621,8 @@ class CacheShape:
 class Weight:
     """One stored tensor of a spec, under the name that published checkpoints usually give it.
 
-    product: matrices of the same product have one input and may be joined. least_bits: the fewest bits that it may be
-    rounded to. split: which side tensor parallelism cuts.
+    product: a name; matrices with the same name have the same input, and may be joined. least_bits: the fewest bits to
+    which the tensor may be rounded. split: the side that tensor parallelism cuts.
     """
 
     name: str
@@ -615,11 +636,11 @@ class Weight:
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 FINAL_NORM, HEAD = "model.norm.weight", "lm_head.weight"
 BEFORE_BLOCKS = ("fc", "input", "embedding_norm", "hidden_norm")  # prefixes of a head's weights before its first block
-SIDES = ("embedding_norm", "hidden_norm")  # a head's norms of its token's embedding, and of features
-LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # of every block, side by side
+SIDES = ("embedding_norm", "hidden_norm")  # a head's norms: of the token's embedding, and of the features
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # the rows of all blocks, side by side
 LAYER_PRODUCTS = ("model.layer_embedding", "model.layer_inputs")  # that embedding, and the projection beside it
-SCORES = (".router", ".shared_gate")  # products that decide about experts: in float32, for a choice has no middle
-MATRIX_BITS, TABLE_BITS = 4, 8  # no fewer: an LM head's or an embedding's errors go into every token
+SCORES = (".router", ".shared_gate")  # products that choose experts: in float32, as a small error may change a choice
+MATRIX_BITS, TABLE_BITS = 4, 8  # the fewest bits; errors of an LM head or an embedding go into every token
 
 
 def weights(spec: Spec) -> list[Weight]:
@@ -654,7 +675,7 @@ def weights(spec: Spec) -> list[Weight]:
 
 
 def _features(features: Features, hidden: int) -> Iterator[Weight]:
-    """Yield the tensors of a head before its first block."""
+    """Yield the tensors that a head has before its first block."""
     whole = features.num * features.size
     if features.row_norms:
         yield from (Weight(f"fc_norm.{i}.weight", (features.size,), "vector") for i in range(features.num))
@@ -692,15 +713,15 @@ def read_share(spec: Spec, name: str) -> float:
 
 
 def of_encoder(name: str) -> str:
-    """Return the name, in an encoder-decoder, of a weight of the encoder's spec."""
+    """Return the name that a weight of the encoder's spec has in the encoder-decoder."""
     return f"encoder.{name.removeprefix('model.')}"
 
 
 def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
     """Return the tensors of one block of hidden size `hidden`; their names begin with `at`.
 
-    Norms of rows come first, then matrices, then everything small. Random weights are drawn in this order: another
-    order would make another model of the same seed.
+    Norms of rows come first, then matrices, then everything small. Random weights are drawn in this order, so another
+    order would make another model from the same seed.
     """
     tensors: list[Weight] = []
     tensors += _norm(at + "input_layernorm", block.pre_attention, hidden)
@@ -735,12 +756,12 @@ def _rank(weight: Weight) -> int:
 
 
 def pre_mlp_name(block: Block) -> str:
-    """Return the norm's name before the feed-forward part: it is named after attention, unless that has a post-norm."""
+    """Return the name of the norm before the feed-forward part; it depends on whether attention has a post-norm."""
     return "post_attention_layernorm" if block.post_attention is None else "pre_feedforward_layernorm"
 
 
 def beside_norms(block: Block) -> dict[str, Norm | None]:
-    """Return, by name, the norms of experts beside a feed-forward part, and that part's post-norm."""
+    """Return, by name, the norms of experts that run beside a feed-forward part, and the post-norm of that part."""
     return {
         "post_feedforward_layernorm_1": block.post_dense,
         "pre_feedforward_layernorm_2": block.pre_experts,
@@ -850,7 +871,7 @@ def weight_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
-    """Group the matrices of `weights` by product, in order: matrices of a product have one input and may be joined."""
+    """Group matrices by product, in order. Matrices of a product have the same input and may be joined."""
     groups: dict[str, list[Weight]] = {}
     for weight in found:
         if weight.role in ("matrix", "experts", "table") and weight.product:
@@ -863,10 +884,10 @@ def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
 
 @dataclass(frozen=True)
 class Plain:
-    """A decoder like Llama, whose blocks differ only in their windows, in the numbers of its config.json.
+    """A decoder like Llama, given by the numbers of its config.json. Its blocks differ only in their windows.
 
-    It is a short way to write such a spec, and to read one. windows: of each block; () = none has one. qk_norm: norms
-    of queries and keys, over each head.
+    This is a short way to write such a spec, and to read one. windows: the window of each block; () = no block has one.
+    qk_norm: whether queries and keys have norms, over each head.
     """
 
     model_type: str
@@ -914,7 +935,7 @@ class Plain:
 
     @classmethod
     def of(cls, spec: Spec) -> Plain:
-        """Read a spec. Raises UnsupportedModel, naming the first thing that Llama does not have, for any other."""
+        """Read the spec of a model like Llama. Raises UnsupportedModel for others, naming what Llama does not have."""
         norm = spec.final_norm or Norm()
         first = Block(norm, Attention(1, 1, 2, rope=Rope()), pre_mlp=norm, mlp=Mlp(1))  # where there is no block
         first = spec.blocks[0] if spec.blocks else first
@@ -952,7 +973,7 @@ def resized(spec: Spec, **sizes: Any) -> Spec:
 
 
 def difference(a: Any, b: Any, at: str = "") -> str | None:
-    """Return the first field in which two specs, or parts of them, differ, with b's value; None if equal."""
+    """Return the first field in which two specs, or parts of them, differ, with b's value; None if they are equal."""
     if a == b:
         return None
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):

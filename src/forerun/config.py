@@ -24,27 +24,27 @@ from forerun.registry import by_name, by_value, checked, option, stated, unknown
 DEFAULT_SPEC_LENGTH = 5  # of pacing=fixed
 AUTO_SPEC_LENGTH = 16  # the most that pacing=auto grants
 MOST_CONFIG_BYTES = 10**6  # of a file with some twenty options
-COMMAND_VARIABLES = ("FORERUN_API_KEY", "FORERUN_PAIR")  # read by commands such as serve, and no option of the engine
-# What Kubernetes tells every pod of a Service whose name begins with "forerun" (FORERUN_SERVICE_HOST,
-# FORERUN_PORT=tcp://...), and containers of each other, is not meant for us.
+COMMAND_VARIABLES = ("FORERUN_API_KEY", "FORERUN_PAIR")  # read by commands such as serve; they are no engine options
+# Variables that Kubernetes sets in every pod for a Service whose name begins with "forerun" (FORERUN_SERVICE_HOST,
+# FORERUN_PORT=tcp://...), and variables by which linked containers tell of each other, are not meant for us.
 _SERVICE_LINK = re.compile(r"FORERUN_(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))(_\w+)?")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
-GROUPS = {8: (16, 32, 64, 128), 4: (32, 64, 128)}  # weights that may share a scale, by their bits
+GROUPS = {8: (16, 32, 64, 128), 4: (32, 64, 128)}  # how many weights may share a scale, by their bits
 HOW_QUANTISED = "write int8 or int4, or one with a group of weights to a scale: " + " and ".join(
     f"int{bits}:group={', '.join(map(str, sizes[:-1]))} or {sizes[-1]}" for bits, sizes in GROUPS.items()
 )
 
-AUTO = "auto"  # in place of a draft model's quantization: what pays for it
+AUTO = "auto"  # in place of a draft model's quantization: the one that pays for this model
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Weights of `bits` bits, where `group` in a row share a scale. `str` gives what `parse` takes.
+    """Weights of `bits` bits, in groups of `group` weights that share a scale. `str` returns the text for `parse`.
 
-    again: every matrix that has more bits is rounded, even one that a file has quantised already, the embedding and the
-    LM head. For a draft model only, whose guesses need no exactness.
+    again: whether every matrix with more bits is rounded, even the embedding, the LM head and a matrix that a file has
+    quantised already. This is for draft models only, because their guesses need no exactness.
     """
 
     bits: int
@@ -56,7 +56,7 @@ class Quantization:
 
     @classmethod
     def parse(cls, text: str) -> Quantization:
-        """Read int8, int4, or one with :group=N, and :again behind it. Raises BadOption."""
+        """Read int8 or int4, which :group=N and :again may follow. Raises BadOption."""
         match = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?(:again)?", text)
         if match is None or (match[2] is not None and int(match[2]) not in GROUPS[int(match[1])]):
             raise BadOption(
@@ -228,7 +228,7 @@ class EngineConfig:
     if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
 
         def __new__(cls, *_: Any, **given: Any) -> EngineConfig:
-            """Raises BadOption for a name that is no field."""
+            """Raise BadOption for a name that is no field."""
             for name in given.keys() - cls.__dataclass_fields__.keys():
                 raise BadOption(_no_option(name, given[name]))
             return super().__new__(cls)
@@ -264,7 +264,7 @@ class EngineConfig:
 
     @property
     def longest_draft(self) -> int:
-        """The most tokens drafted per step, for which memory is planned; a request may ask for more."""
+        """The most tokens drafted per step. Memory is planned for so many; a request may still ask for more."""
         return self.spec_length or (AUTO_SPEC_LENGTH if self.pacing_spec.startswith("auto") else DEFAULT_SPEC_LENGTH)
 
     @property
@@ -274,12 +274,12 @@ class EngineConfig:
 
     @property
     def ignored_config_keys(self) -> frozenset[str]:
-        """Each of `ignore_config_keys`."""
+        """The keys in `ignore_config_keys`, one by one."""
         return frozenset(filter(None, (part.strip() for part in (self.ignore_config_keys or "").split(","))))
 
     @property
     def pacing_spec(self) -> str:
-        """The spec of the pacing policy: as named, else fixed where a length was named, else auto."""
+        """The spec of the pacing policy: the option `pacing`, else fixed where spec_length is given, else auto."""
         return self.pacing or ("auto" if self.spec_length is None else "fixed")
 
     @classmethod
@@ -297,12 +297,13 @@ class EngineConfig:
     def from_sources(
         cls, flags: Mapping[str, Any], config_file: str | None = None, usual: Mapping[str, Any] | None = None
     ) -> EngineConfig:
-        """Merge flags (None = not given) over FORERUN_* variables over a file over `usual` over the defaults.
+        """Merge flags (None = not given), FORERUN_* variables, a file, `usual` and the defaults; earlier ones win.
 
-        usual: what a command has in place of a default. The file is TOML, or JSON where its name ends in .json.
+        usual: a command's own defaults for some options. The file is TOML, or JSON where its name ends in .json.
+        Without `config_file`, FORERUN_CONFIG names the file.
 
-        Aliases are resolved within each source, so options contradict each other only within a source. Without
-        `config_file`, FORERUN_CONFIG names the file. Raises BadOption and NotFound.
+        Aliases are resolved within each source, so options contradict each other only within a source. Raises BadOption
+        and NotFound.
         """
         (given, file, variables) = _read_sources(flags, config_file)
         if (models := _models_of(file)) is not None:
@@ -318,9 +319,9 @@ class EngineConfig:
     ) -> list[EngineConfig | tuple[str, EngineConfig]]:
         """Make one configuration per engine; see `from_sources`.
 
-        There is an engine for each of `targets`, or for each table [models.NAME] of the file, with its name. Such a
-        table overrides the rest of the file, which holds for all. Without either there is one engine, whose target
-        other sources name. Raises BadOption and NotFound.
+        There is an engine for each of `targets`, or for each table [models.NAME] of the file; an engine of a table is
+        returned with its name. The rest of the file holds for all engines, and a table overrides it. Without targets
+        and tables there is one engine, and other sources name its target. Raises BadOption and NotFound.
         """
         given, file, variables = _read_sources(flags, config_file)
         models = _models_of(file)
@@ -351,7 +352,7 @@ class EngineConfig:
             values = _resolve_aliases(source)
             on = values.pop(_USE, None)
             if on and merged.get("draft") == _OFF:
-                del merged["draft"]  # a later source switches drafting on that an earlier one had switched off
+                del merged["draft"]  # a later source switches drafting on, which an earlier one had switched off
             merged |= values
             needs_draft = needs_draft if on is None else on
         if needs_draft and "draft" not in merged:
@@ -405,13 +406,13 @@ NO_DRAFT = (
     "without it the engine drafts where that pays"
 )
 _ALIASES = {"draft_model": "draft", "num_speculative_tokens": "spec_length"}
-_AS_IT_IS = {"batching_mode": "continuous", "use_cuda_graphs": False}  # options of others with one value here
+_AS_IT_IS = {"batching_mode": "continuous", "use_cuda_graphs": False}  # others' options with one possible value here
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
-# Methods of speculative_config that have another name here; vLLM takes the first two in the place of a model, too.
+# Methods of speculative_config that have another name here; vLLM takes the first two in place of a model, too.
 _LOOKUP = {"ngram": "lookup", "[ngram]": "lookup"}
 _OTHER_NAMES = {**_LOOKUP, "draft_model": "model"}
-_HEADS = {"eagle": "eagle", "eagle3": "eagle", "medusa": "medusa"}  # whose model is the folder of a head
-_METHOD_OPTIONS = {  # by our name of a method: vLLM's options of it, and ours
+_HEADS = {"eagle": "eagle", "eagle3": "eagle", "medusa": "medusa"}  # methods for which `model` is the folder of a head
+_METHOD_OPTIONS = {  # by our name of a method: vLLM's name of each option, and ours
     "lookup": {"prompt_lookup_max": "max_n", "prompt_lookup_min": "min_n"},
     "suffix": {
         f"suffix_decoding_{name}": name for name in ("max_spec_factor", "min_token_prob", "max_cached_requests")
@@ -420,10 +421,10 @@ _METHOD_OPTIONS = {  # by our name of a method: vLLM's options of it, and ours
 
 
 def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one source's options with draft_model, num_speculative_tokens and speculative_config replaced by ours.
+    """Return one source's options, with draft_model, num_speculative_tokens and speculative_config turned into ours.
 
-    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft.
-    Options of other engines with one possible value here are checked and taken out.
+    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft. Other
+    engines' options that have only one possible value here are checked and taken out.
     """
     may_be_none = {"draft", "speculative_config", *_ALIASES, *_AS_IT_IS}
     given = {k: v for k, v in options.items() if v is not None or k not in may_be_none}
@@ -451,9 +452,9 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(config: Any) -> dict[str, Any]:
-    """Return speculative_config as options: the draft is its model, or its method where it names no model.
+    """Return speculative_config as options. The option `draft` is its model, or its method where it names no model.
 
-    vLLM's options of lookup and suffix become options of the drafter. Raises BadOption.
+    vLLM's options of the methods lookup and suffix become options of the drafter. Raises BadOption.
     """
     if not isinstance(config, Mapping):
         raise BadOption(f"speculative_config={shown(config)} is not possible: it must be a dictionary")
@@ -476,7 +477,7 @@ def _flatten(config: Any) -> dict[str, Any]:
 
 
 def _with_own_options(method: str, options: dict[str, Any]) -> str:
-    """Return the spec of a method, with its options taken out of `options`; min_n without max_n sets both."""
+    """Return the spec of a method with its options, which are taken out of `options`; min_n without max_n sets both."""
     given = {ours: options.pop(theirs) for theirs, ours in _METHOD_OPTIONS[method].items() if theirs in options}
     if "min_n" in given:
         given = {"max_n": given["min_n"], **given}
@@ -519,7 +520,7 @@ def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | Non
 
 
 def _read_environment() -> dict[str, Any]:
-    """Return the FORERUN_* variables by option name. Raises BadOption for one that nothing here reads."""
+    """Return the FORERUN_* variables by option name. Raises BadOption for a variable that nothing here reads."""
     known = [*EngineConfig.__dataclass_fields__, *_ALIASES, *_AS_IT_IS, _USE, "config"]
     names = {f"FORERUN_{name.upper()}": name for name in known}
     allowed = [*names, *VARIABLES, *COMMAND_VARIABLES]
@@ -552,5 +553,5 @@ def _read_file(path: str) -> dict[str, Any]:
     return options
 
 
-# The signature of the fields, for help() and completion: the one of __new__ would say nothing.
+# The signature of the fields, for help() and completion, because the signature of __new__ would say nothing.
 EngineConfig.__signature__ = Signature(list(signature(EngineConfig.__init__).parameters.values())[1:])  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ _SHOWN_CHARS = 120
 
 
 class _Short(reprlib.Repr):
-    """The repr of a value as messages echo it, shortened while it is written."""
+    """The repr of a value for messages, shortened while it is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ _WORDS: ContextVar[_Short] = ContextVar("words", default=_IN_PYTHON)
 
 @contextmanager
 def echoing_json() -> Iterator[None]:
-    """Let `shown` write values as JSON has them: for messages to somebody who has sent JSON."""
+    """Let `shown` write values in the form of JSON, for messages to a caller who has sent JSON."""
     token = _WORDS.set(_ShortJson())
     try:
         yield
@@ -76,28 +76,28 @@ def echoing_json() -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """Return a caller's value as a message echoes it. A text alone stands between quotes as in any sentence."""
+    """Return a caller's value as messages echo it. A value that is a text always stands in Python's quotes."""
     words = _IN_PYTHON if isinstance(value, str) else _WORDS.get()
     text = " ".join(words.repr(value).splitlines())
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 class ForerunError(Exception):
-    """Root of the tree; catch it to catch every deliberate error of this package."""
+    """The root of forerun's errors; catch it to catch every deliberate error of this package."""
 
     exit_code = 1
 
 
 class UserError(ForerunError):
-    """The caller can mend it."""
+    """An error that the caller can mend."""
 
     exit_code = 2
 
 
 class BadOption(UserError, ValueError):
-    """An option, parameter or value that cannot be honoured; a ValueError, as other libraries raise for one.
+    """An option, parameter or value that cannot be honoured. It is a ValueError, too, as in other libraries.
 
-    option: its name, where the sentence begins with the name and the value.
+    option: the name of the option, where the message begins with that name and the value.
     """
 
     def __init__(self, message: str, option: str | None = None) -> None:
@@ -122,26 +122,27 @@ class NotFound(UserError):
 
 
 class CapacityError(ForerunError):
-    """It would fit at another moment or on a larger machine."""
+    """Something does not fit now; it would fit at another moment or on a larger machine."""
 
     exit_code = 3
 
 
 class InternalError(ForerunError):
-    """A broken promise of ours."""
+    """A broken promise of forerun's own; please report it."""
 
 
 def pip(arguments: str) -> str:
-    """Return the command that installs into this environment: the pip that a shell finds may belong to another."""
+    """Return the pip command for this environment. The pip that a shell finds may belong to another environment."""
     is_found = shutil.which("python") == sys.executable or not sys.executable
     python = "python" if is_found else shlex.quote(sys.executable)
     return f"{python} -m pip {arguments}"
 
 
 def not_installed(what: str, extra: str, package: str | None) -> BadOption:
-    """Return the error for missing packages. what: what needs them. extra: its extra in pyproject.toml.
+    """Return the error for missing packages. what: the feature that needs them. extra: its extra in pyproject.toml.
 
-    The package itself is on no index yet, and anyone could take its name there: so the checkout is named.
+    package: a missing package. The message names the checkout, because forerun itself is on no package index yet, and
+    anyone could take its name there.
     """
     return BadOption(
         f"{what} needs packages that are not here ({package}): "

@@ -1,7 +1,7 @@
 """Tensors on the host: numpy's arrays, with the names of the types that numpy does not know.
 
-bfloat16 is held as uint16 and floats of 8 bits as uint8, with the name of the type beside the array. Large ones lie in
-memory of the native extension, aligned and in huge pages, where there is one.
+bfloat16 is stored as uint16 and floats of 8 bits as uint8, with the name of the type beside the array. Where there is a
+native extension, large arrays lie in its memory, aligned and in huge pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.errors import InternalError
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
-# How numpy holds the numbers of each type, by the name that torch, safetensors and config.json share.
+# The type in which numpy stores the numbers of each type, by the name that torch, safetensors and config.json share.
 HELD_AS: Mapping[str, np.dtype[Any]] = {
     name: np.dtype(held)
     for name, held in {
@@ -40,11 +40,11 @@ HELD_AS: Mapping[str, np.dtype[Any]] = {
 }
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
 LARGEST = {"float32": float(np.finfo(np.float32).max), "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
-ALIGNED_BYTES = 1 << 16  # of arrays that lie in the extension's memory; numpy's own serves smaller ones as well
+ALIGNED_BYTES = 1 << 16  # from this size on, arrays lie in the extension's memory; numpy's serves smaller ones as well
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a type that is given by its name, or as torch or numpy calls it."""
+    """Return the name of a type that is given by name, or as a type of torch or numpy."""
     return dtype.removeprefix("torch.") if isinstance(dtype, str) else _name_of(dtype)
 
 
@@ -55,7 +55,7 @@ def _name_of(dtype: object) -> str:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostTensor:
-    """Numbers of one type. values: as HELD_AS says."""
+    """Numbers of one type. values: an array of the type in which numpy stores `dtype` (HELD_AS)."""
 
     values: Array
     dtype: str
@@ -66,13 +66,13 @@ class HostTensor:
 
     @classmethod
     def of(cls, values: npt.ArrayLike) -> HostTensor:
-        """Return an array as a tensor of numpy's own type."""
+        """Return an array as a tensor of the array's type."""
         array = np.asarray(values)
         return cls(array, array.dtype.name)
 
     @classmethod
     def empty(cls, shape: Seq[int], dtype: str) -> HostTensor:
-        """Return numbers that are not written yet. Raises MemoryError where there is no memory."""
+        """Return a tensor whose numbers are not written yet. Raises MemoryError where there is no memory."""
         return cls(empty(shape, HELD_AS[dtype]), dtype)
 
     @classmethod
@@ -113,19 +113,19 @@ class HostTensor:
         return replace(self, values=self.values.reshape(shape))
 
     def contiguous(self) -> HostTensor:
-        """Return the numbers back to back in memory: the tensor itself where they are."""
+        """Return a tensor with the numbers back to back in memory: the tensor itself if they are so already."""
         return self if self.values.flags.c_contiguous else replace(self, values=np.ascontiguousarray(self.values))
 
     def copy(self) -> HostTensor:
-        """Return a copy that shares no memory, back to back."""
+        """Return a copy that shares no memory, with the numbers back to back."""
         copied = HostTensor.empty(self.shape, self.dtype)
         np.copyto(copied.values, self.values)
         return copied
 
     def to(self, dtype: str) -> HostTensor:
-        """Return the numbers in another type, the nearest ones, ties to even; the tensor itself where it has the type.
+        """Return the numbers in another type, rounded to nearest, ties to even; the tensor itself if it has the type.
 
-        Narrower floats are rounded from float32. Integers are as numpy converts them.
+        Narrower floats are rounded from float32. Integers are converted by numpy.
         """
         if dtype == self.dtype:
             return self
@@ -138,7 +138,7 @@ class HostTensor:
         return HostTensor(self.values.astype(HELD_AS[dtype]), dtype)
 
     def float32(self) -> Floats:
-        """Return the numbers as numpy's float32, without a copy where they are."""
+        """Return the numbers as numpy's float32, without a copy where they are float32 already."""
         return self.to("float32").values
 
     def is_finite(self) -> bool:
@@ -149,13 +149,13 @@ class HostTensor:
             return not bool(np.any((self.values & 0x7F80) == 0x7F80))
         if self.dtype == "float8_e4m3fn":
             return not bool(np.any((self.values & 0x7F) == 0x7F))
-        # Where a number is not finite, a sum is not either; and a sum is the cheapest pass there is.
+        # If a number is not finite, the sum is not either, and a sum is the cheapest pass over the numbers.
         with np.errstate(over="ignore", invalid="ignore"):
             return bool(np.isfinite(self.values.sum())) or bool(np.isfinite(self.values).all())
 
 
 def empty(shape: Seq[int], dtype: npt.DTypeLike) -> Array:
-    """Return an array that is not written yet, in memory of the extension where it is large. Raises MemoryError."""
+    """Return an array that is not written yet. A large one lies in memory of the extension. Raises MemoryError."""
     held, extension = np.dtype(dtype), native.extension()
     num_bytes = math.prod(shape) * held.itemsize
     if extension is None or num_bytes < ALIGNED_BYTES:
@@ -164,7 +164,7 @@ def empty(shape: Seq[int], dtype: npt.DTypeLike) -> Array:
 
 
 def address(values: Array | None) -> int:
-    """Return where the memory of a contiguous array begins; 0 of none."""
+    """Return the address at which the memory of a contiguous array begins; 0 for None."""
     if values is None:
         return 0
     if not values.flags.c_contiguous:
@@ -173,7 +173,7 @@ def address(values: Array | None) -> int:
 
 
 def _converted(tensor: HostTensor, dtype: str) -> Array:
-    """Return floats as another type of floats, by the kernels where they are there: they give the same bits."""
+    """Return floats as another type of floats, converted by the kernels where there are any. numpy gives equal bits."""
     if dtype == "float8_e4m3fn":
         raise InternalError("numbers are not rounded to floats of 8 bits")
     if native.isa() == "reference":
@@ -188,7 +188,7 @@ def _converted(tensor: HostTensor, dtype: str) -> Array:
 
 @cache
 def kernels(isa: str) -> Any:
-    """Return kernels that convert and round weights, with a team of their own, which sleeps between two tensors."""
+    """Return kernels that convert and round weights. They have their own threads, which sleep between two tensors."""
     return native.extension().Backend(isa, native.num_threads())
 
 
@@ -210,7 +210,7 @@ def _converted_by_numpy(tensor: HostTensor, dtype: str) -> Array:
 
 @cache
 def float8_numbers() -> Floats:
-    """Return what each of the 256 codes of e4m3 stands for (OCP 8-bit Floating Point, table 1)."""
+    """Return the number that each of the 256 codes of e4m3 stands for (OCP 8-bit Floating Point, table 1)."""
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, (codes & 7).astype(np.float64)
     normal, denormal = (1 + mantissas / 8) * 2.0 ** (exponents - 7), mantissas * 2.0**-9

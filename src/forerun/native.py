@@ -1,8 +1,7 @@
 """The native extension, or the reason why there is none, and its number of threads.
 
-No other file imports forerun._native.
-Variables that are read here: FORERUN_ISA, FORERUN_NUM_THREADS, FORERUN_CACHE_DIR and, when forerun is installed,
-FORERUN_REQUIRE_NATIVE (pyproject.toml).
+No other file imports forerun._native. Environment variables that are read here: FORERUN_ISA, FORERUN_NUM_THREADS and
+FORERUN_CACHE_DIR. A further one, FORERUN_REQUIRE_NATIVE, is read when forerun is installed (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from forerun.errors import BadOption, pip, shown
 
 VARIABLES = ("FORERUN_CACHE_DIR", "FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
 MAX_THREADS = 1024
-FEW_THREADS = 256  # more would be a slip of the hand on a machine with few processors
+FEW_THREADS = 256  # on a machine with few processors, a larger number is taken for a slip of the hand
 PACKAGE = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = {".cpp", ".h", ".inc"}
 
 
 def needs_torch(what: str, extra: str = "torch") -> str:
-    """Return the error sentence for something that needs torch, where torch is missing."""
+    """Return the error message for a feature that needs torch, where torch is missing. what: the feature."""
     command = pip(f"install '.[{extra}]'")
     return f"{what} needs torch: {command} in the folder of forerun's sources"
 
@@ -57,11 +56,11 @@ def extension() -> Any:
 
 @cache
 def isa() -> str:
-    """Return the instruction set whose kernels run: the best that was built and that the processor has.
+    """Return the instruction set whose kernels run: the best one that was built and that the processor has.
 
-    "reference" = none, torch computes. It is also the default where portable kernels alone were compiled, for on such
-    processors they have not been tested yet, unless there is no torch. FORERUN_ISA overrides the choice; raises
-    BadOption for a value that is not possible here.
+    "reference" means that no kernels run, and that torch computes. It is also the default where torch is installed and
+    only portable kernels were compiled, because these have not been tested on such processors yet. FORERUN_ISA
+    overrides the choice. Raises BadOption where its value is not possible here.
     """
     possible = available_isas()
     wanted = os.environ.get("FORERUN_ISA")
@@ -76,7 +75,7 @@ def isa() -> str:
 
 
 def why_reference() -> str:
-    """Say why no kernels run where `isa` is "reference", as a sentence goes on."""
+    """Return the reason why no kernels run where `isa` is "reference", for the end of a sentence."""
     if (reason := why_not()) is not None:
         return reason
     if os.environ.get("FORERUN_ISA") is not None:
@@ -91,9 +90,10 @@ def available_isas() -> list[str]:
 
 
 def known_isas() -> dict[str, str]:
-    """Return the instruction sets that kernels were compiled for, best first, and what a processor needs for each.
+    """Map the instruction sets that kernels were compiled for, best first, to the features that a processor needs.
 
-    A processor's features are between spaces; the last set is portable C++ and needs none. Empty without the extension.
+    The features of a set are one text, separated by spaces. The last set is portable C++ and needs none. Empty without
+    the extension.
     """
     module = extension()
     return {} if module is None else dict(module.known_isas())
@@ -106,18 +106,18 @@ def processor_isas() -> list[str]:
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """Return the processor's name for itself; empty where the system does not tell."""
+    """Return the processor's model name; empty where the system does not tell."""
     return _field("model name", root)
 
 
 def has_card(root: Path = Path("/")) -> bool:
-    """Return whether a driver of CUDA devices is there, by the file that it makes: asking torch takes a second."""
+    """Return whether a driver of CUDA devices has made its device file. To ask torch instead would take a second."""
     return any((root / "dev" / name).exists() for name in ("nvidiactl", "dxg"))  # the second under WSL
 
 
 @cache
 def why_not() -> str | None:
-    """Say why the extension is missing or does not match its sources, and what to do; None where it is fine."""
+    """Return why the extension is missing or does not match its sources, and what to do; None where it is fine."""
     module, error = _load()
     if module is not None:
         return _why_stale(module)
@@ -173,7 +173,7 @@ def _missing_tools() -> str:
 
 def _reinstall() -> str:
     root = _checkout()
-    if root is None:  # the package is on no index yet, where anyone could take its name: so its sources are meant
+    if root is None:  # not by name: forerun is on no package index yet, and anyone could take its name there
         return f"run {pip('install --force-reinstall --no-deps --no-cache-dir .')} in the folder of forerun's sources"
     return "run make native" if Path(sys.prefix) == root / ".venv" else f"run {pip('install -e .')} in the checkout"
 
@@ -187,7 +187,7 @@ class Cores:
 
     num_logical: int  # logical processors of the machine
     num_allowed: int  # logical processors that this process may run on
-    num_physical: int  # cores behind the allowed ones: hyperthread siblings count once
+    num_physical: int  # cores of the allowed logical processors: hyperthread siblings count once
     quota: float | None  # logical processors' worth of time that the control groups grant; None = no limit
 
     @property
@@ -211,16 +211,17 @@ def cores(root: Path = Path("/")) -> Cores:
 
 
 def cache_folder() -> Path:
-    """Return the folder for what is kept from one run to the next: FORERUN_CACHE_DIR, else ~/.cache/forerun."""
+    """Return the folder for files that are kept from one run to the next: FORERUN_CACHE_DIR, else ~/.cache/forerun."""
     folder = os.environ.get("FORERUN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "forerun")
     return Path(folder).expanduser()
 
 
 def num_threads() -> int:
-    """Return the threads of the native kernels: FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the usable cores.
+    """Return the number of threads of the native kernels.
 
-    Raises BadOption for a FORERUN_NUM_THREADS that is no number, or far above the machine's processors. An
-    OMP_NUM_THREADS that OpenMP itself would not understand is ignored, as OpenMP ignores it.
+    It is FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the number of usable cores. Raises BadOption for a
+    FORERUN_NUM_THREADS that is no number, or far above the number of processors. An OMP_NUM_THREADS that OpenMP itself
+    would not understand is ignored, as OpenMP ignores it.
     """
     wanted = os.environ.get("FORERUN_NUM_THREADS")
     if wanted is not None:
@@ -239,7 +240,7 @@ def num_threads() -> int:
 
 
 def _siblings(cpu: int, root: Path) -> str:
-    """Return the logical processors that share this one's core, as the kernel writes them; else itself alone."""
+    """Return the logical processors that share a core with `cpu`, as the kernel writes them; `cpu` alone if unknown."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list") or str(cpu)
 
@@ -255,7 +256,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of each control group of this process, outermost first, with the kernel's version of it.
+    """Yield the folder of each control group of this process, outermost first, and its version (1 or 2).
 
     controller: "cpu" or "memory". A folder need not exist.
     """
@@ -264,13 +265,13 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
         if controllers and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        # Inside a container the path may be the host's, which is not there: the limit is then at the top.
+        # Inside a container the path may be one of the host, which does not exist here: the limit is then at the top.
         parts = Path(path).relative_to("/").parts
         yield from ((top.joinpath(*parts[:depth]), 1 if controllers else 2) for depth in range(len(parts) + 1))
 
 
 def _field(name: str, root: Path) -> str:
-    """Return the value of the first line of /proc/cpuinfo with this name; empty without one."""
+    """Return the value of the first line of /proc/cpuinfo with this name; empty without such a line."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:

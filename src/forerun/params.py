@@ -1,7 +1,7 @@
 """How one request is decoded: every sampling parameter, its default and its range.
 
-Logits are float32. The ranges of logit_bias and repetition_penalty are chosen so that no combination of parameters
-leaves float32 on logits of up to 1e20: (1e20 + 1e20) * 1e6, divided by the least temperature 1e-5, is 2e31.
+Logits are float32. The ranges of logit_bias and repetition_penalty are chosen so that, for logits of up to 1e20, no
+combination of parameters exceeds float32: (1e20 + 1e20) * 1e6, divided by the least temperature 1e-5, is 2e31.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _text_or_ids(value: Any) -> str | tuple[int, ...]:
 
 
 def _text(value: Any) -> str:
-    """Return a text. Raises ValueError for one that UTF-8 cannot hold (half a surrogate pair)."""
+    """Return a text. Raises ValueError for a text that UTF-8 cannot encode (half a surrogate pair)."""
     text: str = _instance(value, str)
     text.encode()
     return text
@@ -62,7 +62,7 @@ def _number(value: Any) -> float:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return the texts of None, one text, or several."""
+    """Return None, one text or several texts as a tuple of texts."""
     if isinstance(value, Mapping):
         raise TypeError
     texts = (value,) if isinstance(value, str) else tuple(_instance(() if value is None else value, Iterable))
@@ -74,13 +74,13 @@ def _biases(value: Any) -> dict[int, float]:
 
 
 class _Json(str):
-    """The text of a JSON value that was parsed already, and is not parsed again."""
+    """The text of a JSON value that was parsed already, so that it is not parsed again."""
 
     __slots__ = ()
 
 
 def _schema(value: Any) -> str:
-    """Return a JSON schema as text, from a mapping, a truth value, or the text of one."""
+    """Return a JSON schema as text. value: a mapping, a truth value, or the JSON text of either."""
     if isinstance(value, _Json):
         return value
     read = value
@@ -103,7 +103,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field takes: how a value becomes plain Python, and the words for what it must be."""
+    """The kind of value that a field takes.
+
+    convert: turns a value into plain Python. what: the words for what the value must be.
+    """
 
     convert: Callable[[Any], Any]
     what: str
@@ -111,11 +114,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Thinking:
-    """What a chat gives as grammar where its reasoning has a limit, which is counted, and needs no rules.
+    """A limit of reasoning, which a chat gives in place of a grammar. Its tokens are counted; it needs no rules.
 
-    opening: ids that begin the reasoning; none where the prompt has begun it. closing: the id that ends it. most: how
-    many tokens may stand between them. rules: a grammar of an output without reasoning, or of one from the id that ends
-    it; "" = any text.
+    opening: the ids that begin the reasoning; () where the prompt has begun it. closing: the id that ends it. most: how
+    many tokens may stand between them. rules: a grammar for the output from the closing id on, and for an output
+    without reasoning; "" = any text.
     """
 
     opening: tuple[int, ...]
@@ -128,7 +131,7 @@ def _rules(value: Any) -> str | Thinking:
     return value if isinstance(value, Thinking) else _text(value)
 
 
-CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")  # a request has one of them at most
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")  # a request has at most one of them
 # Formats of texts that JSON Schema defines; any other is a note to people, such as pydantic's "path" and "password".
 FORMATS = frozenset(
     (
@@ -154,7 +157,7 @@ SCHEMA = Kind(_schema, "a JSON schema: a mapping, a truth value, or the text of 
 TEXTS = Kind(_texts, "a text or several, in valid UTF-8")
 IDS = Kind(_integers, "several integers")
 TEXT_OR_IDS = Kind(_text_or_ids, "a text in valid UTF-8 or several integers")
-A_TEXT: Mapping[str, Any] = {  # metadata of the options that take one
+A_TEXT: Mapping[str, Any] = {  # metadata of the options that take a text
     "kind": TEXT_OR_IDS,
     "min": 0,
     "max": NUM_IDS - 1,
@@ -169,15 +172,16 @@ BIASES = Kind(_biases, "a mapping from integers to numbers")
 class SamplingParams:
     """How one request is decoded. Every field works with speculation, which never changes the output distribution.
 
-    Where one text or several may be given, the field is a tuple of them afterwards. Raises BadOption, naming the field
-    and its value, for anything that cannot be honoured.
+    A field that takes one text or several holds a tuple of texts afterwards. Raises BadOption for a value that cannot
+    be honoured; the message names the field and the value.
     """
 
-    # A field is all that is said of a parameter: `forerun generate --help`, the server's schema, the API page and what
-    # is refused follow from it. kind: what it takes. min, max: included, of each entry; above: excluded. also: values
-    # outside of these. range: their words, where they do not follow. python: what the API page says, where that is not
-    # the command's help text. of_beams: whether it belongs to a beam search; beams: why it cannot go with one.
-    # suggested: its key in generation_config.json.
+    # A field says everything about a parameter: `forerun generate --help`, the server's schema, the API page and the
+    # refused values follow from it. kind: the kind of value that it takes. min, max: bounds of each entry, included;
+    # above: a bound, excluded. also: values outside of the bounds. range: the words for the bounds, where they do not
+    # follow from these. python: what the API page says, where that is not the command's help text. of_beams: whether
+    # the parameter belongs to a beam search; beams: why it cannot go with one. suggested: the parameter's key in
+    # generation_config.json.
 
     max_tokens: int | None = option(
         128,
@@ -449,14 +453,14 @@ class SamplingParams:
     if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
 
         def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
-            """Raises BadOption for a name that is no field, with what it is called here or the nearest field."""
+            """Raise BadOption for a name that is no field. The message gives the name used here, or the nearest one."""
             for name in given.keys() - cls.__dataclass_fields__.keys():
                 raise BadOption(no_field(name))
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, field in _FIELDS.items():
-            if (value := getattr(self, name)) is not field.default:  # what is left as it is needs no look
+            if (value := getattr(self, name)) is not field.default:  # a default needs no check
                 self._accept(field, value)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
@@ -467,7 +471,7 @@ class SamplingParams:
         self._check_beams()
 
     def _check_constraint(self) -> None:
-        """Raise BadOption for two grammars at once, an empty one, and an unknown kind of white space."""
+        """Raise BadOption for two grammars at once, an empty grammar, and an unknown kind of white space."""
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False, ())]
         if len(given) > 1:
             raise BadOption(f"{given[0]} and {given[1]} are two grammars for one output: drop one of them")
@@ -477,7 +481,7 @@ class SamplingParams:
         _require(self.json_whitespace in kinds, "json_whitespace", self.json_whitespace, "free, compact or spaced")
 
     def _check_beams(self) -> None:
-        """Raise BadOption for what a beam search cannot honour, and for its options without one."""
+        """Raise BadOption for options that a beam search cannot honour, and for its own options without a search."""
         if not self.searches:
             for name, field in _FIELDS.items():
                 if field.metadata.get("of_beams") and (value := getattr(self, name)) != field.default:
@@ -527,9 +531,9 @@ class SamplingParams:
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """The grammar that the output must follow: its kind and its text; None where it may be any text.
+        """The grammar that the output must follow, as its kind and its text; None where the output may be any text.
 
-        The kind is the name of the field, and for JSON a colon and the kind of white space.
+        The kind is the name of the field; for JSON, a colon and the kind of white space follow the name.
         """
         if self.json_schema is not None:
             return f"json_schema:{self.json_whitespace}", str(self.json_schema)
@@ -545,12 +549,12 @@ class SamplingParams:
 
     @property
     def thinking(self) -> Thinking | None:
-        """The limit of its reasoning, behind which the grammar holds; None where there is none."""
+        """The limit of the request's reasoning; the grammar holds after the reasoning. None where there is no limit."""
         return self.grammar if isinstance(self.grammar, Thinking) else None
 
     @property
     def is_held(self) -> bool:
-        """True where the history of an output says which tokens may come next."""
+        """True where the tokens that may come next depend on the output so far."""
         return self.constraint is not None or self.thinking is not None
 
     @property
@@ -561,15 +565,15 @@ class SamplingParams:
 
 _FIELDS = SamplingParams.__dataclass_fields__
 
-# The signature of the fields, for help() and completion: the one of __new__ would say nothing.
+# The signature of the fields, for help() and completion, because the signature of __new__ would say nothing.
 SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a JSON schema that restrict a text.
 
-    Formats that JSON Schema does not define are left out, as are maxima that no text reaches. A minimum that no text
-    reaches becomes NO_LIMIT, which can be counted.
+    Formats that JSON Schema does not define are left out, and so are maxima that no text reaches. A minimum that no
+    text reaches becomes NO_LIMIT, so that it can still be counted.
     """
     kept = dict[str, Any]()
     for key, value in schema.items():

@@ -1,9 +1,10 @@
-"""Finds methods by name, makes their options, and answers unknown names with what would work.
+"""The registry of methods: finds them by name, makes their options, and tells what would work for an unknown name.
 
-A method is a file that a scan of its room finds. `name:option=value,...` becomes the validated Options of a method; a
-field of an Options dataclass carries `metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). For an
-option's name in another engine the error message names ours: data/peers.json is the table, docs/coming-from.md shows
-it, and a test compares the two. Nothing here imports numpy.
+The methods of one kind are the files of a package, their room; a scan of the package's folder finds them.
+`name:option=value,...` becomes the validated Options of a method. A field of an Options dataclass carries
+`metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). For an option's name in another engine, the
+error message gives the name here: data/peers.json is the table, docs/coming-from.md shows it, and a test compares the
+two. Nothing here imports numpy.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ REQUIRED: Any = dataclasses.MISSING  # in the place of a default: the option mus
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """Return a field of a dataclass of options or results: its default, what it is, and its range, see `checked`.
+    """Return a field of a dataclass of options or results. help: what the field is, in words.
 
-    about: its range (`check_range`), of each entry where there are several; unit, of numbers; and how a command has it,
-    where that does not follow from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the
-    help text), methods (the room that has them), is_written (a file), usual (what help calls the default), everyday
-    (`chat` and `lab` have it, which do not have all options).
+    about: the range of the value, or of each entry where there are several (`check_range`); unit, of numbers; and how a
+    command shows the option, where that does not follow from the field (cli/signatures.py). The latter are flag,
+    aliases, takes (a type), envvar, panel (of the help text), methods (the room of the methods that it names),
+    is_written (the option names a file to write), usual (what help calls the default), and everyday (the option is
+    among those that `chat` and `lab` have).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
 
 
 def inherited(cls: type[Any], name: str, default: Any, **about: Any) -> Any:
-    """Return the option `name` of a base class with another default. about: what else differs, as for `option`."""
+    """Return the option `name` of a base class with another default. about: what else differs, see `option`."""
     return dataclasses.field(default=default, metadata={**cls.__dataclass_fields__[name].metadata, **about})
 
 
@@ -73,12 +75,12 @@ def flag_of(field: dataclasses.Field[Any]) -> str:
     return str(field.metadata.get("flag", f"--{field.name.replace('_', '-')}"))
 
 
-MAX_NESTED = 20  # parentheses of a spec in one another
-LONGEST_GUESSED = 100  # characters of a name for which the nearest known one is looked for
+MAX_NESTED = 20  # how deep the parentheses of a spec may be nested
+LONGEST_GUESSED = 100  # for names of at most so many characters, the nearest known name is looked for
 
 
 def names(package: str) -> tuple[str, ...]:
-    """Return the sorted names of the methods in a room: its files with a class `Options`. None of them is imported."""
+    """Return the sorted names of the methods in a room: its files with a class `Options`. No file is imported."""
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     return _names(tuple((folder, os.stat(folder).st_mtime_ns) for folder in folders if os.path.isdir(folder)))
@@ -86,15 +88,15 @@ def names(package: str) -> tuple[str, ...]:
 
 @functools.cache
 def _names(folders: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Return the names in folders, cached by their times of change: a new file makes a folder younger."""
+    """Return the names of the methods in folders. Results are cached by a folder's time of change."""
     files = [file for folder, _ in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
     return tuple(sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8")))
 
 
 def stated(package: str, constant: str) -> dict[str, str]:
-    """Map each file or folder of a room to the text or number that it states as a constant; none is imported.
+    """Map each file or folder of a room that states a constant to the constant's value. No file is imported.
 
-    It is how backends are found: the files of ops/ with a NAME.
+    Backends are found in this way: they are the files and folders of ops/ that state a NAME.
     """
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
@@ -109,7 +111,7 @@ def stated(package: str, constant: str) -> dict[str, str]:
 
 
 def load(package: str, name: str, what: str) -> types.ModuleType:
-    """Import the module of one method. Raises BadOption with the list of known names."""
+    """Import the module of one method. Raises BadOption for an unknown name, with the list of known names."""
     known = names(package)
     if name not in known:
         raise BadOption(unknown(what, name, known))
@@ -128,7 +130,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     """Parse 'lookup:max_n=3,min_n=1' to ('lookup', {'max_n': '3', 'min_n': '1'}).
 
     A comma in parentheses is part of a value, so that a value may be a spec itself: cascade:inner=(lookup:max_n=3). The
-    parentheses stay, and `unwrapped` or `parse_list` takes them off. Raises BadOption for other forms.
+    parentheses stay in the value; `unwrapped` or `parse_list` takes them off. Raises BadOption for any other form.
     """
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
@@ -149,9 +151,10 @@ def parse_list(text: str) -> list[str]:
 
 
 def parse_specs(texts: Iterable[str]) -> list[str]:
-    """Return the specs of a repeated flag; each may name several: 'auto,svip:h=0.3,x=2' are auto and the rest.
+    """Return the specs of a repeated flag. A text may hold several: 'auto,svip:h=0.3,x=2' is auto and svip:h=0.3,x=2.
 
-    Behind a comma, what has an = before any colon is a further option. Each spec is returned once.
+    A part after a comma that has an = before any colon is a further option of the spec before it. Each spec is returned
+    once.
     """
     specs = list[str]()
     for text in texts:
@@ -164,7 +167,7 @@ def parse_specs(texts: Iterable[str]) -> list[str]:
 
 
 def _split(text: str, separator: str, whole: str) -> list[str]:
-    """Split at the separators that stand in no parentheses. whole: what an error shows."""
+    """Split a text at the separators outside of parentheses. whole: the text that an error shows."""
     parts, start, depth = [], 0, 0
     for match in re.finditer(f"[(){re.escape(separator)}]", text):
         character = match[0]
@@ -184,7 +187,7 @@ def _split(text: str, separator: str, whole: str) -> list[str]:
 
 
 def unwrapped(value: str) -> str:
-    """Return a value without the parentheses that enclose all of it."""
+    """Return a value without parentheses that enclose the whole value."""
     value = value.strip()
     depths = list(itertools.accumulate((c == "(") - (c == ")") for c in value))
     is_enclosed = len(value) > 1 and value[0] == "(" and min(depths[:-1]) > 0 == depths[-1]
@@ -197,9 +200,9 @@ def make_options(cls: type[Any], values: Mapping[str, Any], method: str = "") ->
 
 
 def checked(cls: type[Any], values: Mapping[str, Any], method: str = "") -> dict[str, Any]:
-    """Return texts or values in the type of each field of a dataclass, checked against its range.
+    """Convert texts or values to the types of a dataclass's fields, check them against their ranges and return them.
 
-    Raises BadOption naming `method:option`, the value and what would work.
+    Raises BadOption; the message names `method:option`, the value and what would work.
     """
     hints = _hints(cls)  # type: ignore[arg-type]  # for mypy a type is not hashable
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -224,7 +227,7 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    """Return the value in the type of its field: a text is parsed, None is kept where the hint has None."""
+    """Return the value in the type of its field. A text is parsed; None stays None where the hint has None."""
     kinds = typing.get_args(hint) or (hint,)
     kind = next(k for k in kinds if k is not type(None))
     if value is None and type(None) in kinds:
@@ -248,9 +251,9 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def check_fields(options: Any) -> None:
-    """Raise BadOption for a field of a dataclass that is outside of its range, or none of its choices.
+    """Raise BadOption for a field of a dataclass whose value is outside of its range, or none of its choices.
 
-    The sentence names the field's flag; of a tuple each entry is checked.
+    The message names the field's flag. Each entry of a tuple is checked.
     """
     for field in dataclasses.fields(options):
         value, choices = getattr(options, field.name), field.metadata.get("choices")
@@ -266,7 +269,7 @@ def check_fields(options: Any) -> None:
 def check_range(value: Any, about: Mapping[str, Any], said: str, option: str | None = None) -> None:
     """Raise BadOption for a value outside of its field's range.
 
-    about: the field's metadata. said: as it was given. option: see BadOption.
+    about: the field's metadata. said: the name and the value, with which the message begins. option: see BadOption.
     """
     low, above, high = about.get("min"), about.get("above"), about.get("max")
     if value is None or (low is None and above is None and high is None) or value in about.get("also", ()):
@@ -278,7 +281,7 @@ def check_range(value: Any, about: Mapping[str, Any], said: str, option: str | N
 
 
 def _range(value: Any, low: Any, above: Any, high: Any) -> str:
-    """Return the words for a range: an interval for floats with an integer bound or where a bound is excluded."""
+    """Return the words for a range: an interval if a bound is excluded, or if a float has an integer as lower bound."""
     if high is None:
         return f"at least {low}" if above is None else f"above {above}"
     if above is not None or (isinstance(value, float) and isinstance(low, int)):
@@ -289,7 +292,7 @@ def _range(value: Any, low: Any, above: Any, high: Any) -> str:
 # ------------------------------------------------------------------------------------- names that other engines use
 
 DOCUMENT = "docs/coming-from.md"
-_WHOLE = ("forerun ", "LLM.")  # names of commands and methods begin so, and are written the same everywhere
+_WHOLE = ("forerun ", "LLM.")  # names of commands and methods begin like this, and are the same in every place
 _HOMES = {"prompt": "LLM.generate", "prompt_file": "forerun generate", "system": "forerun chat"}
 
 
@@ -297,9 +300,9 @@ _HOMES = {"prompt": "LLM.generate", "prompt_file": "forerun generate", "system":
 class PeerOption:
     """One option of another engine.
 
-    theirs: its spellings. ours: what replaces it here, () = nothing. Each entry is a name (of EngineConfig,
-    SamplingParams or a command's parameter), a name with the value to give, or a command. note: what differs; may be
-    empty.
+    theirs: the option's spellings there. ours: its replacements here, () = there are none. Each entry is a name (of
+    EngineConfig, SamplingParams or a command's parameter), a name with the value to give, or a command. note: what
+    differs; may be empty.
     """
 
     peer: str
@@ -322,16 +325,17 @@ def peer_options() -> list[PeerOption]:
 
 
 def peer_values() -> list[list[str]]:
-    """Return other engines' values of options that have the same name here: [option, pattern, answer] each."""
+    """Return other engines' values of options that have the same name here, each as [option, pattern, answer]."""
     values: list[list[str]] = _peers()["values"]
     return values
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one of our options.
+    """The place where one of our options is given.
 
-    text: how it is written there. home: the class or command that has it, "" = the one in which it was looked for.
+    text: the option as it is written there. home: the class or command that has the option; "" = the one to which the
+    unknown name was given.
     """
 
     text: str
@@ -339,16 +343,16 @@ class Place:
 
 
 def normal(spelling: str) -> str:
-    """Return the name behind `--max-model-len`, `max-model-len` or `max_model_len`; short flags like `-md` stay."""
+    """Return `--max-model-len`, `max-model-len` and `max_model_len` in the last form; short flags like `-md` stay."""
     is_short = spelling.startswith("-") and not spelling.startswith("--")
     return spelling if is_short else spelling.removeprefix("--").replace("-", "_")
 
 
 def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
-    """Say in one sentence what a peer's option is called here, or that it does not exist here.
+    """Say in one sentence what another engine's option is called here, or that it does not exist here.
 
-    Returns None where no peer has the name. find: returns the place of our name, or of a name=value. Peers whose rows
-    agree are named together.
+    Returns None where no other engine has an option of this name. find: returns the place of our option, which is given
+    as a name or as name=value. Engines with the same answer are named together.
     """
     agreeing: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for row in peer_options():
@@ -367,10 +371,10 @@ def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
 
 
 def by_name(name: str, known: Collection[str], home: str, variable_prefix: str = "") -> str | None:
-    """Return the answer to an unknown keyword or key; None where no peer has it.
+    """Return the answer to an unknown keyword or key; None where no other engine has it.
 
-    known: the names that are possible where it was found; our other names belong to `home`. variable_prefix: the prefix
-    of environment variables, which are written in capitals.
+    known: the names that are possible in the place where it was given; our other names belong to `home`.
+    variable_prefix: the prefix of environment variables, which are written in capitals.
     """
 
     def find(entry: str) -> Place:
@@ -384,7 +388,7 @@ def by_name(name: str, known: Collection[str], home: str, variable_prefix: str =
 
 
 def by_value(name: str, value: str) -> str | None:
-    """Return the answer to a peer's value of an option that has the same name here; None where no peer has it."""
+    """Return the answer to an option's value that only other engines have; None where no engine has it."""
     for option, pattern, text in peer_values():
         if option == name and re.fullmatch(pattern, value, re.IGNORECASE):
             return f"{name}={shown(value)} is not possible: {text.format(value=value)}"
@@ -392,7 +396,7 @@ def by_value(name: str, value: str) -> str | None:
 
 
 def _written(places: Seq[Place]) -> str:
-    """Write places as text; a home that all of them share is named once, at the end."""
+    """Return places as text. If all places have the same home, it is named once, at the end."""
     if len({place.home for place in places}) == 1:
         home = places[0].home
         return _joined([place.text for place in places]) + (f" of {home}" if home else "")
