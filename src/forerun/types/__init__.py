@@ -1,4 +1,4 @@
-"""The nouns that every room shares. No arithmetic on models happens here, and nothing imports torch.
+"""The data types that every room shares. No arithmetic on models happens here, and nothing imports torch.
 
 Shape legend, used in every docstring of the package:
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """Where the rows of an encoder-decoder's source lie: a slot of the cache, and how many rows it has there."""
+    """The place of an encoder-decoder's source in the cache: a slot, and the number of its rows there."""
 
     slot: int
     num_tokens: int
@@ -24,14 +24,17 @@ class Source(NamedTuple):
 class RaggedBatch:
     """One forward pass: each sequence contributes a run of new tokens, and nothing is padded.
 
-    tokens [T] and positions [T] (lists, or int64 tensors where they never were on the host), run_starts [B+1],
-    slots [B] (cache slot of each run), cached [B] (rows of the slot that every row of the run sees, in order).
-    pending [B]: rows behind the cached ones that are written but not kept, which only some rows of the run see.
-    ancestors [T]: for a row in a tree, the pending rows and rows of its run that it sees, itself included, as bits: bit
-    j is the j-th of them. 0 = a row of a plain run, which sees all rows before it. Both lists are empty where no run is
-    a tree. `words` packs them for backends that want 64 bits.
-    sources [B]: of an encoder-decoder, where the source of each run lies; else empty.
-    silent: runs whose logits nobody wants, as prompt chunks.
+    tokens [T], positions [T]: lists, or int64 tensors where the values never were on the host. run_starts [B+1]: the
+    first row of each run, and T. slots [B]: the cache slot of each run. cached [B]: the number of cache rows in the
+    slot that every row of the run sees, in order.
+    pending [B]: the number of cache rows after the cached ones that are written but not kept. Only some rows of the run
+    see them.
+    ancestors [T]: which rows a row of a tree sees, as bits. Bit j stands for the j-th row of a list in which the
+    pending rows come first and the run's rows follow; a row sees itself. 0 = a row of a plain run, which sees all rows
+    before it. `pending` and `ancestors` are empty where no run is a tree. `words` packs the bits for backends that want
+    64 of them.
+    sources [B]: the place of each run's source, for an encoder-decoder; else empty.
+    silent: the runs whose logits nobody wants, such as prompt chunks.
     """
 
     tokens: list[int] | Rows
@@ -54,7 +57,7 @@ class RaggedBatch:
         return range(self.run_starts[b], self.run_starts[b + 1])
 
     def is_tree(self, b: int) -> bool:
-        """Return whether run b is a tree; else each row follows the one before."""
+        """Return whether run b is a tree; in any other run each row follows the row before it."""
         run = self.run(b)
         return bool(self.ancestors) and len(run) > 0 and self.ancestors[run.start] != 0
 
@@ -63,23 +66,25 @@ class RaggedBatch:
         return self.pending[b] if self.pending else 0
 
     def end(self, b: int) -> int:
-        """Return how many rows run b's slot has once the run is written: cached, pending, and the run's."""
+        """Return the number of rows in run b's slot once the run is written: cached, pending and the run's own."""
         return self.cached[b] + self.num_pending(b) + len(self.run(b))
 
     def seen(self, b: int) -> list[list[int]]:
-        """Return, for each row of run b, the pending rows and rows of the run that it sees, ascending, itself last.
+        """Return which rows each row of run b sees, ascending, the row itself last.
 
-        A row comes behind its ancestors, so this is also the order of their logical positions.
+        The indices count the pending rows first and then the run's rows. Each row comes after its ancestors, so this is
+        also the order of the logical positions.
         """
         if not self.is_tree(b):
             return [list(range(i + 1)) for i in range(len(self.run(b)))]
         return [bits(self.ancestors[row]) for row in self.run(b)]
 
     def words(self, b: int) -> tuple[int, list[int]]:
-        """Return `shared`, how many leading pending and tree rows all rows of run b see, and a word for each row.
+        """Return `shared`, the number of leading rows that all rows of run b see, and one word for each row.
 
-        Bit j of a word is row `shared + j`. The first row of a verified draft is the last committed token, which all
-        rows see, so the words of at most 64 nodes, extra rows included, have 64 bits. A beam search may need more.
+        The pending rows come first, then the rows of the tree. Bit j of a word stands for row `shared + j`. The first
+        row of a verified draft is the last committed token, which all rows see. So 64 bits are enough for a draft of at
+        most 64 nodes, extra rows included. A beam search may need more.
         """
         words = [self.ancestors[row] for row in self.run(b)]
         common = functools.reduce(int.__and__, words)
@@ -87,9 +92,10 @@ class RaggedBatch:
         return shared, [word >> shared for word in words]
 
     def parents(self, b: int) -> list[int]:
-        """Return the parent of each pending row and each row of run b, as an index into both; -1 = the cached rows.
+        """Return the parent of each pending row of run b, then of each row of the run; -1 = the cached rows.
 
-        A pending row that no row of the run sees has -1.
+        A parent is an index that counts the pending rows first and then the run's rows. A pending row that no row of
+        the run sees has the parent -1.
         """
         num_pending = self.num_pending(b)
         parents = [-1] * (num_pending + len(self.run(b)))
@@ -120,7 +126,10 @@ def bits(word: int) -> list[int]:
 
 
 def ancestor_words(parents: Seq[int]) -> list[int]:
-    """Return, for each row of a tree, the bits of its ancestors and its own; parents [n] come before children."""
+    """Return a word for each row of a tree, with the bits of the row's ancestors and the bit of the row itself.
+
+    parents [n]: the parent of each row, which comes before the row; -1 = no parent.
+    """
     words: list[int] = []
     for i, parent in enumerate(parents):
         words.append((words[parent] if parent >= 0 else 0) | 1 << i)
@@ -131,8 +140,8 @@ def ancestor_words(parents: Seq[int]) -> list[int]:
 class CacheView:
     """The rows of the cache that one ragged batch reads and writes; they are the same in all layers.
 
-    write_rows [T]: physical row of each new token. read_rows[b]: physical rows of run b's keys, the cached ones in
-    logical order, then pending ones, then the run's own.
+    write_rows [T]: the physical row of each new token. read_rows[b]: the physical rows of run b's keys: the cached rows
+    in logical order, then the pending rows, then the run's own rows.
     """
 
     batch: RaggedBatch
@@ -141,7 +150,7 @@ class CacheView:
 
 
 class Rows(Protocol):
-    """Hidden rows [T, H] where a model computes: numpy's array on the host, a tensor on a device."""
+    """Hidden states [T, H], or ids [T], where the model computes: a numpy array on the host, a tensor on a device."""
 
     @property
     def shape(self) -> Any: ...

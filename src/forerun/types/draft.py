@@ -10,16 +10,16 @@ from forerun.errors import InternalError, shown
 from forerun.types.batch import Rows
 from forerun.types.probs import Probs
 
-FORCED = "forced"  # the drafter of tokens that a grammar dictates; it is asked before a request's drafter
+FORCED = "forced"  # name of the drafter of tokens that a grammar dictates, which is asked before a request's drafter
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Rows of one sequence that are scored and shown to `Drafter.observe`, never judged and never kept.
+    """Further rows of one sequence: scored and shown to `Drafter.observe`, but never judged and never kept.
 
-    They count as nodes of the budget. tokens [M]; parents [M]: an index among the sequence's nodes and then these rows,
-    -1 = the last committed token. The depth of a row is the number of its ancestors. vectors: by row, a vector [H] that
-    replaces the token's embedding in front of the first layer (learned look-ahead tokens).
+    The budget counts these rows as nodes. tokens [M]. parents [M]: indices that count the sequence's nodes first and
+    then these rows; -1 = the last committed token. The depth of a row is the number of its ancestors. vectors: by row,
+    a vector [H] that replaces the token's embedding as the input of the first layer (learned look-ahead tokens).
     """
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class Extra:
 class SharedRows(NamedTuple):
     """The rows that score the nodes of one sequence: tokens [M], parents [M] (-1 = the last committed token).
 
-    places [nodes]: the row of each node.
+    places: for each node, the index of its row in `tokens`.
     """
 
     tokens: list[int]
@@ -42,16 +42,16 @@ class SharedRows(NamedTuple):
 class Draft:
     """The drafted tokens of all sequences of one step, in flat lists.
 
-    tokens [N], parents [N] (index of the parent node in the same flat numbering, -1 = the node follows the last
-    committed token; parents come before children), node_starts [B+1], probs [N] (the distribution each token was drawn
-    from). A chain is a tree in which the parent of each node is the node before it. A sequence may have no nodes: it
-    then decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best first.
-    extra: by sequence, further rows that are scored. shared: by sequence, how its nodes share rows (`packed`). forced:
-    nodes that a grammar dictates; they are not the drafter's.
+    tokens [N]. parents [N]: the parent node of each node, in the same flat numbering; -1 = the last committed token.
+    Parents come before children. node_starts [B+1]: each sequence's first node, and N. probs [N]: the distribution that
+    each token was drawn from. A chain is a tree in which the parent of each node is the node before it. A sequence
+    without nodes decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best
+    first. extra: by sequence, further rows that are scored. shared: by sequence, how its nodes share rows (`packed`).
+    forced: the nodes that a grammar dictates; no drafter guessed them.
 
     Three numberings meet in a step. A *node* is an index into `tokens`, over all sequences. A *row of a run* is an
     index into the run of one sequence: row 0 is its last committed token, then come its nodes, then extra rows (`row`).
-    A *row of the pass* is an index into the runs of all sequences, one behind the other (models.runner.Scores.rows).
+    A *row of the pass* is an index into the runs of all sequences, one after the other (models.runner.Scores.rows).
     """
 
     tokens: list[int]
@@ -115,7 +115,7 @@ class Draft:
         return range(self.node_starts[b], self.node_starts[b + 1])
 
     def behind(self, run: Seq[int]) -> Draft:
-        """Return this draft of one sequence with a forced chain of the tokens `run` before it."""
+        """Return this draft, of one sequence, with the tokens `run` put before it as a forced chain."""
         num = len(run)
         extra = {b: replace(rows, parents=[num + p for p in rows.parents]) for b, rows in self.extra.items()}
         return Draft(
@@ -128,9 +128,9 @@ class Draft:
         )
 
     def before(self, run: Seq[int], tip: int) -> Draft:
-        """Return this draft of one sequence with a forced chain of the tokens `run` behind its node `tip`.
+        """Return this draft, of one sequence, with the tokens `run` added as a forced chain after its node `tip`.
 
-        A draft with extra rows is returned as it is, because they are counted from the end of its nodes.
+        A draft with extra rows is returned unchanged, because the numbers of extra rows begin after the last node.
         """
         if not run or self.extra:
             return self
@@ -144,15 +144,15 @@ class Draft:
         )
 
     def num_own(self, b: int) -> int:
-        """Return how many nodes of sequence b come from its drafter."""
+        """Return the number of sequence b's nodes that come from its drafter, not from a grammar."""
         return sum([node not in self.forced for node in self.nodes(b)]) if self.forced else len(self.nodes(b))
 
     def num_asked(self, b: int) -> int:
-        """Return how many of its drafter's nodes and extra rows sequence b has: its budget counts these."""
+        """Return the number of nodes and extra rows that sequence b has from its drafter; the budget counts these."""
         return self.num_own(b) + (len(self.extra[b].tokens) if b in self.extra else 0)
 
     def num_rows(self, b: int) -> int:
-        """Return how many rows of sequence b's run score its nodes."""
+        """Return the number of rows in sequence b's run that score its nodes."""
         return len(self.shared[b].tokens) if b in self.shared else len(self.nodes(b))
 
     def row(self, b: int, node: int) -> int:
@@ -163,7 +163,7 @@ class Draft:
     def packed(self) -> Draft:
         """Return the draft with `shared` set for each sequence whose nodes need fewer rows than there are nodes.
 
-        Chains are left as they are, and so are sequences with extra rows, which hang from rows of nodes.
+        Chains stay as they are. So do sequences with extra rows, because the parents of extra rows are nodes.
         """
         shared: dict[int, SharedRows] = {}
         for b in range(self.num_sequences):
@@ -176,10 +176,10 @@ class Draft:
         return replace(self, shared=shared) if shared else self
 
     def shared_rows(self, b: int) -> SharedRows:
-        """Merge sequence b's equal siblings, and their subtrees, into one row each, as a prefix tree.
+        """Return the rows of sequence b as a prefix tree: equal siblings share a row, and so do their subtrees.
 
-        The nodes stay: each was drawn separately, and is judged separately with its own probs. So K drafts of a
-        sequence cost only the rows of their distinct prefixes (speculative decoding of several drafts, packed as a
+        The nodes stay separate: each was drawn separately, and is judged separately with its own probs. So K drafts of
+        a sequence cost only the rows of their distinct prefixes (speculative decoding of several drafts, packed as a
         tree).
         """
         nodes = self.nodes(b)
@@ -206,7 +206,7 @@ class Draft:
         return max(depths.values())
 
     def path(self, node: int) -> list[int]:
-        """Return the flat indices from the first node of the path down to `node`, both included."""
+        """Return the flat indices of the nodes on the path down to `node`, itself included."""
         path = []
         while node >= 0:
             path.append(node)

@@ -1,18 +1,18 @@
-"""The texts that a beam search looks at."""
+"""The sequences that a beam search looks at."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 
-# What may follow a text: num -> its `num` likeliest tokens, or fewer, best first, and their log-probabilities.
+# The next tokens of a sequence: num -> the `num` likeliest, or fewer, best first, and their log-probabilities.
 Next = Callable[[int], tuple[Seq[int], Seq[float]]]
 
 
 class Hypotheses:
-    """The texts that a beam search looks at, as a tree that only grows: each node is a token behind its parent.
+    """The sequences that a beam search looks at, as a tree that only grows. Each node is a token after its parent.
 
-    tokens, parents: by node; -1 = the prompt. base: node of the last committed token, which all live texts share. tips:
-    the last nodes of the live texts, best first. Drafters read it, and add the nodes that they guess.
+    tokens, parents: by node; -1 = the prompt. base: the node of the last committed token, which all beams share. tips:
+    the last nodes of the beams, best first. Drafters read the tree, and add the nodes that they guess.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Hypotheses:
         self._children: dict[tuple[int, int], int] = {}
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the node of `token` behind a node; None where there is none."""
+        """Return the child of a node that holds `token`; None where there is no such child."""
         return self._children.get((parent, token))
 
     def add(self, parent: int, token: int) -> int:
-        """Return the node of `token` behind `parent`, added where there is none."""
+        """Return the child of `parent` that holds `token`, added where it is missing."""
         node = self._children.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -34,7 +34,7 @@ class Hypotheses:
         return node
 
     def path(self, node: int, above: int = -1) -> list[int]:
-        """Return the nodes behind the ancestor `above` down to `node`, itself included unless it is `above`."""
+        """Return the nodes below the ancestor `above` down to `node`, itself included; [] where both are the same."""
         path = []
         while node != above:
             path.append(node)
@@ -42,9 +42,9 @@ class Hypotheses:
         return path[::-1]
 
     def text(self, node: int, above: int = -1) -> list[int]:
-        """Return the tokens of `path`."""
+        """Return the tokens of the nodes that `path` returns."""
         return [self.tokens[n] for n in self.path(node, above)]
 
     def live(self) -> list[int]:
-        """Return the base and all nodes from it to the tips, tips included, each behind its parent."""
+        """Return the base and all nodes between the base and the tips, tips included, each after its parent."""
         return sorted({self.base}.union(*(self.path(tip, self.base) for tip in self.tips)))

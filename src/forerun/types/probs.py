@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a model that draws its tokens itself (`run_ahead`) draws the tokens of one run, bit for bit as the pipeline.
+    """The settings by which a model draws the tokens of one run by itself (`run_ahead`).
+
+    The model draws the same ids as the sampling pipeline, bit for bit.
 
     filters: (temperature, 0 = the likeliest id; top_k; log of min_p; top_p; the most ids that are listed), as
-    `sampling.filters_of` gives them. shares_noise: whether an id is picked as `Coins.pick` picks it, else as
-    `Coins.draft` draws. seed, position, round: of the coins. purpose: of the coin, where no noise is shared.
+    `sampling.filters_of` returns them. shares_noise: whether an id is picked as `Coins.pick` picks. Otherwise it is
+    drawn as `Coins.draft` or `Coins.draw` draws, by `purpose`. seed, position, round: of the coins.
     """
 
     filters: tuple[float, int, float, float, int]
@@ -35,11 +37,11 @@ class Draw:
 class Probs:
     """One exact distribution over V ids, in one of four forms.
 
-    The forms are a point mass, which stands for a one-hot vector without storing it; a dense vector; a list of the few
-    ids of a wide vocabulary that filters left; and `afar`, a vector that is still on a device, copied when its weights
-    are asked for. Ids beyond a vector, and ids that a list lacks, have probability 0. soft: the distribution of a
-    greedy row at temperature 1, where the verification rule asks for it. Anything that numpy converts to an array may
-    be given, and is kept as an array over the same memory.
+    point: a point mass, which stands for a one-hot vector without storing it. dense: a vector. ids and listed: a list,
+    where filters left few ids of a wide vocabulary. afar: a vector on a device, copied when its weights are asked for.
+    Ids beyond a vector, and ids that a list lacks, have probability 0. soft: for a greedy request, the distribution at
+    temperature 1, where the verification rule asks for it. Anything that numpy converts to an array may be given, and
+    is kept as an array over the same memory.
     """
 
     point: int | None = None  # the id that has probability 1
@@ -80,7 +82,7 @@ class Probs:
 
     @property
     def weights(self) -> npt.NDArray[np.floating[Any]]:
-        """The probabilities [n] of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
+        """The probabilities [n]: of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
         weights = self.dense if self.ids is None else self.listed
         if weights is None and self.afar is not None:
             weights = self.afar.weights
@@ -92,8 +94,8 @@ class Probs:
 class Afar:
     """A distribution that a device holds, and the parts of it that the host knows.
 
-    fetch() -> [V] copies its weights to the host, where they are then kept. chances: the probabilities of some ids.
-    draw: how an id was drawn from it on the device. token: that id.
+    fetch() -> [V] copies the weights to the host, where they are then kept. chances: the probabilities of some ids.
+    draw: how the device drew an id from the distribution. token: that id; below 0 = the device could draw no id.
     """
 
     __slots__ = ("_fetch", "_weights", "chances", "draw", "token")
@@ -115,8 +117,8 @@ class Afar:
 class Coins(Protocol):
     """The random decisions of one sequence in one round, passed in from outside (docs/exactness.md).
 
-    `depth` counts from the first token of the round: the token decided has absolute index (committed tokens + depth).
-    `lane` separates several coins at one depth.
+    `depth` counts from the first token of the round, so the token that is decided has the absolute index (number of
+    committed tokens + depth). `lane` separates several coins at one depth.
     """
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
@@ -129,13 +131,13 @@ class Coins(Protocol):
         """Draw a drafter's own id with the distribution `probs`. Several draws at one depth need several lanes."""
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """Return the argmax of log probs + Gumbel noise of (seed, absolute index).
+        """Return the argmax of log probs + the Gumbel noise of (seed, absolute index).
 
         Drafter, verifier and plain decoding share this noise.
         """
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """Return the `num` ids of the largest log probs + the same noise, in order; fewer where fewer are possible.
+        """Return the `num` ids with the largest log probs + the noise of `pick`, largest first, or as many as possible.
 
-        The first equals `pick`. A drafter that wants several children of one node takes these.
+        The first id is the one that `pick` returns. A drafter that wants several children of one node takes these ids.
         """

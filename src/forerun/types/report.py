@@ -1,4 +1,4 @@
-"""What one step did, for listeners."""
+"""The records of one step, for listeners."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forerun.types.verdict import AcceptanceTest
 
 
 class Toss(NamedTuple):
-    """One coin of a round: the probability to accept, and the uniform that had to be below it.
+    """One coin of a round: the probability to accept, and the uniform number that had to be below it.
 
-    depth and lane: as in `Coins.accept`. coin: None where the probability was 0 or 1, so that no coin was tossed, and
-    where the coins are no random numbers.
+    depth and lane: as in `Coins.accept`. coin: the uniform number. None where the probability was 0 or 1, so that no
+    coin was tossed, and where the coins are no random numbers.
     """
 
     depth: int
@@ -33,7 +33,7 @@ class RoundDetail:
     tokens: list[int]  # drafted
     parents: list[int]  # within this round; -1 = the last committed token
     draft_probs: list[float]
-    target_probs: list[float | None]  # None behind a rejection, where the rule did not ask for the row
+    target_probs: list[float | None]  # None after a rejection, where the rule did not ask for the row
     tests: list[AcceptanceTest]  # nodes counted within this round
     accepted: list[int]  # node indices within this round
     next_token: int
@@ -43,14 +43,14 @@ class RoundDetail:
 
 
 class SequenceStep(NamedTuple):
-    """What one step did for one decoding sequence. Stop conditions shorten only num_committed."""
+    """The result of one step for one decoding sequence. Stop conditions shorten only num_committed."""
 
     sequence_id: int
-    draft: str  # name of the drafter that serves it, or FORCED where all nodes are forced
+    draft: str  # name of the drafter that serves the sequence, or FORCED where all nodes are forced
     num_drafted: int
     num_tested: int
-    accepted_ranks: tuple[int, ...]  # of the accepted nodes, within the sequence's draft
-    num_committed: int = 0  # after stop conditions cut
+    accepted_ranks: tuple[int, ...]  # indices of the accepted nodes within the sequence's draft
+    num_committed: int = 0  # after stop conditions have cut the output
     forced: frozenset[int] = frozenset()  # ranks of nodes that a grammar dictates
 
     @property
@@ -59,9 +59,9 @@ class SequenceStep(NamedTuple):
 
     @property
     def parts(self) -> list[SequenceStep]:
-        """The part of FORCED and the part of the sequence's drafter, each only where it drafted.
+        """The step in two parts: the nodes of FORCED, and the nodes of the sequence's drafter.
 
-        Where neither drafted, the step itself is the only part.
+        A part without nodes is left out. Where nothing was drafted, the step itself is the only part.
         """
         if not self.forced:
             return [self]
@@ -88,12 +88,13 @@ class SequenceStep(NamedTuple):
 
 @dataclass
 class DraftStep:
-    """What one drafter did in one step.
+    """The work of one drafter in one step.
 
-    depth: length of the longest path of a draft. passes: consecutive passes of a draft model for it.
-    num_catchup_tokens: committed tokens that it ran before drafting, beside the tokens that the previous round left.
-    catchup_s: the part of `seconds` that they took. num_found: nodes found in the text, without the model. search_s:
-    the part of `seconds` that searched the text, over `num_searched` sequences.
+    depth: the length of the longest path of a draft. passes: the number of consecutive passes of a draft model.
+    num_catchup_tokens: the number of committed tokens that the model ran before drafting, without the tokens that the
+    previous round left. catchup_s: the part of `seconds` that these tokens took. num_found: the number of nodes that a
+    search of the text found, without the model. search_s: the part of `seconds` that searched the text, over
+    `num_searched` sequences.
     """
 
     seconds: float = 0.0
@@ -113,23 +114,23 @@ class StepReport:
     """The numbers of one step. Metrics, printers, benchmarks and pacing read this and nothing else."""
 
     num_prefill_tokens: int = 0
-    num_prefill_keys: int = 0  # keys that their rows saw, their own included
-    num_decoding: int = 0  # sequences that emitted
-    num_rows: int = 0  # of the target pass: prompt chunks, one per decoding sequence, and draft nodes
+    num_prefill_keys: int = 0  # keys that the rows of prompt tokens saw, their own included
+    num_decoding: int = 0  # sequences that emitted tokens
+    num_rows: int = 0  # of the target pass: rows of prompt chunks, one per decoding sequence, and draft nodes
     num_experts: float = 0.0  # chosen by some row of the pass, on average over the layers with experts; 0 = no experts
-    num_context_tokens: int = 0  # in the target's cache before the pass, over the decoding sequences
+    num_context_tokens: int = 0  # of the decoding sequences, in the target's cache before the pass
     num_drafted: int = 0
     num_tested: int = 0
     num_accepted: int = 0
-    num_emitted: int = 0  # before stop conditions cut
-    num_committed: int = 0  # after
-    schedule_s: float = 0.0  # in the engine since the last report: listeners, finishing requests, the scheduler
+    num_emitted: int = 0  # before stop conditions cut the outputs
+    num_committed: int = 0  # after stop conditions have cut them
+    schedule_s: float = 0.0  # spent in the engine since the last report: listeners, finishing requests, the scheduler
     draft_s: float = 0.0
     score_s: float = 0.0
     judge_s: float = 0.0
     commit_s: float = 0.0
     target_forward_s: float = 0.0  # the part of score_s inside the model
-    sequences: list[SequenceStep] = field(default_factory=list)  # one for each that decoded
+    sequences: list[SequenceStep] = field(default_factory=list)  # one for each sequence that decoded
     drafts: dict[str, DraftStep] = field(default_factory=dict)  # by name, of the drafters that were asked
     rounds: list[RoundDetail] = field(default_factory=list)  # only when a listener wants detail
 

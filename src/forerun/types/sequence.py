@@ -1,4 +1,4 @@
-"""What a request has committed, and why it ends."""
+"""The committed tokens of a request, and the reason why its output ends."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class TokenLogprob:
 
 
 class TokenCounts:
-    """The distinct ids of a sequence, and how often each occurs in its output, kept for the penalties.
+    """The distinct ids of a sequence, and how often each occurs in the output; the penalties need these counts.
 
-    `update` reads each token once, on the first call after the token was committed, so that a row costs the same
-    however long the sequence is. A request without penalties never calls it.
+    `update` reads each token once, on the first call after the token was committed. So the penalties cost the same
+    however long the sequence is. For a request without penalties `update` is never called.
     """
 
     __slots__ = ("_num_counted", "counts", "ids", "places")
 
     def __init__(self) -> None:
         self.ids = array("q")  # in the order of their first occurrence
-        self.counts = array("q")  # of the same ids; 0 = in the prompt only
-        self.places: dict[int, int] = {}  # id -> its index in both
+        self.counts = array("q")  # by index in `ids`; 0 = the id is in the prompt only
+        self.places: dict[int, int] = {}  # id -> its index in `ids` and `counts`
         self._num_counted = 0
 
     def update(self, tokens: Seq[int], num_prompt_tokens: int) -> None:
@@ -58,7 +58,7 @@ class TokenCounts:
 
 
 def salt_of(source_ids: Seq[int], salt: str | None) -> str:
-    """Return a salt that names a source and the request's salt, so that rows of other sources are not found."""
+    """Return a salt that joins the request's salt and its source, so that no cache rows of other sources are found."""
     return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
 
 
@@ -67,7 +67,7 @@ class Constraint(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """Why the grammar cannot be followed any more; the request ends with this error."""
+        """The error by which the grammar cannot be followed any more, which ends the request; None = no error."""
 
     @property
     def may_draft(self) -> bool:
@@ -77,7 +77,7 @@ class Constraint(Protocol):
         """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Return whether nothing can follow these tokens: they are a whole text of the grammar."""
+        """Return whether nothing can follow these tokens, because they are a whole text of the grammar."""
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
         """Return the tokens that must come next."""
@@ -90,10 +90,11 @@ class Constraint(Protocol):
 class Sequence:
     """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
 
-    acceptance: the verification rule; where the request names none, match if it has a seed and temperature > 0.
+    acceptance: the verification rule. Where the request names no rule, the rule is match if the request has a seed and
+    a temperature above 0, else ratio.
     """
 
-    id: int  # also the slot of its caches
+    id: int  # also the sequence's slot in the caches
     tokens: list[int]  # prompt, then committed tokens
     num_prompt_tokens: int
     params: SamplingParams
@@ -101,17 +102,17 @@ class Sequence:
     max_len: int  # prompt + output tokens at most, by max_tokens and max_seq_len
     end_ids: frozenset[int] = frozenset()  # ids that end the output (end of sequence and stop ids)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    prediction_ids: tuple[int, ...] = ()  # what the request expects its output to resemble
-    draft: str = "none"  # name of the drafter that serves it
+    prediction_ids: tuple[int, ...] = ()  # the text that the request expects its output to resemble
+    draft: str = "none"  # name of the drafter that serves the sequence
     round: int = 0  # decode steps so far; part of the random counter, so it survives preemption
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # By place in the prompt, where they are asked for; the first token has none.
+    # By place in the prompt, where the request asks for them; None for the first token, which nothing precedes.
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    hypotheses: Hypotheses | None = None  # of a beam search; the common beginning of its live texts is committed
-    source_ids: tuple[int, ...] = ()  # of an encoder-decoder, whose tokens are the decoder's
-    grammar: Constraint | None = None  # what its output is held to
+    hypotheses: Hypotheses | None = None  # of a beam search; the tokens that all its beams begin with are committed
+    source_ids: tuple[int, ...] = ()  # the encoder's input, for an encoder-decoder; `tokens` are the decoder's
+    grammar: Constraint | None = None  # the grammar that the output must follow
     acceptance: str = field(init=False)
     counts: TokenCounts = field(init=False, default_factory=TokenCounts, repr=False, compare=False)
 
@@ -120,9 +121,9 @@ class Sequence:
         self.acceptance = usual if self.params.acceptance is None else self.params.acceptance
 
     def commit(self, token: int, origin: Origin) -> FinishReason | None:
-        """Append a verified token, and return why the output ends with it; None where it goes on.
+        """Append a verified token, and return why the output ends with this token; None where the output goes on.
 
-        Stop strings are not looked at here: they need the text.
+        Stop strings are not looked at here, because they need the text.
         Raises InternalError on a finished sequence or beyond max_len.
         """
         if self.finish_reason is not None or len(self.tokens) >= self.max_len:
@@ -145,17 +146,17 @@ class Sequence:
 
     @property
     def salt(self) -> str | None:
-        """What its cache rows depend on beside the tokens: the request's salt, and its source."""
+        """The salt of the cache rows: the request's salt, joined with its source if it has one."""
         return salt_of(self.source_ids, self.params.cache_salt) if self.source_ids else self.params.cache_salt
 
     @property
     def is_only_read(self) -> bool:
-        """Whether the request asks for no output behind the prompt."""
+        """Whether the request asks for no output tokens after the prompt."""
         return self.max_len == self.num_prompt_tokens
 
     @property
     def output_ids(self) -> list[int]:
-        """Committed tokens after the prompt."""
+        """The committed tokens after the prompt."""
         return self.tokens[self.num_prompt_tokens :]
 
     @property

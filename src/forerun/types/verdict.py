@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from forerun.types.draft import Draft
 
-NO_TOKEN = -2  # where there is no token: behind a beam search whose texts differ, or where masks leave none
+NO_TOKEN = -2  # stands for a missing token: where the beams of a search differ next, or where masks leave no id
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class AcceptanceTest:
     """One test of a verdict: the node, its target and draft probability, and the outcome.
 
     Where a node has several children, each test after the first uses the residual of the target's probabilities that
-    the earlier tests left. price: of a lossy rule that knows it, the total variation between the target's distribution
-    and the distribution of the token emitted here.
+    the earlier tests left. price: the total variation between the target's distribution and the distribution of the
+    token emitted here; None unless a lossy rule knows it.
     """
 
     node: int
@@ -27,16 +27,16 @@ class AcceptanceTest:
 
 @dataclass
 class Verdict:
-    """The ruling on a Draft. Lists over the B sequences; a step emits len(paths[b]) + 1 tokens."""
+    """The ruling on a Draft, in lists over the B sequences. A step emits the path's tokens, then the next token."""
 
     paths: list[list[int]]  # accepted nodes, flat indices, root to tip
-    # A correction after a rejection, a bonus after none, plain where nothing was drafted; NO_TOKEN = the path alone is
-    # emitted, by a beam search whose texts differ behind it.
+    # A correction after a rejection, a bonus after none, a plain token where nothing was drafted. NO_TOKEN = only the
+    # path is emitted, because the beams of a beam search differ after it.
     next_tokens: list[int]
-    tests: list[list[AcceptanceTest]]  # of every child that was tested, in order
+    tests: list[list[AcceptanceTest]]  # one for every child that was tested, in order
 
     def num_tested(self, b: int) -> int:
-        """Return how many nodes of sequence b's path had a tested child, the root included.
+        """Return the number of nodes on sequence b's path, root included, that had a tested child.
 
         Several tested children of one node count once.
         """
@@ -44,7 +44,7 @@ class Verdict:
         return len(self.paths[b]) + is_rejected
 
     def emitted(self, draft: Draft, b: int) -> list[int]:
-        """Return the tokens that the step emits for sequence b: the accepted ones, then the next token."""
+        """Return the tokens that the step emits for sequence b: the accepted tokens, then the next token if any."""
         path, next_token = self.paths[b], self.next_tokens[b]
         behind = [] if next_token == NO_TOKEN else [next_token]
         return [*[draft.tokens[n] for n in path], *behind] if path else behind
