@@ -1,21 +1,23 @@
-"""Verification rules decide which drafted tokens are kept. Each is one file, found by scanning this folder.
+"""Verification rules decide which drafted tokens are kept. Each rule is one file, found by scanning this folder.
 
 A file `<name>.py` (the name is a value of SamplingParams.acceptance, `name:option=value` where it has options) holds
 
     Options          a frozen dataclass; each field with its meaning and range in `metadata`
     LOSSLESS         whether the output has exactly the target's distribution
     SHAPES, DRAWS    the drafts it can judge: "chain", "tree"; and how siblings may be drawn (forerun.drafters.Drafter)
-    NEEDS_ALL_ROWS   whether it reads the target's distribution behind tokens that it may yet reject
+    NEEDS_ALL_ROWS   whether it reads the target's distribution after tokens that it may yet reject
     READS_SOFT_ROWS  optional, True: rows of greedy requests have the distribution at temperature 1, too (Probs.soft)
     rule             judges one sequence: rule(draft, b, target_probs, coins, options) -> Ruling
 
-A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. Callers compute each row when it
-is read. Unless it needs all rows, a rule reads only those behind the last committed token and behind accepted nodes;
-and no rule reads one behind a token of probability 0, where no token may be allowed any more.
+A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. A *row* here is the target's
+distribution after one token, and callers compute each row when the rule reads it. Unless it needs all rows, a rule
+reads only the row after the last committed token and the rows after accepted nodes. No rule reads the row after a
+token of probability 0, where no token may be allowed any more.
 
-A row that cannot be made a distribution is a point at an id below 0, as if there were one more token, which no
-drafter proposes. So rules stay exact, and need no case for it. Where a round ends there, `ruling` leaves its last token
-to be the next one: if the output goes on behind it, the next round fails as plain decoding would.
+A row that cannot be made a distribution is a point at an id below 0. This id stands for one more token, which no
+drafter proposes. So rules stay exact, and need no case for such a row. Where a round ends at it, `ruling` makes the
+last accepted token the next token. If the output goes on after that token, the next round fails as plain decoding
+would.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from forerun.errors import BadOption, shown
 from forerun.registry import load, make_options, names, parse_spec
 from forerun.types import AcceptanceTest, Coins, Draft, Probs, Verdict
 
-# On one sequence: path, next token, tests.
+# The ruling on one sequence: accepted nodes, next token, acceptance tests.
 Ruling = tuple[list[int], int, list[AcceptanceTest]]
 
 
@@ -53,7 +55,7 @@ class Rule:
         return bool(getattr(self.module, "READS_SOFT_ROWS", False))
 
     def judges(self, shape: str, draws: str) -> bool:
-        """Return whether drafts of this shape, whose siblings are drawn so, can be judged."""
+        """Return whether the rule can judge drafts of this shape, with siblings drawn in this way."""
         return shape in self.module.SHAPES and draws in self.module.DRAWS
 
     def check(self, draft: str, shape: str, draws: str) -> None:
@@ -88,10 +90,10 @@ def find(spec: str) -> Rule:
 def ruling(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, spec: str) -> Ruling:
     """Judge sequence b of a draft by the rule that `spec` names: (accepted nodes, next token, acceptance tests).
 
-    target_probs[0] is the distribution after the last committed token, target_probs[1 + i] the one after node i of the
-    sequence (i counted within the sequence). The next token of a sequence without nodes is drawn with the match noise,
-    whatever its rule: so plain decoding with a seed gives the same text under each rule.
-    Raises BadOption for an unknown rule, and what the rule or a row of target_probs raises.
+    target_probs[0] is the distribution after the last committed token. target_probs[1 + i] is the distribution after
+    node i of the sequence (i counted within the sequence). The next token of a sequence without nodes is drawn with the
+    match noise, whatever the rule, so that plain decoding with a seed gives the same text under each rule.
+    Raises BadOption for an unknown rule, and whatever the rule or a row of target_probs raises.
     """
     rule = find(spec)
     if draft.node_starts[b] < draft.node_starts[b + 1]:
@@ -101,7 +103,7 @@ def ruling(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, spec: s
 
 
 def _ended(draft: Draft, ruling: Ruling) -> Ruling:
-    """Return a ruling that ends with a token, its last accepted one where no token can follow that."""
+    """Return the ruling with a next token that exists: the last accepted token, where no token can follow it."""
     path, next_token, tests = ruling
     return (path[:-1], draft.tokens[path[-1]], tests) if next_token < 0 and path else ruling
 
@@ -119,5 +121,5 @@ def children_of(draft: Draft, b: int, nodes: Seq[int]) -> list[int]:
 
 
 def equal_siblings(draft: Draft, siblings: Seq[int], node: int) -> list[int]:
-    """Return `node` and its siblings with the same token: the children of each of them continue the path."""
+    """Return `node` and its siblings with the same token. The children of all these nodes continue the path."""
     return [n for n in siblings if draft.tokens[n] == draft.tokens[node]]

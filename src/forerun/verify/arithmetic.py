@@ -1,4 +1,4 @@
-"""What rules compute with distributions of any form (a point, a vector, a list of ids): aligned weights, residuals."""
+"""The arithmetic of rules on distributions of any form (point, vector, list of ids): aligned weights, residuals."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def residual(p: Probs, q: Probs) -> Probs:
 def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
     """Return the distribution norm(max(0, share p - q)), and the mass sum max(0, share p - q). share: in [0, 1].
 
-    Where the mass is 0 the distribution is p. With a share of 1 that occurs by rounding alone, because a token of q = p
-    is always accepted; p is the right distribution then (docs/exactness.md).
+    Where the mass is 0, the returned distribution is p. With a share of 1 this happens only by rounding, because a
+    token drawn from q = p is always accepted. p is the right distribution then (docs/exactness.md).
     """
     if p.point is not None:
         return p, max(0.0, share - q.at(p.point))
@@ -37,9 +37,9 @@ def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
 
 
 def normalised(p: Probs, rest: Row) -> tuple[Probs, float]:
-    """Return norm(max(0, rest)) in the form of p, and its mass; p itself where that is 0.
+    """Return norm(max(0, rest)) in the form of p, and the mass of max(0, rest); p itself where this mass is 0.
 
-    rest [n]: weights of the ids of p, which is no point; it is changed in place.
+    p is no point. rest [n]: weights of the ids of p; changed in place.
     """
     np.maximum(rest, 0, out=rest)
     mass = arithmetic.mass(rest)
@@ -47,7 +47,7 @@ def normalised(p: Probs, rest: Row) -> tuple[Probs, float]:
 
 
 def reweighted(p: Probs, weights: Row) -> Probs:
-    """Return p, which is no point, with other weights [n]."""
+    """Return a distribution over the ids of p with other weights [n]. p is no point."""
     return Probs(dense=weights) if p.ids is None else Probs(ids=p.ids, listed=weights)
 
 
@@ -68,7 +68,7 @@ def aligned(q: Probs, p: Probs) -> Row:
 
 
 def _places(p: Probs, ids: Ids) -> tuple[npt.NDArray[np.bool_], Ids]:
-    """Return which of these ids p has a weight for, bool [n], and the indices of those weights."""
+    """Return for each id whether p has a weight for the id, bool [n], and the indices of these weights in p."""
     if p.ids is None:
         known = ids < len(p.weights)
         return known, ids[known]

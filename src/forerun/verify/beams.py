@@ -1,10 +1,10 @@
 """Beam search: one step of it, and the pool of finished texts. Pure functions of scores; no model, no cache, no clock.
 
-A step is a deterministic function of the live texts ("beams"), their scores and the scores of their next tokens; so
-steps can be replayed over texts that were guessed and scored together (docs/methods/beam.md). The rules follow
-transformers' generate() with num_beams, down to the length that a score is divided by; ties, which it leaves to a
-library, are broken by the better beam and then the lower token id. It is no rule of SamplingParams.acceptance: a
-request is a beam search by num_beams.
+A step is a deterministic function of the beams (the texts that are not finished), their scores and the scores of their
+next tokens. So steps can be replayed over texts that were guessed and scored together (docs/methods/beam.md). The rules
+follow transformers' generate() with num_beams, down to the length by which a score is divided. Ties, which transformers
+leaves to a library, go to the better beam and then to the lower token id. Beam search is no rule of
+SamplingParams.acceptance: num_beams makes a request a beam search.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from forerun.errors import BadOption
 from forerun.types import Hypotheses, Next
 
 Ends = Callable[[Seq[int]], bool]
-Nexts = Callable[[int, int], tuple[Seq[int], Seq[float]]]  # (beam, num) -> the `num` best tokens, best first; scores
+# (beam, num) -> the beam's `num` best next tokens, best first, and their scores.
+Nexts = Callable[[int, int], tuple[Seq[int], Seq[float]]]
 
 
 class Candidate(NamedTuple):
@@ -32,7 +33,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """The options of a search. most_tokens: the length at which a text ends whatever its last token is."""
+    """The options of a search. most_tokens: the length at which a beam ends, whatever its last token is."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -41,9 +42,10 @@ class Rules:
 
 
 def best_first(scores: Seq[float], nexts: Nexts, num: int) -> Iterator[Candidate]:
-    """Yield all candidates: score descending, then beam, then token ascending. scores: of the beams, in their order.
+    """Yield all candidates in the order of score descending, then beam ascending, then token ascending.
 
-    num: how many tokens of each beam are asked for at first; where more are needed, twice as many each time.
+    scores: the score of each beam. num: the number of next tokens that each beam is asked for at first. Where more are
+    needed, the number is doubled each time.
     """
 
     def of_beam(beam: int, score: float) -> Iterator[tuple[float, int, int]]:
@@ -63,10 +65,10 @@ def best_first(scores: Seq[float], nexts: Nexts, num: int) -> Iterator[Candidate
 def step(
     scores: Seq[float], nexts: Nexts, width: int, ends: Callable[[int, int], bool], num: int, is_last: bool = False
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Return the `width` best candidates that go on, and those that end, of the `width` best of all; both best first.
+    """Return the `width` best candidates that go on, and the candidates that end among the `width` best of all.
 
-    ends(beam, token): whether a text ends with that token. is_last: all of them end here. There are fewer candidates
-    where masks leave fewer tokens. num: as in `best_first`.
+    Both lists are best first. Fewer candidates are returned where masks leave fewer tokens. ends(beam, token): whether
+    a beam ends with that token. is_last: whether every candidate ends here. num: as in `best_first`.
     """
     live, ended = list[Candidate](), list[Candidate]()
     for rank, candidate in enumerate(best_first(scores, nexts, num)):
@@ -81,7 +83,7 @@ def step(
 
 
 class Finished(NamedTuple):
-    """A finished text. penalised: its score by which texts are compared, sum of log-probabilities / length^penalty."""
+    """A finished text. score: the sum of its log-probabilities. penalised: score / length^penalty, for comparisons."""
 
     penalised: float
     score: float
@@ -90,22 +92,23 @@ class Finished(NamedTuple):
 
 @dataclass
 class Pool:
-    """The best finished texts, at most num_beams, best first; of equal ones the one that was finished first."""
+    """The best finished texts, at most num_beams, best first. Of equal texts, the one that finished first is better."""
 
     rules: Rules
     texts: list[Finished] = field(default_factory=list)
 
     def add(self, ended: Seq[tuple[float, int]], length: int) -> None:
-        """Add texts of so many tokens, best first: (score, node)."""
+        """Add finished texts of `length` tokens. ended: the (score, node) of each text, best first."""
         share = float(length) ** self.rules.length_penalty
         texts = [*self.texts, *(Finished(score / share, score, node) for score, node in ended)]
         self.texts = sorted(texts, key=lambda text: -text.penalised)[: self.rules.num_beams]
 
     def is_final(self, best: float | None, length: int) -> bool:
-        """Return whether the search ends, `length` tokens behind the prompt. best: the best live score, None = none.
+        """Return whether the search ends. length: tokens of each beam. best: the best beam's score; None = no beams.
 
-        Where the pool is full: with early_stopping True at once; else when the best live text would be no better than
-        the worst of the pool, at its present length, or with "never" at the longest, if a penalty favours length.
+        A search with beams goes on until the pool is full. With early_stopping True it ends then. Otherwise it ends
+        when the best beam would be no better than the worst text of the pool. The beam is compared at its present
+        length; with early_stopping "never" and a penalty that favours length, at the longest possible length.
         """
         if best is None:
             return True
@@ -120,11 +123,11 @@ class Pool:
 
 
 class Search:
-    """One beam search: its live texts and their scores, the pool, and how far it is.
+    """One beam search: its beams and their scores, the pool, and the number of tokens so far.
 
-    tips: the live texts as nodes of the tree, best first, all `length` tokens behind the prompt. scores: theirs,
-    float64 sums of log-probabilities in the order of the tokens. ends(tokens): whether a text ends with the last of
-    these tokens, which follow the prompt.
+    tips: the last node of each beam in the tree, best first, all `length` tokens after the prompt. scores: the score of
+    each beam, a float64 sum of log-probabilities in the order of the tokens. ends(tokens): whether an output that
+    consists of these tokens ends with the last of them.
     """
 
     def __init__(self, rules: Rules, tree: Hypotheses, end_ids: Collection[int], ends: Ends | None = None) -> None:
@@ -133,11 +136,11 @@ class Search:
         self._ends = ends
 
     def replayed(self, scored: Callable[[int], Next | None]) -> tuple[Search, int]:
-        """Take steps while the next tokens of all live texts are scored: (the search behind them, how many they were).
+        """Take steps while the next tokens of all beams are known. Returns the resulting search, and how many steps.
 
-        scored(node): what may follow a node of the tree, None where that is not known. A step whose live texts are all
-        known is the step of a search without drafts; the first whose texts are not, is the last. This search stays as
-        it is, but for nodes that its tree gets.
+        scored(node): the next tokens after a node of the tree; None where they are not known. Each step is the same as
+        in a search without drafts, because the next tokens of all its beams are known. This search stays unchanged,
+        except that its tree gets nodes.
         """
         after, num_steps = copy.copy(self), 0
         after.pool = Pool(self.rules, self.pool.texts)
@@ -170,15 +173,16 @@ class Search:
         self.is_over = self.pool.is_final(self.scores[0] if live else None, self.length)
 
     def ends_with(self, node: int, token: int) -> bool:
-        """Return whether the text down to a node ends with this token behind it."""
+        """Return whether the text down to a node ends when this token follows."""
         if token in self.end_ids:
             return True
         return self._ends is not None and self._ends([*self.tree.text(node), token])
 
     def guessed(self, level: Seq[int], scores: Seq[float], nexts: Seq[Next | None], width: int) -> list[Candidate]:
-        """Return the best `width` guesses behind nodes, by the drafter's scores: a step of its own search.
+        """Return the drafter's `width` best guesses of tokens after the nodes of a level: a step of its own search.
 
-        Nothing follows an end id. Nodes that the drafter knows nothing about have no guesses.
+        scores: the drafter's score of each node. nexts: the drafter's next tokens after each node; None = unknown, so
+        that the node gets no guess. End ids are not guessed, because nothing follows them.
         """
         known = [(beam, following) for beam, following in enumerate(nexts) if following is not None]
         live, _ = step(
@@ -191,7 +195,7 @@ class Search:
         return [guess._replace(beam=known[guess.beam][0]) for guess in live]
 
     def shared(self) -> int:
-        """Return the last node that all live texts have in common."""
+        """Return the last node that all beams have in common."""
         first, *others = (self.tree.path(tip, self.tree.base) for tip in self.tips)
         num = len(first)
         for path in others:

@@ -1,27 +1,30 @@
 """Block verification: the tokens of a chain are judged together, which keeps more of them than one after the other.
 
-Sun et al. 2024, arXiv 2403.10444, Algorithm 2. With p_i the target's distribution of the i-th drafted token x_i, and
-q_i the one that it was drawn from:
+Sun et al. 2024, arXiv 2403.10444, Algorithm 2. Let p_i be the target's distribution for the i-th drafted token x_i, and
+q_i the distribution that x_i was drawn from:
 
     P_0 = 1,  P_i = min(1, P_(i-1) p_i(x_i) / q_i(x_i))       the share of the draft's mass that may stay on x_1 .. x_i
-    R_i = sum_x (P_i p_(i+1)(x) - q_(i+1)(x))+                the room that longer prefixes leave there
-    h_i = R_i / (R_i + 1 - P_i),  at the last token P_i       accept x_1 .. x_i, given that no longer prefix is accepted
+    R_i = sum_x (P_i p_(i+1)(x) - q_(i+1)(x))+                the room that longer prefixes leave to x_1 .. x_i
+    h_i = R_i / (R_i + 1 - P_i),  at the last token P_i       accept x_1 .. x_i if every longer prefix is rejected
 
-The longest accepted prefix wins; behind it comes a token of norm((P_i p_(i+1) - q_(i+1))+), or the bonus. Then
-P(at least i tokens are accepted | x_1 .. x_i) = P_i: it holds at the last token, and before it E[P_(i+1)] = P_i - R_i,
-so that P_i - R_i + (1 - P_i + R_i) h_i = P_i. The mass emitted behind x_1 .. x_i is then P_i p_(i+1) times the draft's.
-P_i is never below the product of min(1, p / q), which is what token by token keeps. A P_i that underflows to 0 loses no
-more than the mass that it stands for, so that no logarithms are needed.
+The longest accepted prefix wins. After it comes a token drawn from norm((P_i p_(i+1) - q_(i+1))+), or the bonus. Then
+P(at least i tokens are accepted | x_1 .. x_i) = P_i. At the last token this holds by the choice of h_i. Before the last
+token E[P_(i+1)] = P_i - R_i, so that P_i - R_i + (1 - P_i + R_i) h_i = P_i. The probability mass emitted after
+x_1 .. x_i is then P_i p_(i+1) times the draft's probability of x_1 .. x_i. P_i is never below the product of
+min(1, p / q), the share that verification token by token keeps. A P_i that underflows to 0 loses no more than the mass
+that it stands for, so that no logarithms are needed.
 
-No exact rule keeps more in a round, on any prefix, if the target alone goes on behind it. Let A_i be the probability
-that the draft begins with x_1 .. x_i and the rule accepts them all. A text that begins with x_1 .. x_(i-1) in another
-way has ended its round there at the latest, and goes on with p_i. Hence the texts of A_(i-1) go on with p_i, too, and
-A_i <= A_(i-1) p_i(x_i). Nor is A_i more than the draft's probability of x_1 .. x_i. Divided by it, these are the two
-bounds of P_i.
+No exact rule keeps more in a round, on any prefix, if the target alone continues after the round. Let A_i be the
+probability that the draft begins with x_1 .. x_i and the rule accepts them all. An output may also begin with
+x_1 .. x_(i-1) although the rule has not accepted them all. Its round has then ended at x_(i-1) or earlier, so that the
+output goes on with p_i. As the rule is exact, the outputs that A_(i-1) counts must go on with p_i, too, and hence
+A_i <= A_(i-1) p_i(x_i). A_i is also at most the draft's probability of x_1 .. x_i. Divided by this probability, these
+two bounds of A_i become the two bounds of P_i.
 
-Hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is this rule where it is exact and has no state. It caps
-r_i, the product of p / q, by the largest so far, and r_i / max(r_0, ..., r_i) = P_i. It accepts by the excess R_i over
-the deficit sum_x (q_(i+1)(x) - P_i p_(i+1)(x))+ = R_i + 1 - P_i. tests/verify/test_hierarchical.py compares them.
+Where hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is exact and has no state, it is this rule. It caps
+r_i, the product of p / q, by the largest product so far: r_i / max(r_0, ..., r_i) = P_i. It accepts with the ratio of
+the excess R_i to the deficit sum_x (q_(i+1)(x) - P_i p_(i+1)(x))+ = R_i + 1 - P_i. tests/verify/test_hierarchical.py
+compares the two.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
     for i, node in enumerate(nodes):
         target_prob, draft_prob = target_probs[i].at(draft.tokens[node]), draft.probs[node].at(draft.tokens[node])
         tests.append(AcceptanceTest(node, target_prob, draft_prob, False))
-        if draft_prob == 0:  # by underflow alone: as if the draft had ended before it
+        if draft_prob == 0:  # only by underflow: judged as if the draft had ended before this node
             num_judged = i
         if target_prob == 0 or draft_prob == 0:
             break
@@ -72,5 +75,8 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 
 def remaining_share(share: float, room: float) -> float:
-    """Return R / (R + 1 - P), the share that a prefix keeps where no longer one is accepted; 1 at P = 1."""
+    """Return h = R / (R + 1 - P), the share that a prefix keeps if every longer prefix is rejected; 1 where P = 1.
+
+    The symbols are explained at the top of the file. share: P. room: R.
+    """
     return 1.0 if share == 1 else room / (room + 1 - share)

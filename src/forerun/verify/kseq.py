@@ -1,15 +1,16 @@
 """K-SEQ: several independent draws from one distribution are judged with one ratio (SpecTr; Sun et al. 2310.15141).
 
-With K draws from q at a node, beta(rho) = sum_x min(q(x), p(x) / rho), and rho* the smallest rho in [1, K] for which
-1 - (1 - beta)^K <= rho beta (found by bisection):
+At a node, K tokens are drawn from q. Let beta(rho) = sum_x min(q(x), p(x) / rho), and let rho* be the smallest rho in
+[1, K] with 1 - (1 - beta)^K <= rho beta (found by bisection). With rho = rho* and a uniform number U for each draw:
 
     accept the first draw x with U rho q(x) < p(x)
-    none was accepted: go on with  norm(p - min(q, p / rho) (1 - (1 - beta)^K) / beta)
+    no draw is accepted: go on with  norm(p - min(q, p / rho) (1 - (1 - beta)^K) / beta)
 
-An accepted token is x with probability min(q, p / rho)(x) (1 - (1 - beta)^K) / beta, and the residual adds what is
-missing to p(x); a smaller rho would make it negative (mutant m14). One draw is the ratio rule. Siblings that were drawn
-from different distributions are judged in groups of equal ones, each with the p that the group before it left, as
-`ratio` does one by one. Below an accepted token all draws go on that begin with it.
+The token x is accepted with probability min(q, p / rho)(x) (1 - (1 - beta)^K) / beta, and the residual adds the part of
+p(x) that is missing. A smaller rho would make the residual negative (mutant m14). With one draw this is the ratio rule.
+Siblings that were drawn from different distributions are judged in groups with equal distributions. Each group is
+judged with the p that the group before it left, as `ratio` judges sibling by sibling. After an accepted token, all
+draws of this token go on: the children of each are judged.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 def _try(
     draft: Draft, siblings: Seq[int], p: Probs, coins: Coins, depth: int, tests: list[AcceptanceTest]
 ) -> tuple[int | None, Probs]:
-    """Test the children of a node: (the accepted one or None, what is left of p). Appends to `tests`."""
+    """Test the children of a node. Returns the accepted child, or None, and the p that is left. Appends to `tests`."""
     lanes = itertools.count()
     for q, group in _groups(draft, siblings):
-        num_draws = sum(q.at(draft.tokens[node]) > 0 for node in group)  # the others were drawn by underflow alone
+        num_draws = sum(q.at(draft.tokens[node]) > 0 for node in group)  # q(x) = 0 comes from underflow alone
         rho = ratio_of(p, q, num_draws)
         for node in group:
             token = draft.tokens[node]
@@ -72,7 +73,7 @@ def _try(
 
 
 def _groups(draft: Draft, siblings: Seq[int]) -> list[tuple[Probs, list[int]]]:
-    """Put siblings that follow each other and were drawn from equal distributions together."""
+    """Group consecutive siblings that were drawn from equal distributions. Returns each distribution and its nodes."""
     groups: list[tuple[Probs, list[int]]] = []
     for node in siblings:
         if groups and _equal(groups[-1][0], draft.probs[node]):
@@ -91,7 +92,7 @@ def _equal(a: Probs, b: Probs) -> bool:
 
 
 def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
-    """Return rho*, in [1, num_draws], rounded up; 1 where p is a point, for then nothing else can be emitted."""
+    """Return rho*, in [1, num_draws], rounded up; 1 where p is a point, because no other id can be emitted then."""
     low, high = 1.0, float(num_draws)
     if num_draws <= 1 or p.point is not None:
         return low

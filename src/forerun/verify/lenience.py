@@ -4,16 +4,18 @@ Leviathan et al. 2023, arXiv 2211.17192, appendix A.5. With l in (0, 1], at a te
 
     accept x with probability min(1, p(x) / (l q(x)));  else emit norm((p - q)+)
 
-The emitted token is then at most 1 / l times as likely as in p, and the total variation between its distribution and p
-is exactly alpha_l - alpha_1, where alpha_l = sum_x min(q(x), p(x) / l): the price, whose mean over tested tokens is
-reported as tv_price. No residual gives less. Over N tokens the bound is 1 / l^N, and nothing bounds a text from below.
+The emitted token is then at most 1 / l times as likely as in p. The total variation between its distribution and p is
+exactly alpha_l - alpha_1, where alpha_l = sum_x min(q(x), p(x) / l). This is the price. Its mean over the tested tokens
+is reported as tv_price. No other residual makes the price lower. Over N tokens the bound is 1 / l^N. Nothing bounds the
+probability of a text from below.
 
 The paper does not say what a correction is drawn from. correction=target draws it from p, as code without the residual
-does: likely tokens then become likelier, also at l = 1, and the price says by how much.
+does. Likely tokens then become likelier, even at l = 1, and the price says by how much.
 
-Greedy requests compare the distribution at temperature 1: a drafted token is kept if p(x) >= l max p, else the argmax
-is emitted. (The paper prints "p(x) <= l max p", which accepts everything at l = 1 and less for smaller l; its own table
-shows the opposite.) Among ties at l = 1 only the lowest id is kept, so that l = 1 is plain greedy decoding.
+For greedy requests p is the target's distribution at temperature 1. A drafted token is kept if p(x) >= l max p;
+otherwise the argmax is emitted. (The paper prints "p(x) <= l max p", which accepts everything at l = 1 and less for
+smaller l; its own table shows the opposite.) At l = 1 only the lowest id among ties is kept, so that l = 1 is plain
+greedy decoding.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 
 def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
-    """Return the total variation between p and what is emitted. anew: a correction is drawn from p."""
+    """Return the total variation between p and the emitted distribution. anew: whether a correction is drawn from p."""
     if anew and p.point is None:
         kept, target_probs = np.minimum(aligned(q, lenient), lenient.weights), p.weights.astype(np.float64)
         return mass(np.abs(kept + (1 - mass(kept)) * target_probs - target_probs)) / 2
@@ -78,13 +80,13 @@ def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
 
 
 def _caps(p: Probs, share: float) -> Probs:
-    """Return how much of q is kept at most, by id: p / share, or 1 for the ids that a greedy request may keep.
+    """Return by id the largest part of q that is kept: p / share, or 1 for the ids that a greedy request may keep.
 
     These are weights, and no distribution.
     """
     if p.point is None:
         return reweighted(p, p.weights.astype(np.float64) / share)
-    if p.soft is None or p.soft.point is not None or share == 1:  # one token alone is possible
+    if p.soft is None or p.soft.point is not None or share == 1:  # only one token is possible
         return p
     soft = p.soft.weights.astype(np.float64)
     return reweighted(p.soft, (soft >= share * soft.max()).astype(np.float64))

@@ -1,10 +1,10 @@
 """Match verification: the target draws with the noise of the position, and a drafted token is kept if it is the draw.
 
-The draw at absolute index t is a function of the history and of noise(t) alone (Gumbel-max), so the output is, token
-for token, the same as by plain decoding with the same seed, whatever the drafter, its length or the batch (Daliri,
-Musco, Suresh 2024, arXiv 2408.07978). A drafter that uses the same noise is accepted with probability at least
-(1 - TV) / (1 + TV). After a mismatch the target's draw is emitted; a second draw would favour the drafted token
-(mutant m5).
+The draw at absolute index t is a function of the history and of noise(t) alone (Gumbel-max). So plain decoding with the
+same seed yields the same output, token for token, whatever the drafter, the draft length or the batch (Daliri, Musco,
+Suresh 2024, arXiv 2408.07978). A drafter that uses the same noise is accepted with probability at least
+(1 - TV) / (1 + TV), where TV is the total variation between the target's and the draft's distribution. After a mismatch
+the target's draw is emitted; a second draw would favour the drafted token (mutant m5).
 """
 
 from __future__ import annotations

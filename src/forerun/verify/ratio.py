@@ -1,16 +1,16 @@
 """Ratio verification: rejection sampling, token by token, over chains and trees.
 
-Chains are judged as in Leviathan et al. 2023, Algorithm 1, and Chen et al. 2023, Algorithm 2. With p the target's
-distribution and q the one that the token x was drawn from:
+Chains are judged as in Leviathan et al. 2023, Algorithm 1, and Chen et al. 2023, Algorithm 2. Let p be the target's
+distribution, and q the distribution that the token x was drawn from:
 
     accept x with probability min(1, p(x) / q(x));  else go on with p <- norm(max(0, p - q)).
 
 Then P(emit x) = min(p, q)(x) + (1 - beta) (p - min(p, q))(x) / (1 - beta) = p(x), where beta = sum_x min(p, q)(x).
 Several children of a node are tested in turn, each with the p that the test before it left (recursive rejection
-sampling; SpecInfer, Miao et al. 2023, Algorithm 2; without replacement Jeon et al. 2024). Where none is accepted, the
-emitted token is drawn from the p that the last test left. A chain is a tree without siblings. Equal siblings are
-separate draws: the second is tested, too, and is always rejected, but its q is subtracted. Greedy decoding needs no
-case of its own: p is a point mass then. docs/exactness.md has the edge cases.
+sampling; SpecInfer, Miao et al. 2023, Algorithm 2; without replacement Jeon et al. 2024). Where no child is accepted,
+the emitted token is drawn from the p that the last test left. A chain is a tree without siblings. Equal siblings are
+separate draws: the second of them is tested, too. It is always rejected, but its q is subtracted. Greedy decoding needs
+no case of its own, because p is a point mass then. docs/exactness.md has the edge cases.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Traversal verification: the leaves of a tree are judged first, then their parents; on a chain it is `block`.
 
-Weng et al. 2025, arXiv 2505.12398. Each node v has a share a_v of the draft's mass that may stay on its path: a = 1 at
-the root, and min(1, a p(x) / q(x)) at a child with token x, where p is the target's distribution behind its parent and
-q the one that x was drawn from. The subtrees of a node are visited in the order of the draws. A subtree
-without an accepted node is removed, and takes its q with it:
+Weng et al. 2025, arXiv 2505.12398. Each node has a share a: the share of the draft's mass that may stay on the path to
+the node. At the root a = 1. At a child with token x it is min(1, a p(x) / q(x)). Here a is the parent's share, p is the
+target's distribution after the parent, and q is the distribution that x was drawn from. The subtrees of a node are
+visited in the order of the draws. A subtree without an accepted node is removed, and its q is subtracted:
 
     r = (a p - q)+,  R = sum r;    p <- norm(r),  a <- R / (R + 1 - a)
 
-A node that has lost all children is accepted with probability a, and the round then ends with a draw from what is left
-of its p. At the root a stays 1, so that something is always emitted. Every step is a step of block verification,
-with the distribution of the next sibling's draw in place of the first's; so siblings may be drawn without replacement,
-independently, or be points, provided that each states the distribution of its own draw.
+A node without children, or with all children removed, is accepted with probability a. The round then ends with a draw
+from the p that is left at this node. At the root a stays 1, so that a token is always emitted. Every step is a step of
+block verification in which the next sibling's q takes the place of the first sibling's q. So siblings may be drawn
+without replacement or independently, or be points, provided that each states the distribution of its own draw.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
     first, lanes = draft.node_starts[b], _lanes(draft, b)
 
     def visit(node: int, share: float, depth: int) -> Ruling | None:
-        """Judge the subtree of a node at a depth (-1, 0 = the root). None where none of its nodes was accepted."""
+        """Judge the subtree of a node; None where no node of the subtree is accepted. The root is -1, at depth 0."""
         if share == 0:
             return None
         p, removed = target_probs[node - first + 1 if node >= 0 else 0], list[AcceptanceTest]()
         for child in children_of(draft, b, [node]):
             token, q = draft.tokens[child], draft.probs[child]
             target_prob, draft_prob = p.at(token), q.at(token)
-            found = visit(child, acceptance(share * target_prob, draft_prob), depth + 1)
-            if found is not None:
-                path, next_token, tests = found
+            child_ruling = visit(child, acceptance(share * target_prob, draft_prob), depth + 1)
+            if child_ruling is not None:
+                path, next_token, tests = child_ruling
                 kept = AcceptanceTest(child, target_prob, draft_prob, True)
                 return [child, *path], next_token, [*removed, kept, *tests]
             removed.append(AcceptanceTest(child, target_prob, draft_prob, False))
-            if draft_prob > 0:  # else it was drawn by underflow alone
+            if draft_prob > 0:  # a probability of 0 comes from underflow alone
                 p, room = excess(p, q, share)
                 share = remaining_share(share, room)
         if node < 0 or coins.accept(share, depth - 1, lanes[node]):
@@ -68,7 +68,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 
 def _lanes(draft: Draft, b: int) -> dict[int, int]:
-    """Number the nodes of each depth, in draft order: each tosses a coin of its own."""
+    """Number the nodes of each depth, in draft order, so that each node tosses a coin of its own."""
     depths, lanes, counts = {-1: 0}, dict[int, int](), dict[int, int]()
     for node in draft.nodes(b):
         depth = depths[node] = depths[draft.parents[node]] + 1

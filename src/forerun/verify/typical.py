@@ -1,14 +1,14 @@
 """Typical acceptance: a drafted token is kept if the target finds it likely enough. LOSSY, only where asked for.
 
-Medusa, Cai et al. 2024, arXiv 2401.10774, section 3.3.1. With p the target's distribution behind the path, at the
-request's temperature, and H(p) its entropy in nats, a token x is kept if
+Medusa, Cai et al. 2024, arXiv 2401.10774, section 3.3.1. Let p be the target's distribution after the path, at the
+request's temperature, and H(p) its entropy in nats. A token x is kept if
 
     p(x) > min(epsilon, delta exp(-H(p)))
 
-The longest path of kept tokens wins, the likeliest of several, and the next token is drawn from p behind it. No coin
-is tossed, and nothing bounds how far the output's distribution is from the target's. Greedy requests have points as p:
-there only the argmax is kept, so that their output is exact. (Helper functions of the published code have the defaults
-of the two options exchanged; these follow its models.)
+The longest path of kept tokens wins; of several longest paths, the likeliest. The next token is drawn from the p after
+this path. No coin is tossed, and nothing bounds how far the output's distribution is from the target's. For greedy
+requests p is a point, so only the argmax is kept and the output is exact. (Helper functions of the published code have
+the defaults of the two options exchanged; the defaults here follow its models.)
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Options:
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options) -> Ruling:
-    """Judge one sequence: (accepted nodes, next token, acceptance tests of the path and of its siblings)."""
+    """Judge one sequence: (accepted nodes, next token, acceptance tests of the path's nodes and their siblings)."""
     first = draft.node_starts[b]
-    rows = {-1: target_probs[0]}  # behind the root and kept nodes
-    reached = {-1: (0, 0.0)}  # their depth, and the log-probability of their path
+    rows = {-1: target_probs[0]}  # the target's distributions after the root (-1) and after kept nodes
+    reached = {-1: (0, 0.0)}  # the depth of these nodes, and the log-probability of the path to each
     for node in draft.nodes(b):
         above = draft.parents[node]
         if above in rows and (prob := rows[above].at(draft.tokens[node])) > threshold(rows[above], options):
