@@ -1,4 +1,4 @@
-"""From logits to the distribution that a token is drawn from, and the random numbers that draw it.
+"""From logits to the distribution that a token is drawn from, and the random numbers of the draw.
 
 The names are loaded when they are first used.
 """

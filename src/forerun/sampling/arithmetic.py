@@ -1,8 +1,9 @@
 """Sums, exp, log, sine and cosine whose bits are the same everywhere, whatever library or processor computes.
 
-numpy's exp, log, sines and sums differ in their last bits between builds and processors, and torch's do. Here functions
-are spelled out in additions, multiplications and divisions, which IEEE 754 rounds alike everywhere, and masses are
-summed as integers, which have no order. csrc/sampling holds exp, log and masses a second time, bit for bit.
+numpy's exp, log, sines and sums differ in their last bits between builds and processors, and so do torch's. Here
+functions are spelled out in additions, multiplications and divisions, which IEEE 754 rounds alike everywhere. Masses
+(sums of weights) are summed as integers, so that the order does not matter. csrc/sampling has exp, log and masses a
+second time, with the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Ticks = npt.NDArray[np.int64]
 
 _CHUNK = 4096  # elements that are run together: they stay in the processor's first cache
 
-_LOWEST = np.float32(-87.0)  # below, e^x is taken as 0; down to here it is a normal float32
+_LOWEST = np.float32(-87.0)  # below this x, e^x is taken as 0; down to it e^x is a normal float32
 _LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # n * high is exact for n up to 2^15
 _EXP_POLYNOMIAL = tuple(
@@ -58,7 +59,7 @@ _COSINE = (
 
 @cache
 def native_sampler() -> Any:
-    """Return the native implementation of this room for float32 rows: same names, same bits. None = numpy does it."""
+    """Return the native implementation of this room for float32 rows: same names, same bits. None = use numpy."""
     isa = native.isa()
     return None if isa == "reference" else native.extension().Sampler(isa)
 
@@ -67,7 +68,7 @@ def exp(x: Row) -> Row:
     """Return e^x for x <= 0, elementwise, in the width of x.
 
     float32: within 1 unit in the last place, 0 below -87, the same bits everywhere (Cephes expf, Moshier 1989).
-    float64: numpy's own, for rows of tests and toys, which nothing native computes.
+    float64: numpy's own exp, for rows of tests and toys, which no native code computes.
     """
     if x.dtype != np.float32:
         return np.asarray(np.exp(x))
@@ -78,7 +79,7 @@ def exp(x: Row) -> Row:
 
 
 def _exp_singles(x: Singles, out: Singles) -> None:
-    """Write e^x to `out`: x = n ln 2 + r; a polynomial of degree 6 in r; n goes into the exponent."""
+    """Write e^x to `out`. With x = n ln 2 + r, e^r is a polynomial of degree 6 in r, and n goes into the exponent."""
     clipped = np.maximum(x, _LOWEST)
     n = np.rint(clipped * _LOG2_E)
     r = clipped - n * _LN2_HIGH
@@ -98,7 +99,7 @@ def _exp_singles(x: Singles, out: Singles) -> None:
 def log(x: npt.ArrayLike) -> Floats:
     """Return the natural log of positive numbers, float64, within 1 unit in the last place, the same bits everywhere.
 
-    The algorithm of FreeBSD's e_log.c (Sun Microsystems 1993) without its shortcuts.
+    Uses the algorithm of FreeBSD's e_log.c (Sun Microsystems 1993), without its shortcuts.
     """
     fraction, exponent = np.frexp(np.asarray(x, dtype=np.float64))
     low = fraction < _SQRT_HALF
@@ -117,7 +118,8 @@ def log(x: npt.ArrayLike) -> Floats:
 def sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     """Return sine and cosine of angles up to 2^24 in magnitude, elementwise, float64, within 2 units in the last place.
 
-    The polynomials of FreeBSD's k_sin.c and k_cos.c (Sun Microsystems 1993), of the remainder from multiples of pi / 2.
+    Uses the polynomials of FreeBSD's k_sin.c and k_cos.c (Sun Microsystems 1993) at each angle's remainder from the
+    nearest multiple of pi / 2.
     """
     quarters = np.rint(x * (2 / math.pi))
     rest = x - quarters * _HALF_PI[0]
@@ -142,28 +144,28 @@ def _polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
 
 
 def tick_bits(num_values: int) -> int:
-    """Return b: the largest of `num_values` weights counts as up to 2^b ticks, so that their sum stays below 2^62."""
+    """Return b, where the largest of `num_values` weights counts as up to 2^b ticks. All sums then stay below 2^62."""
     return min(44, 62 - num_values.bit_length())
 
 
 def ticks(weights: Row, num_values: int, largest: float) -> Ticks:
-    """Return weights >= 0 as whole numbers, int64 [n]: multiples of a power of two of at most 2^-43 of the largest.
+    """Return weights >= 0 as whole numbers of ticks, int64 [n]. A tick is at most 2^-43 of the largest weight.
 
-    Integers add up to the same sum in every order. What rounds away is below 2^-44 of the largest weight for each id,
-    less than float32 itself rounds away.
+    A tick is a power of two. Integers add up to the same sum in every order. Rounding to ticks changes each weight by
+    less than 2^-44 of the largest weight, which is less than float32 itself rounds away.
     """
     scale = 2.0 ** (tick_bits(num_values) - math.frexp(largest)[1])
     return np.rint(np.multiply(weights, scale, dtype=np.float64)).astype(np.int64)
 
 
 def mass(weights: Row) -> float:
-    """Return the sum of weights >= 0; 0 where one is no finite number. float64: numpy's own, as in `exp`."""
+    """Return the sum of weights >= 0; 0 where a weight is no finite number. float64: numpy's own sum, as in `exp`."""
     native = native_sampler() if weights.dtype == np.float32 else None
     return _mass(weights) if native is None else float(native.mass(np.ascontiguousarray(weights)))
 
 
 def mass_of_logits(row: Row) -> float:
-    """Return the sum of e^(logit - the largest); 0 where the largest is no number."""
+    """Return the sum of e^(logit - largest logit); 0 where the largest logit is no finite number."""
     native = native_sampler() if row.dtype == np.float32 else None
     return _mass_of_logits(row) if native is None else float(native.mass_of_logits(np.ascontiguousarray(row)))
 
@@ -188,14 +190,14 @@ def _sum_of_ticks(weights: Row, largest: float) -> float:
 
 
 def chance(row: Row, place: int) -> float:
-    """Return the probability of a place by softmax(row)."""
+    """Return softmax(row)[place], the probability of one id."""
     return float(exp(row[place : place + 1] - row.max())[0]) / mass_of_logits(row)
 
 
 def entropy_of_logits(row: Row) -> float:
     """Return -sum p ln p of p = softmax(row), in nats.
 
-    It is the log of the mass, plus how far the logits are below the largest on average.
+    The entropy is the log of the mass plus the expected distance of a logit from the largest logit.
     """
     depths = row.max() - row
     weights = exp(-depths)

@@ -1,4 +1,4 @@
-"""A constraint as drafters see it, for which more tokens are committed than for the target."""
+"""A constraint as drafters see it: for them, forced tokens that the target has not committed yet count as committed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from forerun.types import Constraint
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A constraint behind tokens that must come next. What target and drafters both ask for is computed once.
+    """A constraint after forced tokens, which must come next.
 
-    given: the target's committed tokens. sure: the tokens behind them. A caller's `committed` must be both together.
+    walk: the target's constraint. It answers all questions, so that an answer that both target and drafters need is
+    computed once. given: the target's committed tokens. sure: the forced tokens after these. A caller's `committed`
+    must be `given` and then `sure`.
     """
 
     walk: Constraint
@@ -41,5 +43,5 @@ class Behind:
         return self.walk.forced(self.given, (*self.sure, *drafted))
 
     def behind(self, committed: Seq[int], sure: Seq[int]) -> Behind:
-        """Return this constraint behind still more tokens."""
+        """Return this constraint after further forced tokens."""
         return Behind(self.walk, self.given, (*self.sure, *sure))

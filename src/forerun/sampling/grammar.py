@@ -1,12 +1,12 @@
-"""Which ids may come next where a request holds its output to a grammar: a schema, an expression, some texts, rules.
+"""The ids that may come next where an output must follow a grammar: a JSON schema, a regex, a choice of texts, rules.
 
-llguidance compiles the grammar and says which tokens may follow a text (github.com/guidance-ai/llguidance). Here are
-the form that requests give it, the vocabulary that it needs, what compiling may take, and the state that walks along
-with a sequence and along every path of its drafts. A forbidden id has probability 0, in the target's rows as in a
-draft model's, so that verification need not know of grammars (docs/exactness.md).
+llguidance compiles the grammar and says which tokens may follow a text (github.com/guidance-ai/llguidance). This file
+has the forms in which requests give grammars, the vocabulary that llguidance needs, the limits of compiling, and the
+state that follows a sequence and every path of its drafts. A forbidden id has probability 0, both in the target's and
+in a draft model's distributions, so that verification need not know of grammars (docs/exactness.md).
 
-Where the grammar leaves one text alone for the next characters, llguidance allows the one token with which the
-tokenizer would begin that text, and no other spelling of it.
+Where the grammar leaves only one text for the next characters, llguidance allows only the token with which the
+tokenizer would begin that text, and no other spelling.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ if TYPE_CHECKING:
 
 Bits = npt.NDArray[np.bool_]
 
-# Of a grammar's text, of a schema's, and values of a schema at all depths: what compiles within about a second.
+# The most characters of a grammar, characters of a schema, and values of a schema at all depths. A grammar within
+# these limits compiles within about a second.
 MOST_CHARS, MOST_SCHEMA_CHARS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 12
-MOST_REMAINDERS = 100_000  # of all multipleOf of a schema together
-# Compiled grammars that are kept for the next request, their texts and memory; and what one is taken to hold at least.
+MOST_REMAINDERS = 100_000  # the largest product of all multipleOf of a schema
+# Compiled grammars are kept for later requests: their largest number, characters of text, and memory. The last number
+# is the least memory that a grammar is taken to need.
 MOST_KEPT, MOST_KEPT_CHARS, MOST_KEPT_BYTES, LEAST_BYTES = 64, 1 << 20, 512 << 20, 8 << 20
 MOST_MASKS = 256  # of the paths of one step
-# Processor time of the engine's thread, which all requests share. A request may take this much, and so much more for
-# each token; and of a step so much for drafts. A mask of a schema takes a tenth of a millisecond.
+# Processor time of the engine's thread, which all requests share: how much a request may take at once, how much more
+# for each of its tokens, and how much drafts may take in one step. A mask of a schema takes a tenth of a millisecond.
 BURST_S, TOKEN_S, DRAFT_S = 0.25, 0.005, 0.01
-MOST_MASK_S, _WALKED = 0.05, 16  # of one mask, and how many first masks are tried before a grammar is taken
-_SHORT_CHARS, _SHORT_RULES_CHARS = 1 << 11, 1 << 8  # what rules repeat takes its third power
-# What automata are products of: such a text may take for ever, however short it is.
+# The longest time of one mask, and how many first masks are tried before a grammar is accepted.
+MOST_MASK_S, _WALKED = 0.05, 16
+# The most characters of a short text, and of short rules: the time of repetitions in rules grows with the third power.
+_SHORT_CHARS, _SHORT_RULES_CHARS = 1 << 11, 1 << 8
+# Marks of texts that need products of automata: compiling such a text may take for ever, however short it is.
 _PRODUCTS = re.compile(r"[&~]|\\u|allOf|pattern|multipleOf|x-guidance|%regex")
-_END = b"<|end of grammar|>"  # llguidance wants one id that ends a text; the model's own are added where it allows this
+_END = b"<|end of grammar|>"  # the one end id that llguidance wants; where it is allowed, the model's end ids are, too
 _SEPARATORS = {
     "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
     "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
@@ -69,14 +73,14 @@ class Spelling(Protocol):
 
 
 class Allowed(NamedTuple):
-    """The ids that may come next: bits [num_ids] by id, and the only one where there is just one."""
+    """The ids that may come next. bits [num_ids]: whether each id may. only: the id, if just one may."""
 
     bits: Bits
     only: int | None
 
 
 class Vocabulary:
-    """The tokens of one tokenizer, as llguidance wants them, and the grammars that were compiled for them.
+    """The tokens of one tokenizer in llguidance's form, and the grammars that were compiled for these tokens.
 
     Raises BadOption where the tokenizer does not say which bytes a token stands for.
     """
@@ -97,10 +101,10 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def compiled(self, params: SamplingParams, num_bytes: int = LEAST_BYTES) -> Grammar | None:
-        """Return the grammar of a request, compiled now or before; None where it has none. Any thread may ask.
+        """Return a request's grammar, compiled now or before; None where the request has none. Any thread may call.
 
-        num_bytes: of memory that it holds, where that was measured. Raises BadOption for a grammar that cannot be
-        honoured, or takes too much.
+        num_bytes: the memory of the compiled grammar, where it was measured. Raises BadOption for a grammar that cannot
+        be honoured, or that takes too much.
         """
         if (key := params.constraint) is None:
             return None
@@ -112,7 +116,7 @@ class Vocabulary:
         return grammar
 
     def has(self, key: tuple[str, str]) -> bool:
-        """Return whether a grammar is kept. Raises the error that refused it. key: of `SamplingParams.constraint`."""
+        """Return whether a compiled grammar is kept. Raises BadOption if it was refused. key: as in `Grammar`."""
         return self._find(key) is not None
 
     def refuse(self, key: tuple[str, str], refusal: BadOption) -> None:
@@ -120,7 +124,7 @@ class Vocabulary:
         self._keep(key, refusal)
 
     def forget(self, grammar: Grammar) -> None:
-        """Drop a grammar, so that the next request compiles it anew: all that share it share its lexer's failure."""
+        """Drop a grammar whose lexer has failed, since requests share the lexer. The next request compiles it anew."""
         with self._lock:
             if self._kept.get(grammar.key) is grammar:
                 del self._kept[grammar.key]
@@ -149,7 +153,7 @@ _making = threading.Lock()
 
 
 def vocabulary(tokenizer: Spelling) -> Vocabulary:
-    """Return the vocabulary of a tokenizer, made once, which takes some tenths of a second. Raises as Vocabulary."""
+    """Return the vocabulary of a tokenizer. Making it takes some tenths of a second, once. Raises as Vocabulary."""
     with _making:
         if tokenizer not in _vocabularies:
             _vocabularies[tokenizer] = Vocabulary(tokenizer)
@@ -166,12 +170,12 @@ class _Wrapper:
         self.tokens = [*tokens, _END]
         self.eos_token_id = len(tokens)
         self.special_token_ids = [*sorted(tokenizer.special_ids), self.eos_token_id]
-        self._tokenizer = weakref.ref(tokenizer)  # which is the key of a weak dictionary that holds this
+        self._tokenizer = weakref.ref(tokenizer)  # weak: the tokenizer is the key of a weak dictionary that holds this
         self._special = tokenizer.special_ids
         self._guard = tokenizer.encode("\x02", add_special_tokens=False)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Encode a text that stands behind another: without the blank that some tokenizers put before a whole text."""
+        """Encode a text that follows another text, without the blank that some tokenizers put before a whole text."""
         tokenizer = self._tokenizer()
         given = text.decode() if isinstance(text, bytes) else text
         if tokenizer is None or not given:
@@ -185,15 +189,15 @@ class _Wrapper:
         return [*self(given[:1]), *self(given[1:])]  # the name of a special token, which is to be a text here
 
 
-_PANIC = "llguidance, which reads it, fails on it"  # in place of what Rust's code says when it gives up
-# What llguidance says of a schema inside a grammar, such as a tool's, and the line that has it.
+_PANIC = "llguidance, which reads it, fails on it"  # in place of the message of Rust's code when it panics
+# Matches llguidance's message about a schema inside a grammar, such as a tool's: the reason, and the schema's line.
 _IN_SCHEMA = re.compile(r"failed to compile JSON schema: ((?s:.*?))\n\s+\d+ \|(?s:.*)%json (.*)\n\s*\^")
 
 
 class Grammar:
-    """One compiled grammar over a vocabulary. key: its kind and its text, of `SamplingParams.constraint`.
+    """One compiled grammar over a vocabulary. key: (kind, text), as in `SamplingParams.constraint`.
 
-    Raises BadOption where llguidance refuses it, or it takes too much.
+    Raises BadOption where llguidance refuses the grammar, or where the grammar takes too much.
     """
 
     def __init__(self, key: tuple[str, str], vocabulary: Vocabulary) -> None:
@@ -218,7 +222,7 @@ class Grammar:
         self._walk()
 
     def _walk(self) -> None:
-        """Raise BadOption where the first tokens take too long already, before a shared step has to find it out."""
+        """Raise BadOption where masks of the first tokens take too long, before they can delay the engine's steps."""
         matcher, chance = self.matcher(), np.random.default_rng(0)
         for _ in range(_WALKED):
             begun_s = time.thread_time()
@@ -239,11 +243,11 @@ class Grammar:
         self._refuse(matcher)
 
     def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> GrammarState:
-        """Return the state of a sequence that begins. end_ids: ids that end its output."""
+        """Return the state at the beginning of a sequence's output. end_ids: the ids that end the output."""
         return GrammarState(self, end_ids, num_prompt_tokens)
 
     def matcher(self) -> LLMatcher:
-        """Return a state of llguidance at the beginning of the grammar."""
+        """Return a new matcher of llguidance, at the beginning of the grammar."""
         return self._start.deep_copy()
 
     def _refuse(self, matcher: LLMatcher) -> None:
@@ -261,15 +265,15 @@ class Grammar:
 
     @property
     def name(self) -> str:
-        """The name of the field that holds it."""
+        """The name of the request's field that holds the grammar."""
         return self.kind.partition(":")[0]
 
 
 @dataclass(eq=False)
 class GrammarState:
-    """Where a grammar stands along one sequence: behind its committed tokens, or behind some path of a draft.
+    """The state of a grammar along one sequence: after the committed tokens, or after some path of a draft.
 
-    It belongs to the engine's thread. Committed tokens stay what they are, and more are added to them.
+    Only the engine's thread uses it. From call to call the committed tokens only grow; none of them changes.
     """
 
     grammar: Grammar
@@ -277,11 +281,12 @@ class GrammarState:
     num_prompt_tokens: int
 
     def __post_init__(self) -> None:
-        self.failure: BadOption | None = None  # once it takes more than the limits; its request ends with it
+        self.failure: BadOption | None = None  # set once the limits are exceeded; the request ends with this error
         self._at = Matching(self.grammar.matcher, self.num_prompt_tokens)
-        self._masks: dict[tuple[int, ...], Allowed] = {}  # by path behind so many committed tokens
+        self._masks: dict[tuple[int, ...], Allowed] = {}  # by path after the first `_num_committed` tokens
         self._num_committed = -1
-        # What is left of its time, and what was taken behind the last committed token, for so many masks.
+        # The request's remaining time; the time since the last committed token, and in the step before; the number of
+        # masks since the last committed token.
         self._left_s, self._step_s, self._last_step_s, self._num_masks = BURST_S, 0.0, 0.0, 0
         size = self.grammar.vocabulary.num_ids
         self._ends = [i for i in sorted(self.end_ids) if i < size]
@@ -290,14 +295,15 @@ class GrammarState:
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts may ask for masks: not where they took more than DRAFT_S in this step, or in the last one."""
+        """Whether drafts may ask for masks: only if the grammar took less than DRAFT_S in this step and in the last."""
         return self.failure is None and max(self._step_s, self._last_step_s) < DRAFT_S
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
-        """Return the ids that may follow the committed tokens, the prompt included, and the drafted ones.
+        """Return the ids that may follow the committed tokens, the prompt included, and the drafted tokens.
 
-        An id that ends the output may come where the grammar may end; and one that the grammar names, where it does.
-        Raises BadOption behind a path that the grammar refuses, and where it takes more than the limits.
+        Ids that end the output are allowed where the grammar may end. A special id that ends the output is also allowed
+        where the grammar names it. Raises BadOption after a path that the grammar refuses, and where the grammar
+        exceeds the limits.
         """
         if len(committed) != self._num_committed or len(self._masks) > MOST_MASKS:
             self._masks, self._num_committed = {}, len(committed)
@@ -309,13 +315,13 @@ class GrammarState:
         return allowed
 
     def takes(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Return whether the grammar allows the drafted tokens behind the committed ones, in whatever spelling."""
+        """Return whether the grammar allows the drafted tokens after the committed tokens, in whatever spelling."""
         return self._go(committed, drafted)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Return whether nothing can follow the committed and drafted tokens, which are a whole text of the grammar.
+        """Return whether nothing can follow the tokens, because they are a whole text of the grammar.
 
-        Where that takes more than the limits, the request fails afterwards, alone: `failure`.
+        Where this question exceeds the limits, False is returned, and only this request fails later (`failure`).
         """
         try:
             return self._go(committed, drafted) and self._at.matcher.is_stopped() and not self._at.matcher.is_error()
@@ -323,21 +329,21 @@ class GrammarState:
             return False
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
-        """Return the tokens that must come next, as far as the grammar leaves one text and that has one spelling."""
+        """Return the tokens that must come next, as far as only one text is possible and it has only one spelling."""
         try:
             if not self.may_draft or not self._go(committed, drafted):
                 return []
             with self._timed(is_draft=True):
                 return list(self._at.matcher.compute_ff_tokens())
-        except BadOption:  # it is said where the row is judged
+        except BadOption:  # the error comes again where the row is judged
             return []
 
     def behind(self, committed: Seq[int], sure: Seq[int]) -> Behind:
-        """Return this constraint with the forced tokens `sure` treated as committed; it stays where it is."""
+        """Return this constraint with the forced tokens `sure` treated as committed. This state does not change."""
         return Behind(self, committed, tuple(sure))
 
     def _go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Move the matcher behind these tokens, and return whether it can. Raises `failure`."""
+        """Move the matcher to the end of these tokens, and return whether the grammar takes them. Raises `failure`."""
         if self.failure is not None:
             raise self.failure
         had = self._at.num_sure
@@ -374,9 +380,9 @@ class GrammarState:
         self._left_s -= 0.0 if is_draft else taken_s  # drafts have their own limit, and no request ends by them
 
     def _check(self, is_draft: bool) -> None:
-        """Raise BadOption where the matcher has failed, or the request has taken too much time; keep it as `failure`.
+        """Raise BadOption where the matcher has failed, or the request has taken too much time.
 
-        It is not kept behind drafted tokens, for the text may never go there.
+        The error is kept as `failure`, except after drafted tokens, because the text may never go there.
         """
         try:
             self.grammar.check(self._at.matcher)
@@ -390,7 +396,7 @@ class GrammarState:
                 self.grammar.vocabulary.forget(self.grammar)
             if not is_draft:
                 self.failure = failure
-            elif self._at.matcher.is_error():  # which stays so: a new one reads what is sure
+            elif self._at.matcher.is_error():  # a failed matcher stays failed: a new one reads the committed tokens
                 self._at.begin_again()
             raise
 
@@ -407,14 +413,14 @@ def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
 
 
 def is_short(key: tuple[str, str]) -> bool:
-    """Return whether a grammar is known to compile in a moment. key: of `SamplingParams.constraint`."""
+    """Return whether a grammar is known to compile in a moment. key: as in `Grammar`."""
     kind, text = key
     most = _SHORT_RULES_CHARS if kind == "grammar" else _SHORT_CHARS
     return kind == "choice" or (len(text) <= most and _PRODUCTS.search(text) is None)
 
 
 def _source(kind: str, text: str) -> str:
-    """Return a grammar in llguidance's own form. kind: of `SamplingParams.constraint`. Raises BadOption."""
+    """Return a grammar in llguidance's own form. kind, text: as in `SamplingParams.constraint`. Raises BadOption."""
     from llguidance import LLMatcher
 
     name, _, whitespace = kind.partition(":")
@@ -455,7 +461,7 @@ def _telling(schema: Any) -> Any:
 
 
 def _refuse_bounds(name: str, schema: Mapping[str, Any]) -> None:
-    """Raise BadOption for -4.5 <= x < -4 and its likes: llguidance 1.9.1 lets such an x be -4."""
+    """Raise BadOption for bounds such as -4.5 <= x < -4, because llguidance 1.9.1 allows x = -4 there."""
     below = schema.get("exclusiveMaximum")
     if not isinstance(below, int | float) or below >= 0 or below != int(below):
         return
@@ -468,7 +474,7 @@ def _refuse_bounds(name: str, schema: Mapping[str, Any]) -> None:
 
 
 def _refuse_multiples(name: str, text: str) -> None:
-    """Raise BadOption for multipleOf where compiling takes minutes: an automaton counts remainders of the product."""
+    """Raise BadOption where compiling multipleOf takes minutes: the automaton counts remainders of their product."""
     plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
     product = 1
     for digits in set(re.findall(r'"multipleOf"\s*:\s*[+-]?([0-9.]+)', plain)):
@@ -480,7 +486,7 @@ def _refuse_multiples(name: str, text: str) -> None:
 
 
 def _without_anchors(text: str) -> str:
-    """Return an expression without ^ and $ around it, which say nothing new: the whole output must match."""
+    """Return a regex without ^ and $ around it, because the whole output must match the regex anyway."""
     text = text.removeprefix("^")
     if text.endswith("$"):
         slashes = len(text[:-1]) - len(text[:-1].rstrip("\\"))
@@ -489,7 +495,7 @@ def _without_anchors(text: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """Return a grammar in Lark's form; one of llama.cpp (GBNF), which has ::= in its rules, is converted."""
+    """Return a grammar in Lark's form. A grammar of llama.cpp (GBNF), which has ::= in its rules, is converted."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -499,7 +505,7 @@ def _lark(text: str) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """Return the limits of compiling a grammar, tens of megabytes, and of one row, some milliseconds."""
+    """Return llguidance's limits: tens of megabytes for a compiled grammar, and some milliseconds for a mask."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -1,7 +1,7 @@
-"""The ids of the largest logits of many rows, the lowest on ties.
+"""The ids of the largest logits in each of many rows; the lowest ids on ties.
 
-Sorts of libraries leave open which of equal values they take; and an argmax or topk of torch wakes a team of threads of
-its own, which costs the next pass of the operators' team several milliseconds.
+Libraries do not say which of equal values their sorts take. Besides, an argmax or topk of torch wakes torch's own team
+of threads, and then the next pass of the operators' team takes several milliseconds longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def best(logits: npt.ArrayLike) -> list[int]:
 def top(logits: npt.ArrayLike, num: int) -> tuple[Ids, Rows]:
     """Return ids and values of the `num` largest logits of each row of [R, ids], largest first, each [R, num].
 
-    Of equal logits it takes the lowest ids.
+    On ties the lowest ids are taken.
     """
     rows = np.asarray(logits)
     num = min(num, rows.shape[1])
@@ -36,8 +36,8 @@ def top(logits: npt.ArrayLike, num: int) -> tuple[Ids, Rows]:
 def _top(row: Rows, num: int) -> Ids:
     """Return the ids of the `num` largest values of a row.
 
-    Columns i, i + n, i + 2n, ... form group i. The `num` largest values are not below the `num` largest
-    maxima of groups, so only values that are not below these are sorted.
+    Columns i, i + n, i + 2n, ... form group i of n groups. At least `num` values reach the `num`-th largest maximum of
+    a group, so only values that reach this maximum are sorted.
     """
     num_groups = len(row) // _STRIPES
     candidates = np.arange(len(row))

@@ -1,7 +1,8 @@
-"""A state of llguidance that goes to and fro between the paths of a sequence's drafts.
+"""A matcher of llguidance that moves between the paths of a sequence's drafts.
 
-llguidance can lead a state back by so many tokens, but what it says then is wrong (docs/development/log.md). So no
-state is ever led back: one stands behind the committed tokens, and a copy of it is led along each other path.
+llguidance can roll a matcher back by a number of tokens, but the matcher's answers are wrong afterwards
+(docs/development/log.md). So no matcher is ever rolled back. One matcher stays at the end of the committed tokens, and
+a copy of it is led along each new path.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class Matching:
-    """One matcher behind the committed tokens of a sequence, or behind some path of a draft.
+    """A matcher at the end of a sequence's committed tokens, or at the end of some path of a draft.
 
-    begin: makes a matcher at the beginning of the grammar. num_prompt_tokens: committed tokens before its text.
+    begin: makes a matcher at the beginning of the grammar. num_prompt_tokens: the number of committed tokens before the
+    text that must follow the grammar.
     """
 
     def __init__(self, begin: Callable[[], LLMatcher], num_prompt_tokens: int) -> None:
@@ -24,19 +26,20 @@ class Matching:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget what was read, and start with a new matcher, as one that has failed must."""
+        """Forget the tokens that were read, and start with a new matcher. A matcher that has failed cannot go on."""
         self.matcher = self._begin()
-        self._sure = self._begin()  # it is asked nothing: answers are kept, and copied, though the path be another
+        # Never asked for a mask: a matcher keeps its answers, and its copies keep them, too, even on another path.
+        self._sure = self._begin()
         self._read: list[int] = []
         self.num_sure = 0  # tokens that were read and are committed
 
     def go(self, committed: Seq[int], drafted: Seq[int]) -> bool:
-        """Move the matcher behind these tokens, and return whether the grammar takes them.
+        """Move the matcher to the end of these tokens, and return whether the grammar takes them.
 
-        Committed tokens stay what they are, and more are added to them.
+        From call to call the committed tokens only grow; none of them changes.
         """
         read, first, had = self._read, self._num_prompt_tokens, self.num_sure
-        wanted = [*committed[first + had :], *drafted]  # behind those that are sure already
+        wanted = [*committed[first + had :], *drafted]  # the tokens after those that are sure already
         same = had
         while same < len(read) and same - had < len(wanted) and read[same] == wanted[same - had]:
             same += 1

@@ -1,17 +1,17 @@
 """Logits -> probs: one pipeline for plain decoding, verification and drafting.
 
-The order is a convention that every row of every model shares (docs/exactness.md; the reference for the filters is
-Hugging Face's set of logits warpers, with exact tie rules added):
+The order is a convention that every row of every model shares (docs/exactness.md). The filters follow Hugging Face's
+logits warpers, with exact tie rules added:
 
     logit_bias -> repetition penalty -> presence, frequency penalty -> bad words, min_tokens, grammar
     -> greedy leaves here -> temperature -> top-k -> min-p -> top-p -> softmax
 
-Before all of it comes forced_eos_token_id, which leaves one id at the last place of an output that is cut.
+Before all of these comes forced_eos_token_id: at the last place that the length limit leaves, only this id is possible.
 
-One row at a time on purpose: the numbers of a row then cannot depend on how many rows a step has. The arithmetic runs
-on the host, whatever device the logits come from. What is done to float32 rows is written twice: `_argmax` and `_probs`
-in numpy, and a native implementation of both (csrc/sampling.cpp), which returns the same bits and is taken where it was
-built.
+Rows are processed one at a time on purpose, so that the numbers of a row cannot depend on how many rows a step has. The
+arithmetic runs on the host, whatever device the logits come from. For float32 rows `_argmax` and `_probs` are written
+twice: in numpy, and as a native implementation (csrc/sampling.cpp), which returns the same bits and is used where it
+was built.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class History:
-    """The tokens before the one being decided: prompt, committed output, and drafted tokens.
+    """The tokens before the token that is being decided: prompt, committed output, and drafted tokens.
 
-    It is a view of the sequence at this moment; it is worthless after the next commit.
+    A history is a view of the sequence at this moment, and no longer valid after the next commit.
     """
 
     committed: Seq[int] = ()  # prompt and output
@@ -48,9 +48,9 @@ class History:
     end_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     drafted: Seq[int] = ()
-    kept: TokenCounts = field(default_factory=TokenCounts)  # of the committed tokens, from one row to the next
-    max_len: int = 0  # of prompt and output at most; 0 = not known
-    grammar: Constraint | None = None  # what the output is held to
+    kept: TokenCounts = field(default_factory=TokenCounts)  # counts of the committed tokens, kept from row to row
+    max_len: int = 0  # prompt + output tokens at most; 0 = not known
+    grammar: Constraint | None = None  # the grammar that the output must follow
 
     @staticmethod
     def of(seq: Sequence, drafted: Seq[int] = ()) -> History:
@@ -73,23 +73,23 @@ class History:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens after the prompt, drafted ones included."""
+        """The number of tokens after the prompt, drafted tokens included."""
         return len(self.committed) + len(self.drafted) - self.num_prompt_tokens
 
     def forced(self, params: SamplingParams) -> int | None:
-        """Return the only id that may come next: at the last place of an output that must end with one."""
+        """Return forced_eos_token_id at the last place of an output; None elsewhere, and where it is not set."""
         is_last = self.max_len - len(self.committed) - len(self.drafted) == 1
         return params.forced_eos_token_id if is_last else None
 
     def allowed(self) -> Allowed | None:
-        """Return the ids that the grammar allows next; None without one. Raises BadOption for a wrong text."""
+        """Return the ids that the grammar allows next; None without a grammar. Raises as `Constraint.allowed`."""
         allowed: Allowed | None = None
         if self.grammar is not None:
             allowed = self.grammar.allowed(self.committed, self.drafted)
         return allowed
 
     def counts(self) -> tuple[Ids, Ids]:
-        """Return the distinct ids of all tokens, and their counts behind the prompt: two vectors [n], in no order."""
+        """Return the distinct ids of all tokens, and how often each occurs after the prompt: vectors [n], unsorted."""
         kept, new = self.kept, dict[int, int]()
         kept.update(self.committed, self.num_prompt_tokens)
         counts = np.array(kept.counts)
@@ -103,7 +103,7 @@ class History:
 
 
 class _Joined(Seq[int]):
-    """Two sequences read as one, without a copy: most requests never look at their history."""
+    """Two sequences read as one. Nothing is copied, because most requests never look at their history."""
 
     def __init__(self, head: Seq[int], tail: Seq[int]) -> None:
         self._head, self._tail = head, tail
@@ -128,11 +128,11 @@ class _Joined(Seq[int]):
 def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = History(), soft: bool = False) -> Probs:
     """Return the distribution that the next token is drawn from.
 
-    logits [V]: what numpy takes for an array of float32 or float64, whose width is kept; never modified. Greedy gives a
-    point mass, lowest id on ties; otherwise a vector [V] with exact zeros for every id that was removed, or a list of
-    the ids with a probability above 0 where filters left few of many. soft: whether a greedy point gets the
-    distribution at temperature 1 as well (Probs.soft).
-    Raises BadOption where bias, bad words and min_tokens leave no id, or where a bias names an id beyond V;
+    logits [V]: anything that numpy takes for an array of float32 or float64. The width is kept, and the logits are
+    never modified. A greedy request gets a point mass, the lowest id on ties. Any other request gets a vector [V] with
+    exact zeros for every id that was removed, or, where filters left few ids of many, a list of the ids with a
+    probability above 0. soft: whether a greedy point gets the distribution at temperature 1 as well (Probs.soft).
+    Raises BadOption where bias, bad words, min_tokens and grammar leave no id, or where a bias names an id beyond V;
     InternalError where the model's own logits are no numbers.
     """
     if (forced := history.forced(params)) is not None:
@@ -157,7 +157,7 @@ def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = Hist
 
 
 def row_of(logits: npt.ArrayLike) -> Row:
-    """Return logits [V] as an array without gaps, float32 or wider, of the same memory where it is one already."""
+    """Return logits [V] as a contiguous array, float32 or wider. Such an array is returned without a copy."""
     row: Row = np.ascontiguousarray(logits)
     return row if row.itemsize >= 4 and row.dtype.kind == "f" else row.astype(np.float32)
 
@@ -183,10 +183,11 @@ def _bias(row: Row, params: SamplingParams) -> Row:
 
 
 def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
-    """Apply repetition penalty over prompt and output (Keskar et al. 2019), presence and frequency over the output.
+    """Apply the repetition penalty to ids of prompt and output (Keskar et al. 2019), the others to ids of the output.
 
-    Repetition divides positive logits and multiplies the others, once per id however often it occurred. It is not
-    invariant to a shift of the logits, so these must be logits and never log-probabilities.
+    The repetition penalty divides positive logits and multiplies all others, once per id, however often the id
+    occurred. It is not invariant to a shift of the logits. So `row` must hold logits; only a beam search penalises
+    log-probabilities (`likeliest`).
     """
     presence, frequency = params.presence_penalty, params.frequency_penalty
     if params.repetition_penalty == 1 and presence == 0 and frequency == 0:
@@ -205,7 +206,7 @@ def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _mask(row: Row, params: SamplingParams, history: History) -> Row:
-    """Forbid ids by the grammar, the last id of a bad word whose beginning is there, and ends before min_tokens."""
+    """Forbid ids that the grammar excludes, the last id of a bad word that has begun, and end ids before min_tokens."""
     if (allowed := history.allowed()) is not None:
         row = masked(row, allowed)
     banned = {word[-1] for word in history.bad_word_ids if _ends_with(history.tokens, word[:-1])}
@@ -220,7 +221,7 @@ def _mask(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _only(params: SamplingParams, history: History) -> int | None:
-    """Return the only id that the grammar allows next, where nothing else may forbid it; None where there are more."""
+    """Return the id that the grammar allows next, if it allows just one and nothing else may forbid it; else None."""
     allowed = history.allowed()
     return None if allowed is None or _adjusts(params, history.bad_word_ids) else allowed.only
 
@@ -231,15 +232,15 @@ def _ends_with(tokens: Seq[int], ending: tuple[int, ...]) -> bool:
 
 
 def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Return whether every row's distribution is a point at its largest logit, where the history forces none.
+    """Return whether each row's distribution is a point at its largest logit, unless the history forces an id.
 
-    Then the other logits are not needed: `probs` would look at them and return that point.
+    If so, the other logits are not needed, because `probs` would only look at them and return that point.
     """
     return params.greedy and only_filters(params, bad_word_ids)
 
 
 def only_filters(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Return whether each row's distribution follows from its logits and `filters_of`, if the history forces none."""
+    """Return whether a row's distribution follows from its logits and `filters_of`, unless the history forces an id."""
     return params.logprobs is None and not params.is_held and not _adjusts(params, bad_word_ids)
 
 
@@ -251,8 +252,8 @@ def _adjusts(params: SamplingParams, bad_word_ids: Seq[Seq[int]]) -> bool:
 
 # ------------------------------------------------------------------------------------------------------ the filters
 #
-# A filter takes the logits of the ids that are still in (largest = 0, `ids` ascending) and says which stay. None as
-# ids means all V: the vocabulary is scanned, never sorted; what is sorted is what a filter left.
+# A filter takes the logits of the ids that are left (largest = 0, `ids` ascending) and says which of them stay. `ids`
+# None means all V ids. The vocabulary is scanned, never sorted; only the ids that a filter left are sorted.
 
 Filters = tuple[float, int, float, float, int]
 
@@ -260,7 +261,7 @@ Filters = tuple[float, int, float, float, int]
 def filters_of(params: SamplingParams, width: int) -> Filters:
     """Return (temperature, top_k, log of min_p, top_p, the most ids that are listed), as all implementations take them.
 
-    width: ids of a row. A temperature of 0 stands for a point at the largest logit.
+    width: the number of ids in a row. A temperature of 0 stands for a point at the largest logit.
     """
     if params.greedy:
         return 0.0, 0, -math.inf, 1.0, 0
@@ -269,12 +270,12 @@ def filters_of(params: SamplingParams, width: int) -> Filters:
 
 
 def most_listed(width: int) -> int:
-    """Return how many ids a distribution may have to be kept as a list: a narrow row is as cheap dense."""
+    """Return how many ids a distribution may list at most; 0 for a narrow row, where a vector is as cheap."""
     return width // 16 if width >= 4096 else 0
 
 
 def _argmax(row: Row) -> int | None:
-    """Return the lowest id of the largest logit; None where the largest is no number."""
+    """Return the lowest id with the largest logit; None where the largest logit is no finite number."""
     best = int(row.argmax())
     return best if np.isfinite(row[best]) else None
 
@@ -282,9 +283,10 @@ def _argmax(row: Row) -> int | None:
 def _probs(
     row: Row, temperature: float, top_k: int, log_min_p: float, top_p: float, most_listed: int
 ) -> tuple[Ids | None, Row] | None:
-    """Apply temperature, filters and softmax: (ids, probabilities), ids None = all; None where logits are no numbers.
+    """Apply temperature, filters and softmax. Returns (ids, probabilities); None where logits are no numbers.
 
-    Ids are listed where a filter left at most `most_listed`; ids of probability 0 are left out then.
+    ids None = the probabilities of all ids. Ids are listed where filters left at most `most_listed` of them; listed ids
+    have a probability above 0.
     """
     top = row.max()
     if not np.isfinite(top):
@@ -305,7 +307,7 @@ def _probs(
 
 
 def _mass(weights: Row, width: int) -> Any:
-    """Return the sum of the weights, by which they are divided, in their own type; the largest weight is 1."""
+    """Return the sum of the weights in their own dtype, by which softmax divides them. The largest weight is 1."""
     if weights.dtype != np.float32:
         return weights.sum()
     unit = 2.0 ** (1 - arithmetic.tick_bits(width))
@@ -318,7 +320,7 @@ def _survivors(scaled: Row, top_k: int, log_min_p: float, top_p: float) -> Ids |
     if 0 < top_k < len(scaled):
         ids = _largest(scaled, top_k)
     if log_min_p > -math.inf:
-        # p < min_p * p_max, said in logits; the largest logit is 0.
+        # Drops p < min_p * p_max, expressed in logits; the largest logit is 0.
         values = scaled if ids is None else scaled[ids]
         ids = _subset(ids, np.flatnonzero(values >= values.dtype.type(log_min_p)))
     if top_p < 1:
@@ -331,7 +333,7 @@ def _subset(ids: Ids | None, kept: Ids) -> Ids:
 
 
 def _largest(values: Row, k: int) -> Ids:
-    """Return the indices of exactly the k largest values, ascending; of ties at the k-th the lowest indices."""
+    """Return the indices of exactly k largest values, ascending. Ties at the k-th value go to the lowest indices."""
     if k == len(values):
         return np.arange(k)
     threshold = np.partition(values, len(values) - k)[len(values) - k]
@@ -348,10 +350,10 @@ def _above(values: Row, threshold: Any, k: int) -> Ids:
 
 
 def _nucleus(values: Row, top_p: float, width: int) -> Ids:
-    """Return the indices of the shortest sorted prefix whose mass reaches top_p, its last id included (Holtzman 2020).
+    """Return the indices of the largest values, as few as have a mass of at least top_p (Holtzman 2020).
 
-    Mass is relative to the ids given. Candidates are taken by growing thresholds until they hold enough of it, so a
-    peaked row sorts a few dozen values of 100,000.
+    The mass is relative to the given ids. The threshold of candidates is lowered until the candidates have enough mass,
+    so that a peaked row sorts a few dozen values of 100,000.
     """
     mass = _countable(values, width)
     goal = _goal(mass, top_p)
@@ -363,18 +365,18 @@ def _nucleus(values: Row, top_p: float, width: int) -> Ids:
             break
     best_first = np.ascontiguousarray(np.sort(candidates)[::-1])
     reached = np.searchsorted(_countable(best_first, width).cumsum(), goal)
-    # float64 only: the sum in sorted order may stay a hair below the one above, and then all candidates stay.
+    # float64 only: the sum in sorted order may be a hair below the sum above, and then all candidates stay.
     return _largest(values, min(int(reached) + 1, len(candidates)))
 
 
 def _countable(values: Row, width: int) -> npt.NDArray[Any]:
-    """Return the summands of ids with these logits: ticks, whose sum has no order; of a float64 row the weights."""
+    """Return each logit's summand of a mass: ticks, whose order does not change the sum; in float64 rows e^logit."""
     weights = arithmetic.exp(values)
     return weights if weights.dtype != np.float32 else arithmetic.ticks(weights, width, 1.0)
 
 
 def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
-    """Return the share top_p < 1 of the mass; of ticks a whole number, which rounding never lifts above their sum."""
+    """Return the share top_p < 1 of the total mass. Of ticks it is rounded up, but never above their total."""
     share = top_p * float(mass.sum())
     return share if mass.dtype != np.int64 else math.ceil(share)
 
@@ -387,9 +389,9 @@ def likeliest(
 ) -> tuple[list[int], list[float]]:
     """Return the `num` ids that a beam search scores highest, and their scores, best first, lowest id on ties.
 
-    logits [V]. Scores are log-probabilities, float64, to which bias, penalties and masks are applied as they are to
-    logits elsewhere, with no normalisation behind them: so do the beams of transformers. Ids of score -inf are left
-    out, so that there may be fewer.
+    logits [V]. Scores are float64 log-probabilities. Bias, penalties and masks change these log-probabilities, as they
+    change logits elsewhere, and the result is not normalised again. The beam search of transformers does the same. Ids
+    of score -inf are left out, so that there may be fewer than `num`.
     """
     if (forced := history.forced(params)) is not None:
         return [forced], [0.0]
@@ -409,7 +411,7 @@ def likeliest(
 
 
 def logprobs_of(logits: npt.ArrayLike, token: int, num_top: int) -> TokenLogprob:
-    """Return natural log-probabilities of `token` and the `num_top` likeliest ids, by the raw model distribution.
+    """Return natural log-probabilities of `token` and of the `num_top` likeliest ids, by the model's raw distribution.
 
     logits [V] before bias, penalties and temperature. Ties are listed by lowest id.
     """

@@ -1,15 +1,15 @@
 """Randomness as an argument: a counter-based generator, and the coins of one round made from it.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). numpy's Philox is the 4x64
-variant. Every number is a function of (seed, position, purpose, round, lane) and of nothing else, so no draw can
-depend on the batch, on neighbours, or on how many numbers other requests used:
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011); numpy's Philox
+is the 4x64 variant. Every number is a function of (seed, position, purpose, round, lane) and of nothing else, so no
+draw can depend on the batch, on neighbours, or on how many numbers other requests used:
 
     key      the two halves of the request's 64-bit seed, low word first
-    counter  (absolute index of the token decided, purpose, round, lane or lane block)
+    counter  (absolute index of the token that is decided, purpose, round, lane or lane block)
 
-Draws from float32 distributions are written twice: here, and as a native implementation of `_place` and `_race` that
-returns the same ids and is taken where it was built (csrc/sampling_race.cpp). For proofs there is a second source of
-randomness in forerun/testing/coins.py, which takes every outcome in turn and knows its probability.
+For float32 distributions `_place` and `_race` are written twice: here, and as a native implementation, which returns
+the same ids and is used where it was built (csrc/sampling_race.cpp). For proofs there is a second source of randomness
+in forerun/testing/coins.py, which takes every outcome in turn and knows the outcome's probability.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Row = npt.NDArray[Any]
 T = TypeVar("T")
 
 PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_NEXT, PURPOSE_MATCH = 0, 1, 2, 3
-PURPOSE_SEED = 6  # 4 and 5 are left to tree order and exploration (docs/exactness.md)
+PURPOSE_SEED = 6  # 4 and 5 are reserved for tree order and exploration (docs/exactness.md)
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -79,7 +79,7 @@ def _philox_rounds(c: list[Wide], k: list[Wide], rounds: int, out: Words) -> Non
 
 
 def philox_words(counter: Seq[int], key: tuple[int, int], rounds: int = 10) -> tuple[int, ...]:
-    """Return the words of one counter. Python integers take a twentieth of what numpy takes for an array of one."""
+    """Return the four words of one counter, by Python integers: for one counter numpy takes twenty times as long."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(rounds):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -94,7 +94,7 @@ def key_of(seed: int) -> tuple[int, int]:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of output `index` of a request for several: `seed` for the first, unrelated ones behind it."""
+    """Return the seed of output `index` of a request: `seed` for the first output, unrelated seeds for the others."""
     if index == 0:
         return seed
     low, high, *_ = philox_words((index & _MASK, PURPOSE_SEED, 0, 0), key_of(seed))
@@ -113,7 +113,7 @@ def _words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
-    """Return the standard Gumbel noise of these ids at this absolute index, float64 [n]; lane = id."""
+    """Return the standard Gumbel noise of these ids at this absolute index, float64 [n]. An id is its own lane."""
     lanes = np.asarray(ids, dtype=np.int64)
     blocks, index = np.unique(lanes >> 2, return_inverse=True)
     uniforms = _match_uniforms(seed, position, blocks)[index, lanes & 3]
@@ -121,7 +121,7 @@ def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
 
 
 def _match_uniforms(seed: int, position: int, blocks: Ids) -> Floats:
-    """Return (w + 0.5) * 2^-32 in (0, 1), float64 [n, 4]: block j of four words supplies the lanes 4j .. 4j+3."""
+    """Return uniforms in (0, 1), (word + 0.5) * 2^-32, float64 [n, 4]. Block j has the lanes 4j .. 4j+3."""
     counter = np.zeros((len(blocks), 4), dtype=np.uint64)
     counter[:, 0], counter[:, 1], counter[:, 3] = position & _MASK, PURPOSE_MATCH, blocks
     if len(blocks) <= _FEW:
@@ -137,9 +137,10 @@ def _match_uniforms(seed: int, position: int, blocks: Ids) -> Floats:
 class PhiloxCoins:
     """The production Coins of one sequence in one round.
 
-    position: absolute index of the first token of the round (= tokens committed so far). round: decode steps of the
-    sequence so far; it separates the draws of a round from an earlier round that looked at the same position and
-    rejected. Match noise knows only the position: that is what makes `match` one text.
+    position: the absolute index of the first token of the round (= the number of tokens committed so far). round: the
+    number of decode steps of the sequence so far. It separates the draws of a round from the draws of an earlier round
+    that rejected a token at the same position. Match noise depends on seed and position, not on the round, so that
+    `match` gives one text whatever the rounds are.
     """
 
     __slots__ = ("_position", "_round", "_seed")
@@ -148,15 +149,15 @@ class PhiloxCoins:
         self._seed, self._position, self._round = seed, position, round & _MASK
 
     def ahead(self, filters: tuple[float, int, float, float, int], shares_noise: bool) -> Draw:
-        """Return how a model draws a chain with these coins by itself: what `pick` or `draft` returns at each depth."""
+        """Return the settings by which a model draws a chain by itself: at each depth the id of `pick` or `draft`."""
         return Draw(filters, shares_noise, self._seed, self._position, self._round)
 
     def behind(self, filters: tuple[float, int, float, float, int], shares_noise: bool, depth: int) -> Draw:
-        """Return how a model draws by itself what `pick` or `draw` returns at this depth."""
+        """Return the settings by which a model draws one id by itself: the id of `pick` or `draw` at this depth."""
         return Draw(filters, shares_noise, self._seed, self._position + depth, self._round, PURPOSE_NEXT)
 
     def _known(self, probs: Probs, depth: int, *, shares_noise: bool, purpose: int) -> int | None:
-        """Return the id of this draw, where the device that holds the distribution has drawn it."""
+        """Return the id of this draw if the device that holds the distribution has already drawn it; else None."""
         if probs.afar is None or probs.afar.token < 0:
             return None
         draw = probs.afar.draw
@@ -172,11 +173,11 @@ class PhiloxCoins:
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Return U < prob: never for 0, always for 1, which no coin is tossed for."""
+        """Return whether U < prob: never for 0, always for 1. For these two no coin is tossed."""
         return prob >= 1 or (prob > 0 and self.coin(depth, lane) < prob)
 
     def coin(self, depth: int, lane: int = 0) -> float:
-        """Return the uniform U in [0, 1) that `accept` compares with a probability."""
+        """Return the uniform number U in [0, 1) that `accept` compares with a probability."""
         return self._uniform(PURPOSE_ACCEPT, depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
@@ -210,34 +211,34 @@ class PhiloxCoins:
 
 
 class LaterCoins:
-    """The coins of a round for a draft that begins `num` tokens further on, behind tokens that are sure."""
+    """The coins of a round for a draft that begins later, after `num` forced tokens."""
 
     def __init__(self, coins: Coins, num: int) -> None:
         self._coins, self._num = coins, num
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Accept with the coin of that depth behind them."""
+        """Accept with the coin at this depth after the forced tokens."""
         return self._coins.accept(prob, self._num + depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Draw a correction or a bonus there."""
+        """Draw a correction or a bonus at this depth after the forced tokens."""
         return self._coins.draw(probs, self._num + depth)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Draw a drafter's own id there."""
+        """Draw a drafter's own id at this depth after the forced tokens."""
         return self._coins.draft(probs, self._num + depth, lane)
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """Pick by the noise there."""
+        """Pick by the noise at this depth after the forced tokens."""
         return self._coins.pick(probs, self._num + depth)
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """Pick several by the noise there."""
+        """Pick `num` ids by the noise at this depth after the forced tokens."""
         return self._coins.picks(probs, self._num + depth, num)
 
 
 class WatchedCoins:
-    """The coins of a round, with a list of the tosses for acceptance, in order."""
+    """The coins of a round, which also record each toss for acceptance, in order."""
 
     def __init__(self, coins: Coins) -> None:
         self.draw, self.draft, self.pick, self.picks = coins.draw, coins.draft, coins.pick, coins.picks
@@ -245,7 +246,7 @@ class WatchedCoins:
         self.tosses: list[Toss] = []
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Return what the coins say, and note the toss."""
+        """Return the decision of the coins, and record the toss."""
         is_accepted, is_tossed = self._coins.accept(prob, depth, lane), 0 < prob < 1
         coin = self._coins.coin(depth, lane) if is_tossed and isinstance(self._coins, PhiloxCoins) else None
         self.tosses.append(Toss(depth, lane, min(1.0, prob), coin, is_accepted))
@@ -253,14 +254,14 @@ class WatchedCoins:
 
 
 def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
-    """Return the weights of a distribution and their ids. Raises InternalError where they are no distribution."""
+    """Return a distribution's weights and their ids. Raises InternalError where the weights are no distribution."""
     if error := _no_probs(probs.weights):
         raise error
     return probs.weights, probs.ids
 
 
 def _no_probs(weights: Row) -> InternalError | None:
-    """Return the error for weights that are negative, without mass, or no numbers; None where they are fine."""
+    """Return the error for weights that are negative, without mass, or no numbers; None for valid weights."""
     low, high = weights.min(initial=0.0), weights.max(initial=0.0)
     if low >= 0 and 0 < high < math.inf:  # NaN fails every comparison
         return None
@@ -270,7 +271,7 @@ def _no_probs(weights: Row) -> InternalError | None:
 
 
 def _draw(probs: Probs, uniform: float) -> int:
-    """Invert the cumulative sum at `uniform`; an id of probability 0 is never returned."""
+    """Return the id at which the cumulative probability exceeds `uniform`; never an id of probability 0."""
     weights, ids = probs.weights, probs.ids
     native = arithmetic.native_sampler() if weights.dtype == np.float32 else None
     place = _place(weights, int(uniform * 2**53)) if native is None else native.place(weights, int(uniform * 2**53))
@@ -280,10 +281,10 @@ def _draw(probs: Probs, uniform: float) -> int:
 
 
 def _place(weights: Row, uniform: int) -> int | None:
-    """Return the first place where the sum of ticks is above uniform * 2^-53 of all; None where there is no mass.
+    """Return the first place where the cumulative ticks exceed uniform * 2^-53 of all ticks; None for invalid weights.
 
-    Summed in two levels: blocks of the vocabulary, then the places of one block. Whole numbers: nothing is rounded, so
-    the place found has a weight.
+    Ticks are summed in two levels: blocks of the vocabulary, then the places of one block. They are whole numbers, so
+    nothing is rounded, and the weight of the returned place is above 0.
     """
     if _no_probs(weights):
         return None
@@ -309,11 +310,11 @@ def _pick(probs: Probs, seed: int, position: int) -> int:
 
 
 def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None:
-    """Return the id with the least -log u / weight, float64, lowest id on ties; None where there is no mass.
+    """Return the id with the least time -log u / weight, float64, the lowest id on ties; None for invalid weights.
 
-    In two strokes: the likely ids first, then those that could still win. Once some id has finished at the time t,
-    another can win only if -log u <= weight * t; since -log u >= 1 - u, those with 1 - u > weight * t are out without
-    a logarithm.
+    The likely ids race first, then the ids that could still win. Once some id has finished at the time t, another id
+    can win only if -log u <= weight * t. Since -log u >= 1 - u, an id with 1 - u > weight * t cannot win, and its
+    logarithm is not computed.
     """
     if _no_probs(weights):
         return None
@@ -331,7 +332,7 @@ def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None
 
 
 def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
-    """Return the weights [n, 4] of lanes that share a counter, and the numbers [n] of these blocks."""
+    """Return the weights [n, 4] in blocks of four lanes that share a counter, and the numbers [n] of the blocks."""
     if ids is None:
         padded = np.pad(weights, (0, -len(weights) % 4)) if len(weights) % 4 else weights
         return padded.reshape(-1, 4), np.arange(len(padded) // 4)
@@ -342,7 +343,7 @@ def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
 
 
 def _finish(weights: Row, blocks: Ids, seed: int, position: int, reach: float) -> tuple[Ids, Floats]:
-    """Return the ids of these blocks that may finish before `reach`, and their times. weights [n, 4]."""
+    """Return the ids in these blocks that may finish before the time `reach`, and their times. weights [n, 4]."""
     uniforms, wide = _match_uniforms(seed, position, blocks), weights.astype(np.float64)
     able = (weights > 0) & (1 - uniforms <= (wide * reach if reach < math.inf else math.inf))
     flat = np.flatnonzero(able)

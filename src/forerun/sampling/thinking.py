@@ -1,7 +1,7 @@
-"""A limit of the tokens of reasoning: a count along the sequence, and the grammar that holds behind it.
+"""A limit on the number of reasoning tokens: a count along the sequence, and the grammar that applies afterwards.
 
-Reasoning may be any tokens, so no grammar reads it: behind as many as the limit says, the token that closes it is the
-only one allowed. The rest of the request's constraint begins with that token.
+Reasoning may be any tokens, so no grammar reads it. Once it is as long as the limit says, only the token that closes
+the reasoning is allowed. The rest of the request's constraint begins with this closing token.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from forerun.sampling.grammar import Allowed, Grammar, GrammarState
 
 @dataclass(frozen=True)
 class Limited:
-    """The constraint of a request with such a limit. grammar: the limit's rules, compiled; None = any text."""
+    """The constraint of a request with a limit on reasoning. grammar: the limit's rules, compiled; None = any text."""
 
     limit: Thinking
     grammar: Grammar | None
     num_ids: int
 
     def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> Counting:
-        """Return the state of a sequence that begins. end_ids: ids that end its output."""
+        """Return the state at the beginning of a sequence's output. end_ids: the ids that end the output."""
         return Counting(self, end_ids, num_prompt_tokens)
 
 
 class _Place(NamedTuple):
-    """Where a path stands. left: tokens of reasoning that may follow; None outside of it.
+    """The place that a path of tokens has reached. begin: the index of the first token that the grammar reads.
 
-    opens: the next id of the opening, where the reasoning may begin. begin: where the text of the grammar begins.
+    left: the number of reasoning tokens that may follow; None outside of reasoning. opens: the next id of the opening
+    mark, where reasoning may begin; None elsewhere.
     """
 
     begin: int
@@ -42,19 +43,19 @@ class _Place(NamedTuple):
 
 
 class Counting:
-    """Where a sequence stands along its reasoning or behind it, by its committed and drafted tokens.
+    """The state of a sequence in its reasoning or after it, found from the committed and drafted tokens.
 
-    Committed tokens stay what they are, and more are added to them.
+    From call to call the committed tokens only grow; none of them changes.
     """
 
     def __init__(self, held: Limited, end_ids: frozenset[int], num_prompt_tokens: int) -> None:
         self._limit, self._grammar, self._end_ids = held.limit, held.grammar, end_ids
         self._first = num_prompt_tokens
         self._any = Allowed(np.ones(held.num_ids, np.bool_), None)
-        self._whole = self._walk_from(num_prompt_tokens)  # along an output without reasoning
-        self._rest: GrammarState | None = None  # from the token that closes it
-        self._closed_at: int | None = None  # among the committed tokens; so many were looked at
-        self._num_seen = num_prompt_tokens + len(held.limit.opening)
+        self._whole = self._walk_from(num_prompt_tokens)  # the grammar's state along an output without reasoning
+        self._rest: GrammarState | None = None  # the grammar's state from the token that closes the reasoning
+        self._closed_at: int | None = None  # the index of this token, once it is committed
+        self._num_seen = num_prompt_tokens + len(held.limit.opening)  # committed tokens in which it was looked for
 
     @property
     def failure(self) -> Exception | None:
@@ -82,7 +83,7 @@ class Counting:
         return Allowed(bits, place.opens if np.count_nonzero(bits) == 1 else None)
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
-        """Return whether nothing can follow these tokens, which are a whole text of the grammar."""
+        """Return whether nothing can follow these tokens, because they are a whole text of the grammar."""
         place = self._place(committed, drafted)
         walk, path = self._walk(place.begin, committed, drafted)
         return place.left is None and walk is not None and walk.is_over(committed, path)
@@ -114,7 +115,7 @@ class Counting:
         return _Place(first, left=self._limit.most - (len(committed) + len(drafted) - first - len(opening)))
 
     def _end(self, committed: Seq[int], drafted: Seq[int]) -> int | None:
-        """Return the place of the token that closes the reasoning; None where none has."""
+        """Return the index of the token that closes the reasoning; None where the reasoning is not closed."""
         closing, seen = self._limit.closing, self._num_seen
         if self._closed_at is None and closing in (new := committed[seen:]):
             self._closed_at = seen + new.index(closing)
@@ -125,7 +126,7 @@ class Counting:
         return self._num_seen + ahead.index(closing) if closing in ahead else None
 
     def _walk(self, begin: int, committed: Seq[int], drafted: Seq[int]) -> tuple[GrammarState | None, Seq[int]]:
-        """Return the walk of a text that begins at a place, and its part of the drafted tokens."""
+        """Return the grammar's state for a text that begins at `begin`, and the drafted tokens in this text."""
         if begin == self._first:
             return self._whole, drafted
         place = min(begin, len(committed))
