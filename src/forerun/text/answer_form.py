@@ -1,7 +1,8 @@
-"""The form of an answer: the marks of a model's answers, by its chat template, and what a request asks of one.
+"""The form of an answer: the marks that a model writes, by its chat template, and the demands of a request.
 
-A tool call goes through four stages: a ToolRequest (what a request says of tools), the AnswerForm (how its answer is
-read and held), the Grammar (what that compiles to) and its GrammarState (how far one text has come in it).
+A tool call goes through four stages: the ToolRequest (what the request says about tools), the AnswerForm (how the
+answer is read and constrained), the Grammar (the compiled constraint), and the GrammarState (the place that one text
+has reached in the grammar).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import AUTO, REQUIRED, ToolRequest, Tools
 from forerun.types import SamplingParams
 
-# The marks around reasoning, of the families that have such marks.
+# The marks around reasoning, in the families of models that have such marks.
 THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -33,14 +34,14 @@ THOUGHTS = (
     ("◁think▷", "◁/think▷"),
 )
 _PLAIN = SamplingParams()
-_TAIL_TOKENS = 16  # of a prompt, in which it may open the reasoning
+_TAIL_TOKENS = 16  # the last tokens of a prompt, in which the prompt may open the reasoning
 
 
 @dataclass(frozen=True)
 class AnswerMarks:
-    """The marks of one model's answers. dialect: of its calls. thoughts: marks around its reasoning.
+    """The marks of one model's answers. dialect: of the tool calls. thoughts: the marks around the reasoning.
 
-    declared: how the model itself declares that its answers are read, which goes before both.
+    declared: the model's own declaration of how its answers are read, which takes precedence over both.
     """
 
     dialect: Dialect | None
@@ -50,7 +51,7 @@ class AnswerMarks:
 
     @classmethod
     def of_template(cls, source: str, reads_tools: bool, declared: Declared | None = None) -> AnswerMarks:
-        """Read the marks in a chat template. reads_tools: whether it knows tools. declared: of the model itself."""
+        """Find the marks in a chat template. reads_tools: whether it knows tools. declared: the model's declaration."""
         known = of_template(source)
         if known is None and reads_tools:
             known = dialect(USUAL)
@@ -58,20 +59,21 @@ class AnswerMarks:
 
     @property
     def reads_always(self) -> bool:
-        """Whether answers without tools have the dialect's marks, too."""
+        """Whether answers to requests without tools have the dialect's marks, too."""
         return self.dialect is not None and self.dialect.reads_always
 
     def with_tools(self, use: ToolRequest | None, max_thinking_tokens: int | None = None) -> AnswerForm | None:
-        """Return the form of answers to a request with these tools; None where they are text alone."""
+        """Return the form of answers to a request with these tools; None where such answers are only text."""
         has_calls = self.reads_always or (self.dialect is not None and use is not None)
         return AnswerForm(self, use, max_thinking_tokens) if has_calls or self.thoughts or self.declared else None
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Reads the answers to one request, and constrains them as it asks. tool_request: None = it has no tools.
+    """Reads the answers to one request, and constrains them as the request asks.
 
-    max_thinking_tokens: the reasoning is closed behind so many; None = as many as the model likes.
+    tool_request: None = the request has no tools. max_thinking_tokens: the number of reasoning tokens after which the
+    reasoning is closed; None = no limit.
     """
 
     answer_marks: AnswerMarks
@@ -81,9 +83,9 @@ class AnswerForm:
     def constrained(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
         """Return the parameters, with a grammar where a call is forced, calls must be valid, or reasoning is limited.
 
-        A grammar that the parameters have begins behind the reasoning, and in the channel of the answer where there are
-        some; one in Lark's form or llama.cpp's stays as it is. Where the answer must be a call, a form in JSON says
-        nothing of it, and any other grammar is refused by BadOption.
+        A constraint that the parameters already have begins after the reasoning, and inside the answer's channel where
+        the model writes channels. A grammar in Lark's or llama.cpp's form stays as it is. Where the answer must be a
+        call, a JSON constraint has no effect on the call, and any other constraint raises BadOption.
         """
         special = {tokenizer.token_of(i) or "": i for i in tokenizer.special_ids}
         rules = Rules(special, self.answer_marks.template, {"start": ""})
@@ -108,7 +110,7 @@ class AnswerForm:
         return dataclasses.replace(params, **{**plain, "grammar": grammar})
 
     def can_limit(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the reasoning can be closed behind a limit: a single token does so, or there is none."""
+        """Return whether reasoning can be limited: a single token closes it, or the model does not reason."""
         thought = self._thinks(None)
         try:
             return thought is None or bool(_ids(thought, tokenizer, 0))
@@ -116,7 +118,7 @@ class AnswerForm:
             return False
 
     def _thinks(self, begun: str | None) -> Thought | None:
-        """Return the marks around the reasoning of the answer; None where there is none. begun: as `begun` says."""
+        """Return the marks around the answer's reasoning; None where there is none. begun: the result of `begun`."""
         if begun == "":
             return None
         if self.dialect is not None and self.dialect.thought is not None:
@@ -126,7 +128,7 @@ class AnswerForm:
         return next((Thought((opening,), closing) for opening, closing in self.answer_marks.thoughts), None)
 
     def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
-        """Return the rule of the answer behind the reasoning; None where the request adds no constraint."""
+        """Return the rule of the answer after the reasoning; None where the request adds no constraint."""
         use, one, limit = self.tool_request, self.dialect, self.max_thinking_tokens
         says = None if one is None else one.says
         if use is not None and use.is_forced:
@@ -135,7 +137,7 @@ class AnswerForm:
         elif params.constraint is not None:
             if params.grammar is not None and limit is not None:
                 raise BadOption(f"max_thinking_tokens={limit} and a grammar for the answer: drop one of them")
-            # Calls without a mark cannot be told from the answer: then there is the answer alone.
+            # Calls without a mark cannot be told from the answer, so that only the answer is allowed.
             may_call = use is not None and one is not None and (says is not None or one.is_marked(rules))
             if params.grammar is not None or not (self.answer_marks.thoughts or says or may_call):
                 return None
@@ -148,7 +150,10 @@ class AnswerForm:
         return None
 
     def _calls(self, rules: Rules, answer: str = "") -> str:
-        """Return the rule of calls that the answer must or may have. answer: the rule without calls; '' = any text."""
+        """Return the rule of an answer that must or may call tools.
+
+        answer: the rule of an answer without calls; '' = any text.
+        """
         use, one = self.tool_request, self.dialect
         assert use is not None
         assert one is not None
@@ -159,9 +164,9 @@ class AnswerForm:
         return rules.add(one.grammar(rules, tools, parallel=use.parallel, may_say=may_say, answer=answer))
 
     def begun(self, prompt: str) -> str | None:
-        """Return the mark that closes the reasoning which a prompt has begun at its end.
+        """Return the mark that would close the reasoning that the end of a prompt opens.
 
-        None where it has begun none; '' where it has closed it, too, so that no reasoning follows.
+        None where the prompt opens no reasoning. '' where the prompt also closes it, so that no reasoning follows.
         """
         end = prompt.rstrip()
         for opening, closing in self.answer_marks.thoughts:
@@ -176,7 +181,7 @@ class AnswerForm:
 
     @property
     def dialect(self) -> Dialect | None:
-        """The dialect of the calls that are looked for; None where none are."""
+        """The dialect of the calls that are looked for; None where no calls are looked for."""
         candidate = self.answer_marks.dialect
         return (
             candidate if candidate is not None and (self.tool_request is not None or candidate.reads_always) else None
@@ -184,12 +189,12 @@ class AnswerForm:
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """The texts that are looked for."""
+        """The marks that are looked for, of calls and of reasoning."""
         call_marks = () if self.dialect is None else self.dialect.marks
         return frozenset((*call_marks, *(mark.strip() for pair in self.answer_marks.thoughts for mark in pair)))
 
     def steps(self, scan: Scanner, prompt: str) -> Steps:
-        """Yield the parts of an answer. prompt: the end of its prompt."""
+        """Yield the parts of an answer. prompt: the end of the prompt."""
         if (declared := self.answer_marks.declared) is not None:
             yield from declared.read(scan, self.tools, prompt)
             return
@@ -199,13 +204,13 @@ class AnswerForm:
         yield from scan.until((), Text)
 
     def scanner(self) -> Scanner:
-        """Return the scanner that the steps read from. No text shows the marks of calls."""
+        """Return the scanner that the steps read from. It keeps the marks of calls out of the text."""
         return Scanner(self.dialect.marks if self.dialect is not None and self.answer_marks.declared is None else ())
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
         """Yield the reasoning that an answer begins with, or that its prompt has begun.
 
-        In some dialects a call ends it, too, where no grammar asks for its mark.
+        In some dialects a call ends the reasoning, too, unless a grammar asks for the closing mark.
         """
         thoughts = dict(self.answer_marks.thoughts)
         if not thoughts:
@@ -233,9 +238,9 @@ class AnswerForm:
             yield Reasoning(mark)
 
     def _is_call(self, scan: Scanner, mark: str) -> Steps:
-        """Return whether a call begins with a consumed mark, or the answer ends before that is known.
+        """Return whether a call begins with this mark, which was consumed.
 
-        The text behind it is read ahead, not consumed.
+        True also where the answer ends before that is known. The text after the mark is read ahead, not consumed.
         """
         assert self.dialect is not None
         ahead, num_read = Scanner(), 0
@@ -255,28 +260,32 @@ class AnswerForm:
 
 
 def _behind(rules: Rules, rest: str, thought: Thought) -> str:
-    """Return the rule of an answer with its reasoning, which is optional where the prompt has not begun it."""
+    """Return the rule of an answer with its reasoning, which is optional unless the prompt has begun it."""
     opening = " ".join(map(rules.mark, thought.opening))
     reasoning = f"{opening} {rules.up_to(thought.closing)} {_between(rules, thought)}"
     return f"({reasoning})? {rest}" if opening else f"{reasoning} {rest}"
 
 
 def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
-    """Return the rules of the rest behind the id that closes the reasoning, and of one without reasoning if allowed."""
+    """Return the rules of an answer that begins with `closing`, the id that closes the reasoning.
+
+    Where the prompt has not begun the reasoning, an answer without reasoning is allowed, too.
+    """
     behind = f"<[{closing}]> {_between(rules, thought)} {rest}"
     rules.rules["start"] = f"({rest}) | {behind}" if thought.opening else behind
     return rules.text()
 
 
 def _between(rules: Rules, thought: Thought) -> str:
-    """Return the rule of the text between reasoning and the rest."""
+    """Return the rule of the text between the reasoning and the rest of the answer."""
     return " ".join(map(rules.mark, thought.rest)) or "/[ \\n]{0,4}/"
 
 
 def _ids(thought: Thought, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], int]:
     """Return the ids that begin the reasoning, and the id that closes it.
 
-    Raises BadOption where a mark is several tokens, between which nothing can be counted. limit: of reasoning tokens.
+    Raises BadOption where a mark is several tokens, because reasoning tokens cannot be counted then. limit: the limit
+    on these tokens, for the message.
     """
     for mark in (*thought.opening[:1], thought.closing):
         ids = tokenizer.encode(mark.strip(), False)
@@ -294,7 +303,7 @@ def tail_of(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
 
 
 def _answer(rules: Rules, params: SamplingParams) -> str:
-    """Return the rule of the constraint in the parameters."""
+    """Return the rule of an answer that follows the constraint in the parameters."""
     if params.regex is not None:
         slash = "\\/"
         return f"/{params.regex.replace(slash, '/').replace('/', slash)}/"

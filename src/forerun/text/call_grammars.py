@@ -1,7 +1,7 @@
-"""Grammars that hold an answer to calls of tools with valid arguments, in the form of llguidance (a kind of Lark).
+"""Grammars by which an answer can only be tool calls with valid arguments, in llguidance's form (a kind of Lark).
 
-A dialect says how one call is written and how several are joined; here are the pieces that it puts together. Marks
-that are special tokens of the model are named by their ids, all others are texts.
+A dialect says how one call is written and how several calls are joined. This file has the pieces that a dialect puts
+together. In a grammar, marks that are special tokens of the model are written as ids, and all other marks as texts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from forerun.text.tools import Tools, choices_of, kinds, several
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
 TEXT = "/(?s:.*)/"
-# As templates print the arguments of earlier calls: one blank behind commas and colons.
+# As templates print the arguments of earlier calls: one blank after commas and colons.
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# By json_whitespace of the parameters.
+# By the value of SamplingParams.json_whitespace.
 WRITTEN: Mapping[str, Mapping[str, Any]] = {
     "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
     "spaced": _SPACED,
@@ -29,10 +29,10 @@ WRITTEN: Mapping[str, Mapping[str, Any]] = {
 
 
 class Thought(NamedTuple):
-    """The marks around the reasoning of an answer, and the beginning of the answer behind it.
+    """The marks around the reasoning of an answer, and the beginning of the answer after the reasoning.
 
-    opening and rest are each marks and texts in a row. opening: () where the prompt has begun it. rest: () where white
-    space may stand there.
+    opening: the marks and texts that begin the reasoning, in order; () where the prompt has begun it. rest: the marks
+    and texts that begin the answer, in order; () where white space may stand before the answer.
     """
 
     opening: tuple[str, ...]
@@ -42,7 +42,7 @@ class Thought(NamedTuple):
 
 @dataclass
 class Rules:
-    """The rules of one grammar. special: ids of special tokens, by their texts. template: text of the chat template."""
+    """The rules of one grammar. special: the ids of special tokens, by text. template: the chat template's text."""
 
     special: Mapping[str, int]
     template: str = ""
@@ -55,7 +55,7 @@ class Rules:
         return name
 
     def mark(self, text: str) -> str:
-        """Return the grammar of a mark: its text, with the special token that it is or begins with as an id."""
+        """Return the grammar of a mark. A special token that the mark is, or begins with, is written as an id."""
         token = self.begins(text)
         rest = [literal(text[len(token) :])] if text != token else []
         return " ".join([*([f"<[{self.special[token]}]>"] if token else []), *rest])
@@ -65,7 +65,10 @@ class Rules:
         return max((name for name in self.special if name and mark.startswith(name)), key=len, default="")
 
     def up_to(self, mark: str, before: str = "", schema: Schema | None = None) -> str:
-        """Return the grammar of a text and the mark that ends it. before: also part of the end. schema: of the text."""
+        """Return the grammar of a text and the mark that ends it.
+
+        before: a text before the mark, which is part of the end. schema: the schema of the text.
+        """
         limited = text_of(schema or {})
         if mark in self.special or limited != TEXT:
             end = f"{literal(before)} {self.mark(mark)}" if before else self.mark(mark)
@@ -73,7 +76,7 @@ class Rules:
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
-        """Return the rule of text that has none of the marks, and begins with none of the characters in `bare`."""
+        """Return the rule of a text that contains no mark of `marks`, and does not begin with a character of `bare`."""
         name = f"SAID{len(self.rules)}"
         no = "".join(f" & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/" for mark in marks)
         first = f" & ~/\\s*[{re.escape(bare)}](?s:.*)/" if bare else ""
@@ -81,22 +84,22 @@ class Rules:
         return name
 
     def json(self, schema: Schema, written: Mapping[str, Any] = _SPACED) -> str:
-        """Return the rule of a JSON value. written: its white space, by default one blank behind commas and colons."""
+        """Return the rule of a JSON value. written: its white space, by default one blank after commas and colons."""
         text = json.dumps({**_without_words(schema), "x-guidance": written}, ensure_ascii=False)
         return self.add(f"%json {text}")
 
     def json_call(self, name: str, schema: Schema, arguments: str = "arguments", end: str = "") -> str:
-        """Return the grammar of a call as one JSON object. end: a rule for further keys behind the arguments."""
+        """Return the grammar of a call as one JSON object. end: a rule for further keys after the arguments."""
         head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": ')
         return f'{head} {self.json(schema)} {end} "}}"'
 
     def text(self) -> str:
-        """Return the whole grammar, from `start` on, without ::=, by which llama.cpp's form is recognised."""
+        """Return the text of the whole grammar, without ::=, which would make it look like llama.cpp's form."""
         return "\n".join(f"{name}: {body}" for name, body in self.rules.items()).replace("::=", r"\u003a:=")
 
 
 def _without_words(schema: Any) -> Any:
-    """Return a schema without its notes to people, which may be long."""
+    """Return a schema without its notes for people, which may be long."""
     if isinstance(schema, list):
         return [_without_words(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -113,7 +116,7 @@ def _without_words(schema: Any) -> Any:
 
 
 def text_of(schema: Schema) -> str:
-    """Return an expression for a text of a schema, by its pattern or lengths."""
+    """Return a regex for the texts that a schema allows, by the schema's pattern or lengths."""
     if isinstance(pattern := schema.get("pattern"), str):
         before, after = ("" if pattern.startswith("^") else "(?s:.*)"), ("" if pattern.endswith("$") else "(?s:.*)")
         inner = pattern.removeprefix("^").removesuffix("$").replace(r"\/", "/").replace("/", r"\/")
@@ -124,12 +127,12 @@ def text_of(schema: Schema) -> str:
 
 
 def literal(text: str) -> str:
-    """Return a text as a grammar quotes it."""
+    """Return a text in quotes, as a grammar has it."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Return each parameter's name, schema and whether it is required, the required ones first."""
+    """Return (name, schema, whether it is required) of each parameter, required parameters first."""
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     required = [name for name in several(schema.get("required")) if isinstance(name, str)]
@@ -143,7 +146,10 @@ def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
 
 
 def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], between: str) -> str:
-    """Return the grammar of a call's parameters, each optional unless required. one: writes one parameter."""
+    """Return the grammar of a call's parameters in their order, each optional unless required.
+
+    one(name, schema): returns the grammar of one parameter. between: the text between two parameters.
+    """
     written = [(rules.add(one(name, parameter)), needed) for name, parameter, needed in parameters(schema)]
     if not written:
         return '""'
@@ -159,9 +165,10 @@ def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], bet
 
 
 def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: str, closing: str, before: str) -> str:
-    """Return the grammar of a value and the tag that closes it: a text as it is, anything else as JSON.
+    """Return the grammar of a value and of the tag that closes it. before: a text before the tag.
 
-    A value of types text and null is written as a text, one that may have other types, too, as JSON.
+    A value that can only be a string, or a string or null, is written without quotes. Any other value is written as
+    JSON.
     """
     types = tools.types(tool, parameter)
     end = f"{literal(before)} {rules.mark(closing)}" if before else rules.mark(closing)

@@ -21,10 +21,11 @@ _NAME = re.compile(r"[\w.:/-]+")
 def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
     """Read one object like {"name": "f", "arguments": {...}}, its keys in any order. Returns whether it was a call.
 
-    None where the call breaks off; nothing was given where it is False. tools: only their calls count, if given.
+    None = the call breaks off. False = it was no call, and no piece was yielded. tools: if given, only calls of these
+    tools count.
     """
     has_name, arguments = False, ""
-    opening = yield from scan.skip("{", "{{")  # as the template of Qwen 2.5 spells it, and its small models with it
+    opening = yield from scan.skip("{", "{{")  # "{{" stands in the template of Qwen 2.5, so its small models write it
     if opening is None:
         return False
     while True:
@@ -55,7 +56,7 @@ def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
                     return False
                 has_name = True
                 yield CallBegin(name)
-                if arguments:  # they came first
+                if arguments:  # the arguments came before the name
                     yield CallArguments(arguments)
                 continue
         if value is None:
@@ -71,7 +72,7 @@ def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
 
 
 def _text_of(value: str | None) -> str | None:
-    """Return the value of a JSON text; None for any other JSON."""
+    """Return the value of a JSON string; None for any other JSON."""
     try:
         parsed = None if value is None else json.loads(value)
     except ValueError:
@@ -80,14 +81,17 @@ def _text_of(value: str | None) -> str | None:
 
 
 def _object_of(value: str | None) -> str:
-    """Return arguments as an object, also where they are an object in a JSON text, null, or missing."""
+    """Return arguments as a JSON object, also where they are an object inside a JSON string, null, or missing."""
     inner = _text_of(value)
     text = value if inner is None or inner.strip()[:1] not in ("", "{") else inner.strip()
     return "{}" if text in (None, "null", "") else str(text)
 
 
 def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
-    """Read a call or a list of calls. Returns whether there was one, as `json_call`; `scan.log` has what was read."""
+    """Read a call or a list of calls. Returns whether there was a call, as `json_call` does.
+
+    `scan.log` has the text that was read since the last whole call.
+    """
     scan.begin()
     yield from scan.space()
     if not (yield from scan.skip("[")):
@@ -96,7 +100,7 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
 
 
 def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
-    """Read the rest of a list of calls, behind its bracket. Returns whether it is one, as `json_call` does."""
+    """Read a list of calls after its opening bracket. Returns whether it is such a list, as `json_call` does."""
     has_calls = False
     while True:
         yield from scan.space()
@@ -112,7 +116,7 @@ def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
 
 
 def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
-    """Read the arguments of a call as one JSON object, {} where it is over at once. Returns whether they are whole."""
+    """Read a call's arguments, a JSON object; {} where a closing mark comes at once. Returns whether they are whole."""
     yield from scan.space()
     if (yield from scan.starts(*closing)):
         yield CallArguments("{}")
@@ -121,9 +125,10 @@ def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
 
 
 def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], opening: tuple[str, ...]) -> Steps:
-    """Read on behind a call with marks: consume the closing one. Text that is no call at all is put back.
+    """Read on after a call with marks: consume the closing mark. Text that is no call at all is put back.
 
-    is_call: None where it breaks off. Its remainder ends at the mark that closes it, or that opens the next call.
+    is_call: None = the call breaks off. The rest of such a call is consumed, up to the mark that closes it or opens the
+    next call.
     """
     if is_call:
         yield from scan.space()
@@ -136,24 +141,25 @@ def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], openin
 
 
 def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
-    """Put back a call without marks that is not whole: it is text, as is `before`, which was consumed before it.
+    """Put back a call without marks that is not whole, because it is text. before: the text consumed before the call.
 
-    is_call: None where it is surely a call that breaks off. Where the answer ends in such a call, it is left out.
+    is_call: None = it surely is a call, and breaks off. Where the answer ends in such a call, nothing is put back.
     """
     if is_call is False or not scan.is_over:
         scan.put_back(before + scan.log)
 
 
 def marked(scan: Scanner, opening: tuple[str, ...], read: Callable[[str], Steps]) -> Steps:
-    """Yield text up to an opening mark, then the pieces of `read` behind it, again and again."""
+    """Yield text up to an opening mark, then the pieces that `read` yields after the mark, again and again."""
     while (mark := (yield from scan.until(opening, Text))) is not None:
         yield from read(mark)
 
 
 def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) -> Steps:
-    """Yield as JSON a value that is written as it is up to a mark. Returns the mark; None where the text ends before.
+    """Read a value that is written without quotes, up to a mark, and yield it as JSON.
 
-    A value that can only be a text is given piece by piece, any other when it is whole.
+    Returns the mark; None where the text ends before it. A value that can only be a string is yielded piece by piece,
+    any other value when it is whole.
     """
     if types == {"string"}:
         yield CallArguments('"')
@@ -168,7 +174,7 @@ def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) 
 
 
 def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
-    """Read a list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether it is one, as `json_calls`."""
+    """Read a list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether it is a list, as `json_call` does."""
     scan.begin()
     if not (yield from scan.skip("[")):
         return False
@@ -176,7 +182,7 @@ def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
 
 
 def python_call(scan: Scanner, tools: Tools | None) -> Steps:
-    """Read one call such as f(city="Paris"). Returns whether it was one, as `json_call`."""
+    """Read one call such as f(city="Paris"). Returns whether it was a call, as `json_call` does."""
     name = yield from word(scan)
     if not name or (tools is not None and name not in tools) or not (yield from scan.skip("(")):
         return False
@@ -203,7 +209,7 @@ def python_call(scan: Scanner, tools: Tools | None) -> Steps:
 
 
 def tool_name(scan: Scanner) -> Steps:
-    """Consume and return the name of a tool, with the white space around it consumed; '' where there is none."""
+    """Consume a tool's name and the white space around it, and return the name; '' where there is no name."""
     yield from scan.space()
     name = yield from word(scan, _NAME)
     yield from scan.space()
@@ -211,7 +217,7 @@ def tool_name(scan: Scanner) -> Steps:
 
 
 def word(scan: Scanner, pattern: re.Pattern[str] = _WORD) -> Steps:
-    """Consume and return a name, which may have dots; '' where there is none."""
+    """Consume and return a name, which may have dots; '' where there is no name."""
     while True:
         match = pattern.match(scan.rest)
         if match is None and (scan.rest or scan.is_closed):
@@ -222,7 +228,7 @@ def word(scan: Scanner, pattern: re.Pattern[str] = _WORD) -> Steps:
 
 
 def _python_value(scan: Scanner) -> Steps:
-    """Return the text of a value up to the comma or bracket behind it; None where the text ends before."""
+    """Consume and return a value up to the comma or bracket after it; None where the text ends before that."""
     while True:
         end = _end_of_python(scan.rest)
         if end is not None:
@@ -258,10 +264,10 @@ def _end_of_python(text: str) -> int | None:
 
 
 def _json_of_python(raw: str) -> str | None:
-    """Return a Python literal as JSON, a set as a list; anything else is a text. JSON stays as it is.
+    """Return a Python literal as JSON, a set as a list. JSON stays as it is; anything else becomes a JSON string.
 
-    None where it begins with a quote and is no text: one of its quotes is not escaped, and it goes on somewhere.
-    Models break lines within quotes, and write numbers with leading zeros: both are understood.
+    None where the value begins with a quote and is no literal: a quote inside it is not escaped, and the value ends
+    somewhere later. Models break lines within quotes, and write numbers with leading zeros. Both are understood.
     """
     word = raw.strip()
     try:

@@ -1,9 +1,9 @@
 """Chat templates: a conversation becomes the one text that a chat model was trained on.
 
-Follows transformers' `apply_chat_template`: the same templates, variables and text. Where transformers drops or
-misprints something without a word (tools for a template that does not know them, a variable that it does not read, a
-role that no template knows), it is refused here; content in parts becomes one text where the template wants texts, and
-the arguments of calls become what the template takes.
+Templates, variables and the resulting text are the same as in transformers' `apply_chat_template`. Input that
+transformers drops or misprints without a word is refused here: tools for a template that does not know them, a variable
+that the template does not read, a role that no template knows. Content in parts becomes one text where the template
+wants texts, and the arguments of calls get the form that the template takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")  # roles that any template may print
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools, where there are several
-MARK = "FORERUN_END_OF_MESSAGE "  # appended to a message to find its end in the text; the space shows who trims
+MARK = "FORERUN_END_OF_MESSAGE "  # marks a message's end in the text; the space shows whether the template trims
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path, file: str | Path | None = None) -> ChatTemplate:
-        """Find and compile the templates of a checkpoint folder, or the one in `file`; see `template_files`.
+        """Find and compile the templates of a checkpoint folder, or the template in `file`; see `template_files`.
 
-        Raises NotFound where there is none, UnsupportedModel for one that cannot be read or compiled.
+        Raises NotFound where there is no template, UnsupportedModel for one that cannot be read or compiled.
         """
         small = SmallFiles(Path(folder))
         return cls.of(small, find_sources(small, None if file is None else Path(file)), is_own=file is None)
 
     @classmethod
     def of(cls, small: SmallFiles, sources: Mapping[str, Source], *, is_own: bool) -> ChatTemplate:
-        """Compile templates that were found. is_own: whether they are the checkpoint's. Raises UnsupportedModel."""
-        from forerun.text.sandbox import compile_template  # Jinja is imported by those who chat, and no others
+        """Compile these templates. is_own: whether they are the checkpoint's own. Raises UnsupportedModel."""
+        from forerun.text.sandbox import compile_template  # imported here, so that Jinja is imported only for chats
 
         templates = {name: compile_template(source.text, source.where) for name, source in sources.items()}
         response = small.json(CONFIG).get(KEY) if is_own else None
@@ -62,7 +62,7 @@ class ChatTemplate:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the templates, sorted; a single one is "default"."""
+        """The names of the templates, sorted. A single template is named "default"."""
         return tuple(sorted(self.templates))
 
     @property
@@ -82,7 +82,7 @@ class ChatTemplate:
         if self.response_template is not None:
             try:
                 declared = Declared.of(self.response_template)
-            except UnsupportedModel as error:  # the marks of the template are known, too
+            except UnsupportedModel as error:  # the marks in the template are still known
                 LOG.warning("%s; answers are read by the marks in the chat template", error)
         reads_tools = "tools" in self.reads or TOOL_USE in self.templates
         return AnswerMarks.of_template(self.text, reads_tools, declared)
@@ -99,18 +99,19 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation; nothing that is passed in is changed.
+        """Return the text of a conversation. Nothing that is passed in is changed.
 
         Args:
             messages: each with "role" and "content" or "tool_calls", with arguments as a mapping or a JSON text.
             tools: JSON schemas of functions that the model may call.
             documents: mappings with "title" and "text", for templates that know documents.
-            name: of the template, where there are several; None = "tool_use" if there are tools, else "default".
+            name: the template's name, where there are several; None = "tool_use" if there are tools, else "default".
             add_generation_prompt: end with the header of the model's answer; None = unless continue_final_message.
-            continue_final_message: end right behind the last message's text, for the model to continue it.
-            variables: further ones that the template reads, such as enable_thinking; they go before special tokens.
+            continue_final_message: end right after the last message's text, so that the model continues this text.
+            variables: further variables that the template reads, such as enable_thinking; they override special tokens.
 
-        Raises BadOption for what cannot be honoured or the template refuses, UnsupportedModel where the template fails.
+        Raises BadOption for input that cannot be honoured or that the template refuses, UnsupportedModel where the
+        template fails.
         """
         if add_generation_prompt and continue_final_message:
             raise BadOption("add_generation_prompt and continue_final_message exclude one another: set one of them")
@@ -128,8 +129,8 @@ class ChatTemplate:
     def encode(self, tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Return the ids of `render(messages, **options)`.
 
-        The tokenizer adds no special tokens: a template writes the beginning of the sequence itself, so there is one.
-        Special tokens that the messages spell out count as such, as in transformers.
+        The tokenizer adds no special tokens, because a template writes the beginning-of-sequence token itself. Names of
+        special tokens in the messages become these tokens, as in transformers.
         """
         return tokenizer.encode(self.render(messages, **options), add_special_tokens=False)
 
@@ -158,14 +159,14 @@ def _check_reads(template: CompiledTemplate, names: Iterable[str], special_token
 
 
 def _check_roles(template: CompiledTemplate, messages: Seq[Mapping[str, Any]]) -> None:
-    """Raise BadOption for a role that is neither usual nor named by the template, which may print any."""
+    """Raise BadOption for an unusual role that the template does not name. The template itself may print any role."""
     for i, message in enumerate(messages):
         if message["role"] not in ROLES and message["role"] not in template.texts:
             raise BadOption(f"messages[{i}]: {unknown('role', message['role'], ROLES)}")
 
 
 def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
-    """Return the text of a conversation, its tool calls in the first form that the template takes."""
+    """Return the text of a conversation, with its tool calls in the first form that the template takes."""
     first: BadOption | UnsupportedModel | None = None
     for form in call_forms(messages):
         try:
@@ -181,7 +182,7 @@ def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messag
 
 
 def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Yield arguments of calls that are mappings whose printing by Python differs from JSON."""
+    """Yield the calls' arguments that are mappings and that Python prints differently from JSON."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -193,7 +194,7 @@ def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
 def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
     """Return the text of a conversation. Content in parts is joined to one text where the template knows no parts.
 
-    Such a template fails, prints them as Python does, or leaves them out.
+    Such a template fails, prints the parts as Python does, or leaves parts out.
     """
     if (texts := with_texts(messages)) is not None:
         try:
@@ -220,7 +221,7 @@ def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append MARK to a message's text, in place; returns the text as it was."""
+    """Append MARK to a message's text in place, and return the text without it."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + MARK
@@ -234,7 +235,7 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _cut(text: str, final: str) -> str:
-    """Return the text before MARK; where the template trims messages, without the space before it."""
+    """Return the text before MARK. Where the template trims messages, the white space before MARK is cut off, too."""
     end = text.rfind(MARK.strip())
     if end < 0 or final.strip() not in text:
         raise BadOption(
@@ -244,7 +245,10 @@ def _cut(text: str, final: str) -> str:
 
 
 def _printed(text: str, messages: Seq[Mapping[str, Any]]) -> int | None:
-    """Return the index of a message whose content, a list or mapping, was printed as Python does; None without one."""
+    """Return the index of the first message whose content was printed in Python's notation; None where there is none.
+
+    Only content that is a list or mapping can be printed in this way.
+    """
     for i, message in enumerate(messages):
         content = message.get("content")
         if not content or not isinstance(content, list | dict):

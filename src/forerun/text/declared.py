@@ -1,10 +1,12 @@
-"""The parts of an answer by the `response_template` of tokenizer_config.json, where a model carries one.
+"""The parts of an answer, read by the `response_template` of tokenizer_config.json, where a model has one.
 
-That is transformers' declarative form (utils/chat_parsing): fields of the message, each with its beginning and end,
-how its text is read, and how it is transformed. A field without a beginning takes the text that no other field takes.
-Read here are the fields content, reasoning_content (or thinking, reasoning) and tool_calls; others are left out.
+A response template is transformers' declaration of how answers are read (utils/chat_parsing). It lists the fields of
+the message, each with its beginning and end, how its text is read, and how the result is transformed. A field without a
+beginning takes the text that no other field takes. The fields content, reasoning_content (or thinking, reasoning) and
+tool_calls are read here; other fields are dropped.
 
-Texts are given as they come. A call is given when it is whole: its name and arguments may stand anywhere in it.
+Texts are yielded as they come. A call is yielded when it is whole, because its name and arguments may stand anywhere in
+the field's text.
 """
 
 from __future__ import annotations
@@ -21,21 +23,24 @@ from forerun.text.parts import CallArguments, CallBegin, CallEnd, Reasoning, Sca
 from forerun.text.tools import Tools, inside, json_of
 
 KEY = "response_template"  # of tokenizer_config.json
-MOST_HEAD_CHARS = 256  # of the beginning of a field
+MOST_HEAD_CHARS = 256  # the longest beginning of a field
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _NAMES = re.compile(r"(?<=[{,])(\w+):")
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """The beginning or end of a field. heads: the texts that it may start with. pattern: all of it."""
+    """The marks at the beginning or end of a field. heads: the texts that a mark starts with. pattern: whole marks."""
 
     heads: tuple[str, ...]
     pattern: re.Pattern[str]
 
     @classmethod
     def of(cls, spec: Mapping[str, Any], name: str) -> Anchor | None:
-        """Make an anchor of NAME, a text or several, or of NAME_pattern, an expression. Raises UnsupportedModel."""
+        """Make the anchor that a spec states under `name`: a text or several, or a regex under `name`_pattern.
+
+        None where the spec has neither. Raises UnsupportedModel.
+        """
         texts, pattern = spec.get(name), spec.get(f"{name}_pattern")
         if pattern is not None:
             return cls((_head(pattern),), re.compile(pattern.removeprefix(r"\s*"), re.DOTALL))
@@ -49,7 +54,7 @@ NEVER = Anchor((), re.compile(r"(?!)"))
 
 
 def _head(pattern: str) -> str:
-    """Return the text that an expression begins with, behind white space. Raises UnsupportedModel without one."""
+    """Return the text that a regex begins with, after white space. Raises UnsupportedModel where there is none."""
     text = ""
     for op, value in re._parser.parse(pattern.removeprefix(r"\s*")):  # type: ignore[attr-defined]
         if str(op) != "LITERAL":
@@ -62,7 +67,7 @@ def _head(pattern: str) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """One field. spec: as the template has it."""
+    """One field of a response template. spec: the field's entry in the template."""
 
     name: str
     opening: Anchor  # NEVER for the field without one
@@ -71,13 +76,16 @@ class Field:
 
     @property
     def part(self) -> type[Text] | type[Reasoning] | None:
-        """The kind of part that its text is given as; None for calls, and for fields that are left out."""
+        """The type of part that the field's text becomes; None for calls, and for fields that are dropped."""
         return Text if self.name == "content" else Reasoning if self.name in REASONING else None
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A response template. start: texts behind which an answer begins, to find a field that the prompt has begun."""
+    """A response template. implicit: the field without a beginning.
+
+    start: the texts after which an answer begins, by which a field that the prompt has begun is found.
+    """
 
     fields: tuple[Field, ...]
     implicit: Field | None
@@ -86,7 +94,7 @@ class Declared:
 
     @classmethod
     def of(cls, spec: object) -> Declared:
-        """Read the value of KEY. Raises UnsupportedModel for one that cannot be read."""
+        """Read a response template, the value of KEY. Raises UnsupportedModel for a value that cannot be read."""
         fields = spec.get("fields") if isinstance(spec, Mapping) else None
         if not isinstance(spec, Mapping) or not isinstance(fields, Mapping) or spec.get("version", 1) != 1:
             raise UnsupportedModel(f"{KEY}={shown(spec)} is not possible: it must be an object with fields")
@@ -107,7 +115,7 @@ class Declared:
         )
 
     def begun(self, prompt: str) -> tuple[Field, dict[str, str]] | None:
-        """Return the field that a prompt has begun and left open, with the groups named in its beginning."""
+        """Return the field that a prompt has begun and left open, and the named groups of the field's beginning."""
         ends = [match.end() for match in self.start.finditer(prompt)] if self.start is not None else []
         at = ends[-1] if ends else len(prompt)
         while True:
@@ -127,7 +135,7 @@ class Declared:
             at = closed.end()
 
     def read(self, scan: Scanner, tools: Tools, prompt: str) -> Steps:
-        """Yield the parts of an answer. prompt: its end, which may have opened a field."""
+        """Yield the parts of an answer. prompt: the end of the prompt, which may have begun a field."""
         if (begun := self.begun(prompt)) is not None:
             yield from self._inside(scan, tools, *begun)
         part = Text if self.implicit is None or self.implicit.part is None else self.implicit.part
@@ -141,7 +149,7 @@ class Declared:
                 yield from self._inside(scan, tools, *opened)
 
     def _opened(self, scan: Scanner) -> Any:
-        """Consume the beginning of a field; return the field with the named groups, None where there is none."""
+        """Consume a field's beginning. Returns the field and the beginning's named groups; None if no field begins."""
         while True:
             matches = [
                 (match, one) for one in self.fields if (match := one.opening.pattern.match(scan.rest)) is not None
@@ -156,7 +164,7 @@ class Declared:
             yield None
 
     def _inside(self, scan: Scanner, tools: Tools, one: Field, captures: Mapping[str, str]) -> Steps:
-        """Yield the text of a field up to its end, as parts."""
+        """Yield the parts of a field, whose beginning was consumed, up to the field's end."""
         if one.part is not None:
             yield from self._text(scan, one, one.part)
             return
@@ -191,7 +199,7 @@ class Declared:
 
 
 def _named(match: re.Match[str]) -> dict[str, str]:
-    """Return the groups of a match, by name."""
+    """Return the named groups that took part in a match, with their texts."""
     return {key: value for key, value in match.groupdict().items() if value is not None}
 
 
@@ -200,7 +208,7 @@ def _opens(spec: Mapping[str, Any]) -> bool:
 
 
 def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tools: Tools) -> Iterator[tuple[str, str]]:
-    """Yield the names and arguments of the calls in a field's text; none where it cannot be read."""
+    """Yield the names and arguments of the calls in a field's text; nothing where the text cannot be read."""
     try:
         content = _content(text, spec.get("content", "text"), spec.get("content_args") or {})
         transform = spec.get("transform")
@@ -224,14 +232,14 @@ def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tool
 
 
 def _json(value: Any, types: frozenset[str]) -> str:
-    """Return a value as JSON; a text becomes the type that its schema states."""
+    """Return a value as JSON. A string becomes a value of the types that the parameter's schema states."""
     if isinstance(value, str) and types:
         return json_of(value, types)
     return json.dumps(value, ensure_ascii=False)
 
 
 def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
-    """Read the text of a field as the template says. Raises ValueError for one that is not of that kind."""
+    """Read a field's text as a value of this kind. Raises ValueError for a text that is no such value."""
     if kind == "json":
         return _lax_json(text, args)
     if kind == "xml-inline":
@@ -253,13 +261,13 @@ def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
 
 
 def _inner(text: str, args: Mapping[str, Any]) -> Any:
-    """Read a value in a field by the template's value_parser; as a text where there is none."""
+    """Read a value inside a field by the template's value_parser; without such a parser it stays a text."""
     parser = args.get("value_parser")
     return text if parser is None else _content(text, parser.get("name", "text"), parser.get("args") or {})
 
 
 def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
-    """Parse JSON whose keys may have no quotes, and whose texts may stand between other marks."""
+    """Parse JSON in which keys may have no quotes, and strings may stand between other marks than quotes."""
     kept: list[str] = []
 
     def keep(match: re.Match[str]) -> str:
@@ -281,7 +289,7 @@ def _lax_json(text: str, args: Mapping[str, Any]) -> Any:
 
 
 def _transformed(transform: Any, scope: Mapping[str, Any]) -> Any:
-    """Return the template of a value with its placeholders filled from `scope`."""
+    """Return the value that `transform` describes, with its placeholders filled from `scope`."""
     if isinstance(transform, dict):
         return {key: _transformed(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):

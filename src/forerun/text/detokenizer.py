@@ -1,16 +1,15 @@
-"""Ids to text, piece by piece, exactly: the deltas joined are the text, whatever the tokens and rounds were cut into.
+"""Ids to text, piece by piece and exactly: the pieces joined are the whole text, however the ids were cut into rounds.
 
 Three things make the naive way (decode each token, append) wrong, and each has its answer here:
 
-* *A token's text depends on what stands before it* (a leading space is dropped at the beginning of a text only). So
-  decoding always starts at a *solid* token of the past, whose text is whole characters, and its text is cut off.
+* *A token's text depends on the text before it* (a leading space is dropped at the beginning of a text only). So
+  decoding always starts at an earlier *solid* token, one whose own text is whole characters, and the text of this token
+  is cut off.
 * *A character may be spread over several tokens.* Text that a later token can still change is held back: a trailing
-  U+FFFD, and with byte fallback (`<0xE2>`) the bytes behind the last whole character. Characters that are whole are not
-  held back, though the library would make U+FFFD of them too if a bad byte followed (`Tokenizer.decode_so_far`).
-* *A stop string may be spread over several tokens and rounds.* The longest tail that may still become one is held back
-  (at most longest stop - 1 characters).
-
-Book 8.2.
+  U+FFFD, and with byte fallback (`<0xE2>`) the bytes after the last whole character. Whole characters are not held
+  back, although the library would turn them into U+FFFD, too, if a bad byte followed (`Tokenizer.decode_so_far`).
+* *A stop string may be spread over several tokens and rounds.* The longest tail of the text that may still become a
+  stop string is held back: at most one character less than the longest stop string has.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from forerun.text.tokenizer import Tokenizer
 class PushResult:
     """The text that one push released.
 
-    text: characters that are final now. stop: the stop string that was completed, if any. stopped_at: index within the
-    pushed ids of the token that completed it; the ids after it were not read and are no part of the output.
+    text: the characters that have become final. stop: the stop string that was completed, if any. stopped_at: the index
+    of the token that completed the stop string, within the pushed ids. The ids after this token were not read, and are
+    no part of the output.
     """
 
     text: str
@@ -38,14 +38,14 @@ class PushResult:
 class Detokenizer:
     """The text of one sequence's output, as it grows.
 
-    The text is what decode(prompt + output) has beyond decode(prompt): a leading space survives, and a character that
-    the prompt began and the output completed belongs to the output. Of several stop strings the one that is complete
-    first counts, and of two complete at once the one that begins first.
+    The text is the part of decode(prompt + output) after decode(prompt). So a leading space survives, and a character
+    that the prompt began and the output completed belongs to the output. Of several stop strings, the one that is
+    complete first counts; of two that are complete at once, the one that begins first.
 
     Args:
-        prompt_ids: the left context; none of it is emitted.
-        stop: texts that end the output and are cut from it; none empty.
-        num_free: tokens that the output has at least: stop texts are looked for where they end behind these.
+        prompt_ids: the left context; no text of it is emitted.
+        stop: texts that end the output and are cut from it; no text may be empty.
+        num_free: the least number of tokens of the output; only stop strings that end after these tokens count.
         skip_special_ids: ids that make no text; None = the tokenizer's special ids.
     """
 
@@ -60,15 +60,15 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_ids is None else frozenset(skip_special_ids)
         self._stops, self._num_free = tuple(stop), num_free
-        self._num_free_chars = 0  # first characters of the text held back that come from these tokens
+        self._num_free_chars = 0  # leading characters of `_held` that come from the first `num_free` tokens
         self._held = ""  # certain text that may still become part of a stop string
-        self._window = self._left_context(prompt_ids)  # ids being decoded, from a solid one on
-        text, self._done = tokenizer.decode_so_far(self._window)  # done: characters of the text that are behind us
+        self._window = self._left_context(prompt_ids)  # the ids that are decoded, from a solid id on
+        text, self._done = tokenizer.decode_so_far(self._window)  # done: leading characters that need no more work
         self._prompt_rest = text[self._done :]  # the prompt's unfinished character, as it looks so far
-        self.stop: str | None = None  # the stop string found
+        self.stop: str | None = None  # the stop string that has ended the text
 
     def push(self, ids: Seq[int]) -> PushResult:
-        """Take the next tokens, in order. Returns the text that became final, and a stop string if complete."""
+        """Take the next tokens, in order. Returns the text that became final, and the completed stop string, if any."""
         if not self._stops:
             return PushResult(self._append(ids))
         released = ""
@@ -82,9 +82,9 @@ class Detokenizer:
         return PushResult(released)
 
     def finish(self) -> str:
-        """Return the text held back, as no token follows: open bytes become U+FFFD, and it is cut at a stop string.
+        """Return the text that was held back, because no token follows. Open bytes become U+FFFD.
 
-        Where it was cut, `stop` says so from now on.
+        The text is cut at a stop string, which `stop` names from now on.
         """
         if self.stop is not None:
             return ""
@@ -111,7 +111,7 @@ class Detokenizer:
         return token not in self._skip and self._tokenizer.token_of(token) is not None
 
     def _append(self, ids: Seq[int]) -> str:
-        """Append ids; return the text that is certain now and was not before."""
+        """Append ids, and return the text that has become certain."""
         known = [token for token in ids if self._has_text(token)]
         if not known:
             return ""
@@ -119,7 +119,7 @@ class Detokenizer:
         text, certain = self._tokenizer.decode_so_far(self._window)
         new = self._advance(text, certain)
         solid = next((i for i in range(len(known), 0, -1) if self._tokenizer.is_solid(known[i - 1])), 0)
-        if solid:  # nothing before it can change any more: start anew there
+        if solid:  # no text before the solid token can change any more: start anew there
             self._window = known[solid - 1 :]
             if solid == len(known):
                 self._done = len(self._tokenizer.own_text(known[-1]))
@@ -128,7 +128,7 @@ class Detokenizer:
         return new
 
     def _advance(self, text: str, certain: int) -> str:
-        """Return the newly certain text; the prompt's share of it is cut off once."""
+        """Return the text that has become certain, without the part that belongs to the prompt."""
         if certain <= self._done:
             return ""
         new = text[self._done : certain]
@@ -142,7 +142,10 @@ class Detokenizer:
     # -------------------------------------------------------------------------------------------------- stop strings
 
     def _release(self, new: str) -> str:
-        """Take certain text, and return the text that cannot belong to a stop string; note the first stop string."""
+        """Take certain text, and return the text that cannot belong to a stop string.
+
+        Where a stop string is complete, `stop` is set to it, and only the text before it is returned.
+        """
         if not self._stops:
             return new
         text = self._held + new
@@ -158,12 +161,15 @@ class Detokenizer:
 
 
 def num_common(a: Seq[Any], b: Seq[Any]) -> int:
-    """Return how many characters, or ids, both begin with."""
+    """Return the number of leading characters, or ids, that two sequences have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, str] | None:
-    """Return (start, stop) of the occurrence that ends first, then starts first, and ends behind `free` characters."""
+    """Return (start, stop) of the first stop string that ends after the first `free` characters; None without one.
+
+    The first stop string is the one that ends first; of several with the same end, the one that starts first.
+    """
     places = ((stop, text.find(stop, max(0, free + 1 - len(stop)))) for stop in stops)
     hits = [(start + len(stop), start, stop) for stop, start in places if start >= 0]
     if not hits:
@@ -173,6 +179,6 @@ def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, 
 
 
 def _open_tail(text: str, stops: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text` that some stop string begins with."""
+    """Return the length of the longest end of `text` with which some stop string begins."""
     longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
     return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that cannot be read: what is there instead, in one sentence with a way out."""
+"""Errors for checkpoint files that cannot be read: what the file is instead, in one sentence with a way out."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ AGAIN = "fetch it again"
 
 
 def unreadable(path: Path, problem: object, what: str = "") -> UserError:
-    """Return the error for a file that could not be read, or did not hold what it should.
+    """Return the error for a file that could not be read, or that is not the kind of file it should be.
 
-    problem: what the reader said. what: the kind of file that was expected, with its article, such as "a GGUF file".
+    problem: the reader's error. what: the kind of file that was expected, with its article, such as "a GGUF file".
     """
     try:
         with path.open("rb") as file:

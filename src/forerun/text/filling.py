@@ -1,11 +1,11 @@
-"""Fill in the middle: how models of code are told what stands before and behind the text that they are to write."""
+"""Fill in the middle: prompts that tell a code model which text stands before and after the text it is to write."""
 
 from __future__ import annotations
 
 from forerun.errors import BadOption
 from forerun.text.tokenizer import Tokenizer
 
-# Of each family, its marks in the order of the prompt; "prefix" and "suffix" stand for the texts.
+# For each family of models, its marks in the order of the prompt; "prefix" and "suffix" stand for the two texts.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("<|fim_prefix|>", "prefix", "<|fim_suffix|>", "suffix", "<|fim_middle|>"),  # Qwen Coder, Codegemma
     ("<fim_prefix>", "prefix", "<fim_suffix>", "suffix", "<fim_middle>"),  # StarCoder 2, Granite
@@ -18,7 +18,7 @@ _TEXTS = ("prefix", "suffix")
 
 
 def filling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Return the prompt for a text between two others. Raises BadOption where the model has no marks for it."""
+    """Return the prompt for a text between two others. Raises BadOption where the model has no marks for this."""
     ids = {token: token_id for token_id, token in tokenizer.id_to_token.items()}
     form = next((form for form in FORMS if all(mark in ids for mark in form if mark not in _TEXTS)), None)
     if form is None:

@@ -1,7 +1,7 @@
-"""More ids for a tokenizer, so that a model whose matrices have more rows can be run over all of them.
+"""More ids for a tokenizer, so that a model with more matrix rows than the tokenizer has ids can use all its rows.
 
-The new tokens are entries of the BPE vocabulary that no merge leads to: no text is encoded to them, and every text is
-encoded as before. They are not *added tokens*, which the library looks for in every text.
+The new tokens are entries of the BPE vocabulary that no merge leads to. So no text is encoded to a new token, and every
+text is encoded as before. The new tokens are not *added tokens*, which the library looks for in every text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from forerun.errors import UnsupportedModel
 
 
 def grow(content: str, num_ids: int, first_id: int = 0) -> str:
-    """Return the text of a tokenizer.json with a token named like <|unused_4096|> for every id up to num_ids.
+    """Return the text of a tokenizer.json with new tokens, named like <|unused_4096|>, for the new ids below num_ids.
 
-    They begin behind the highest id there is, and not below first_id: ids between the two stay without a token. A text
-    that has num_ids already comes back as it is. Raises UnsupportedModel for a tokenizer that is not BPE, and for one
-    that would not keep its ids.
+    The new ids begin after the highest old id, and not below first_id; ids between the two stay without a token. A
+    tokenizer that has num_ids ids already is returned unchanged. Raises UnsupportedModel for a tokenizer that is not
+    BPE, and for a tokenizer that would not keep its ids.
     """
     raw = json.loads(content)
     vocabulary = _bpe_vocabulary(raw)
@@ -46,9 +46,9 @@ def _bpe_vocabulary(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check(grown: tokenizers.Tokenizer, old: Mapping[str, int], new: Mapping[str, int]) -> None:
-    """Raise UnsupportedModel where an old token changed its id, or a text is encoded to a new one.
+    """Raise UnsupportedModel where an old token changed its id, or a text is encoded to a new token.
 
-    With `ignore_merges` a word of the text that is in the vocabulary becomes that token.
+    The latter happens with `ignore_merges`, where any word that is in the vocabulary becomes that token.
     """
     if grown.get_vocab(with_added_tokens=True) != {**new, **old} or old.keys() & new.keys():
         raise UnsupportedModel("this tokenizer cannot be given more ids: its tokens would not keep theirs")

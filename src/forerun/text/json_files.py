@@ -12,7 +12,7 @@ from forerun.text.files import unreadable
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises NotFound where it cannot be read, UnsupportedModel for anything else."""
+    """Return the object in a JSON file. Raises NotFound for an unreadable file, UnsupportedModel for other contents."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

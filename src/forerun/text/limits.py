@@ -1,7 +1,7 @@
-"""How much a chat template may use up, so that one that would never end, or fill the memory, is refused.
+"""The limits of a chat template, so that a template that would never end, or would fill the memory, is refused.
 
-The counting is done by `sandbox`; here is what is counted. Templates of published models take some ten steps per
-message and make a few times the characters of the conversation.
+The counting is done by `sandbox`; this file says what is counted. Templates of published models take some ten steps per
+message, and make a few times as many characters as the conversation has.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from string import Formatter
 
 MAX_TEMPLATE_BYTES = 2**18  # of all templates of a model together; the longest published ones have about 30 KB
 MAX_STEPS = 1_000_000  # rounds of loops, calls, filters and operators of one rendering
-MAX_MADE_CHARACTERS = 500_000_000  # of all texts that are made on the way, printed or not
-MAX_PRINTED_CHARACTERS = 10_000_000  # of the text that comes out
-MAX_CPU_S = 10.0  # of the thread that renders
+MAX_MADE_CHARACTERS = 500_000_000  # of all texts that are made during the rendering, printed or not
+MAX_PRINTED_CHARACTERS = 10_000_000  # of the text that the template prints
+MAX_CPU_S = 10.0  # processor time of the thread that renders
 STEPS_PER_LOOK = 64  # the clock is read every so many steps
-ITEM_CHARACTERS = 8  # what a number, or a place in a list, counts as
+ITEM_CHARACTERS = 8  # characters that a number, or a place in a list, counts as
 
 
 class TooMuch(Exception):
-    """A limit was reached; the message goes on behind the name of the template."""
+    """The error where a limit is reached. Its message continues a sentence that begins with the template's name."""
 
 
 class Budget:
@@ -31,7 +31,7 @@ class Budget:
         self._num_steps, self._num_characters, self._end_s = 0, 0, time.thread_time() + MAX_CPU_S
 
     def step(self, num_characters: int = 0) -> None:
-        """Count one step, and the characters that it makes: before it, where they can be foreseen."""
+        """Count one step and its characters. Characters that can be foreseen are counted before the step is done."""
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise TooMuch(f"takes more than {MAX_STEPS:,} steps")
@@ -40,15 +40,15 @@ class Budget:
         self.add(num_characters)
 
     def add(self, num_characters: int) -> None:
-        """Count characters of the same step."""
+        """Count further characters of the same step."""
         self._num_characters += num_characters
         if self._num_characters > MAX_MADE_CHARACTERS:
             raise TooMuch(f"makes texts and lists of more than {MAX_MADE_CHARACTERS:,} characters")
 
     def weigh(self, value: object) -> int:
-        """Return about how many characters a value has as a text; lists within one another are a step each.
+        """Return about how many characters a value has as a text. Each list or mapping inside it counts as a step.
 
-        A list that holds a second one twice, which holds a third one twice, is short, but its text is not.
+        A short list can have a long text: it may hold a second list twice, which holds a third list twice, and so on.
         """
         if isinstance(value, str):
             return len(value)
@@ -60,7 +60,7 @@ class Budget:
         return sum(map(self.weigh, value)) + ITEM_CHARACTERS * len(value)
 
     def product(self, left: object, right: object) -> int:
-        """Return the characters of `left * right`, which may be a text or list that is repeated."""
+        """Return the number of characters of `left * right`, which may be a repeated text or list."""
         if isinstance(left, int) and isinstance(right, int):
             return _digits(left.bit_length() + right.bit_length())
         value, times = (right, left) if isinstance(left, int) else (left, right)
@@ -74,26 +74,26 @@ def check_printed(text: str) -> None:
 
 
 def power(left: object, right: object) -> int:
-    """Return the characters of `left ** right`."""
+    """Return the number of characters of `left ** right`."""
     if isinstance(left, int) and isinstance(right, int):
         return _digits(left.bit_length() * max(right, 0))
     return 0
 
 
 def _digits(num_bits: int) -> int:
-    """Return the cost of a whole number of so many bits: more than its digits, since long ones are slow to multiply."""
+    """Return the cost of a whole number of this many bits. It grows with the square: long numbers multiply slowly."""
     return num_bits * num_bits // 64
 
 
 def percent(text: object, values: object) -> int:
-    """Return the widths in a format of `%`: "%9d" asks for nine characters, "%*d" takes the number from the values."""
+    """Return the sum of the widths in a `%` format. "%9d" has the width 9; "%*d" takes the width from the values."""
     if not isinstance(text, str):
         return 0
     return _numbers(f"{text}{values!r}" if "*" in text else text)
 
 
 def widths(text: str) -> int:
-    """Return the widths in a format of `str.format`. Raises TooMuch for one that takes a width from the values."""
+    """Return the sum of the widths in a `str.format` format. Raises TooMuch where a width comes from the values."""
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
         raise TooMuch("formats a text with a width that is a value")
@@ -101,17 +101,17 @@ def widths(text: str) -> int:
 
 
 def join(separator: str, items: object) -> int:
-    """Return the characters of the separators in `separator.join(items)`."""
+    """Return the number of characters of the separators in `separator.join(items)`."""
     return len(separator) * len(items) if isinstance(items, Sized) else 0
 
 
 def replace(text: str, old: object, new: object) -> int:
-    """Return the characters that `text.replace(old, new)` puts in."""
+    """Return the number of characters that `text.replace(old, new)` puts in."""
     return text.count(old) * len(new) if isinstance(old, str) and isinstance(new, str) else 0
 
 
 def numbers(values: Iterable[object]) -> int:
-    """Return the sum of the whole numbers among arguments: each may be a width."""
+    """Return the sum of the whole numbers among arguments, because each may be a width."""
     return sum(abs(value) for value in values if isinstance(value, int))
 
 
@@ -120,7 +120,7 @@ def _numbers(text: str) -> int:
 
 
 def made(value: object) -> int:
-    """Return the characters of a new text, or of the places of a new list without their contents."""
+    """Return the number of characters that a new text has, or that the places of a new list count as."""
     if isinstance(value, str):
         return len(value)
     return ITEM_CHARACTERS * len(value) if isinstance(value, list | tuple | dict) else 0

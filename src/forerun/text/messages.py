@@ -9,21 +9,21 @@ from typing import Any
 
 from forerun.errors import BadOption, shown
 
-SHORT_ID = 9  # characters of the ids of calls that the strictest templates take
+SHORT_ID = 9  # length of call ids that the strictest templates take
 MAX_DEPTH = 100  # of lists and mappings within one another; no real message comes near
 # Messages of these roles hold text. Others, such as "tool", may hand over any data.
 SPEAKERS = ("system", "developer", "user", "assistant")
 # Names that a message's reasoning goes by; the first is the usual one.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Of a subclass, such as an enum, the value alone.
+# These casts turn a value of a subclass, such as an enum, into a plain value.
 _SCALARS: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__, float: float.__float__}
 
 
 def copy_messages(messages: object) -> list[dict[str, Any]]:
-    """Check messages and copy them as transformers does: keys that are None dropped, reasoning under its usual name.
+    """Check messages and copy them as transformers does, without None values and with reasoning under its usual name.
 
-    Raises BadOption, naming the message by its place (from 0), for what is no message: it must have a role, and content
-    or tool_calls. Content is a text or a list of text parts; of a tool it may be any data.
+    A message must have a role, and content or tool_calls. Content must be a text or a list of text parts; the content
+    of a tool's message may be any data. Raises BadOption for anything else, naming the message by its place (from 0).
     """
     if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
         raise BadOption(
@@ -70,10 +70,10 @@ def _check_content(content: object, where: str) -> None:
 
 
 def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages, and where they have tool calls their other forms: templates take different ones.
+    """Yield the messages once for each form in which some template takes tool calls; only once without tool calls.
 
-    Arguments as mappings come before JSON texts, a missing content before an empty one, and ids as they are before ids
-    of nine letters and digits.
+    Arguments as mappings come before arguments as JSON texts, missing content before empty content, and ids as they are
+    before ids of nine letters and digits.
     """
     given = [dict(message) for message in messages]
     if not any(message.get("tool_calls") for message in given):
@@ -103,32 +103,32 @@ def _in_form(message: dict[str, Any], as_text: bool, fill: bool, short_ids: bool
 
 
 def _call_in_form(call: dict[str, Any], as_text: bool, short_ids: bool) -> dict[str, Any]:
-    made = dict(call)
-    if short_ids and isinstance(made.get("id"), str):
-        made["id"] = _short_id(made["id"])
-    if isinstance(made.get("function"), dict):
-        return made | {"function": _call_in_form(made["function"], as_text, False)}
-    arguments = made.get("arguments")
+    copy = dict(call)
+    if short_ids and isinstance(copy.get("id"), str):
+        copy["id"] = _short_id(copy["id"])
+    if isinstance(copy.get("function"), dict):
+        return copy | {"function": _call_in_form(copy["function"], as_text, False)}
+    arguments = copy.get("arguments")
     if as_text and isinstance(arguments, dict):
-        made["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        copy["arguments"] = json.dumps(arguments, ensure_ascii=False)
     if not as_text and isinstance(arguments, str):
         try:
             values = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            return made
-        made["arguments"] = values if isinstance(values, dict) else arguments
-    return made
+            return copy
+        copy["arguments"] = values if isinstance(values, dict) else arguments
+    return copy
 
 
 def _short_id(call_id: str) -> str:
-    """Return nine letters and digits for an id: the id itself where it is nine of them, else a part of its hash."""
+    """Return an id of nine letters and digits: the id itself where it has this form, else a part of its hash."""
     if len(call_id) == SHORT_ID and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID]
 
 
 def with_texts(messages: Seq[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the messages with the text parts of content joined by line breaks; None where none has parts."""
+    """Return the messages with the text parts of content joined by line breaks; None where no message has parts."""
 
     def text(content: Any) -> Any:
         return "\n".join(part["text"] for part in content) if _has_parts(content) else content
@@ -178,9 +178,9 @@ def _copy_mappings(values: object, where: str, wanted: str) -> list[dict[str, An
 
 
 def plain(value: object, where: str, depth: int = 0) -> Any:
-    """Return a copy made of dict, list, str, int, float, bool and None alone: a template gets hold of nothing else.
+    """Return a copy made only of dict, list, str, int, float, bool and None: a template gets hold of nothing else.
 
-    Raises BadOption, with the place `where`, for any other object and beyond MAX_DEPTH levels.
+    Raises BadOption for any other object, and beyond MAX_DEPTH levels. where: the place of the value, for the message.
     """
     if value is None or isinstance(value, bool):
         return value

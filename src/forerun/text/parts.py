@@ -1,8 +1,9 @@
-"""The parts of an answer: text, reasoning and tool calls, made of the model's text as it grows.
+"""The parts of an answer: text, reasoning and tool calls, read from the model's text as the text grows.
 
-A model writes all of them into one text, each family with marks of its own. A generator over a `Scanner` reads
-them: it yields each piece as soon as no later text can change it, and None where it needs more. So a text gives the
-same parts however it was cut. A call is a part when it is whole: nobody runs a call that is not written yet.
+A model writes all parts into one text, and each family of models uses marks of its own. A generator over a `Scanner`
+reads the parts. It yields each piece as soon as no later text can change the piece, and None where it needs more text.
+So a text gives the same parts, however it was cut into pieces. A call becomes a part when it is whole, so that nobody
+runs a call that is not completely written.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Reasoning:
 
 
 def new_id() -> str:
-    """Make an id of a call: nine letters and digits, which the templates that check ids ask for."""
+    """Return a new id for a call: nine letters and digits, as the templates that check ids demand."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. arguments: the text of a JSON object, as it was written."""
+    """A call of a tool. arguments: the text of a JSON object, as the model wrote it."""
 
     name: str
     arguments: str = "{}"
@@ -48,11 +49,11 @@ class ToolCall:
         return values
 
     def arguments_on_a_line(self) -> str:
-        """Return the arguments for people: JSON on one line."""
+        """Return the arguments as JSON on one line, for people to read."""
         return json.dumps(self.values(), ensure_ascii=False)
 
     def message(self) -> dict[str, Any]:
-        """Return the call as a message has it."""
+        """Return the call in the form of a message's tool_calls."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -61,7 +62,7 @@ Part: TypeAlias = Text | Reasoning | ToolCall
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A tool is called."""
+    """The beginning of a call. name: the name of the tool."""
 
     name: str
 
@@ -75,18 +76,18 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The call ends. It is missing where the text breaks off or ends in the call."""
+    """The end of a call. This piece is missing where the call breaks off, or where the text ends inside the call."""
 
 
-# The output of a dialect: a call comes in pieces.
+# The output of a dialect, in which a call comes in pieces.
 Piece: TypeAlias = Text | Reasoning | CallBegin | CallArguments | CallEnd
-# A reader of text: it yields pieces, None where it needs more text, and returns something.
+# A reader of text, as a generator: it yields pieces, or None where it needs more text, and returns a result.
 Steps: TypeAlias = Generator[Piece | None, None, Any]
 
 
 @dataclass
 class Span:
-    """One stretch of an answer: kind is "text" or "reasoning"."""
+    """One stretch of an answer. kind: "text" or "reasoning"."""
 
     kind: str
     text: str = ""
@@ -94,10 +95,11 @@ class Span:
 
 @dataclass
 class AnswerParts:
-    """An answer put together from its parts. items: its stretches and calls, in order.
+    """An answer put together from its parts. items: the answer's spans and calls, in order.
 
-    num_reasoning_tokens: tokens of the answer that are reasoning. num_broken_calls: begun and never whole.
-    said: places in the answer of the tokens that make its text, as far as they are told apart (see PartsReader).
+    num_reasoning_tokens: the number of the answer's tokens that are reasoning. num_broken_calls: the number of calls
+    that were begun and did not become whole. said: the tokens of the text, as indices in the answer, where tokens of
+    text and reasoning are told apart (see PartsReader).
     """
 
     items: list[Span | ToolCall] = field(default_factory=list)
@@ -132,7 +134,7 @@ class AnswerParts:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning."""
+        """The reasoning before the answer."""
         return self._text("reasoning")
 
     @property
@@ -151,10 +153,11 @@ class AnswerParts:
 
 
 class Scanner:
-    """Text that grows at its end and is consumed at its beginning. Its methods are steps of a generator (Steps).
+    """A text that grows at its end and is consumed at its beginning. Methods that may need more text return Steps.
 
-    log: the text consumed since `begin`, for readers that find it to be no call after all. hidden: marks that no text
-    shows. is_closed: no more text comes; is_cut: because there was no room for more.
+    log: the text consumed since `begin`, for a reader that sees too late that this text is no call. hidden: the marks
+    that are kept out of the text for the user. is_closed: whether no more text comes. is_cut: whether that is because
+    there was no room for more.
     """
 
     def __init__(self, hidden: Seq[str] = ()) -> None:
@@ -166,15 +169,15 @@ class Scanner:
         return self.is_closed and not self.rest
 
     def begin(self) -> None:
-        """Forget the consumed text."""
+        """Forget the text that was consumed so far."""
         self.log = ""
 
     def put_back(self, text: str) -> None:
-        """Let the end of the consumed text come again."""
+        """Put the end of the consumed text back, so that it is read again."""
         self.rest, self.log = text + self.rest, self.log.removesuffix(text)
 
     def undo(self) -> None:
-        """Let the text consumed since `begin` come again; where the answer has ended in it, it is left out."""
+        """Put the text consumed since `begin` back. Where the answer has ended in this text, it is dropped instead."""
         if not self.is_over:
             self.put_back(self.log)
 
@@ -185,7 +188,7 @@ class Scanner:
         return taken
 
     def until(self, marks: Seq[str], piece: Callable[[str], Piece]) -> Steps:
-        """Give text up to a mark in pieces. Returns the mark, which is consumed; None at the end of the text."""
+        """Yield text up to a mark, in pieces. Consumes and returns the mark; None at the end of the text."""
         known = (*marks, *self._hidden) if piece is Text else tuple(marks)
         while True:
             if (hit := first_of(self.rest, known)) is not None:
@@ -205,7 +208,7 @@ class Scanner:
             yield None
 
     def collect(self, marks: Seq[str]) -> Steps:
-        """Return the text up to a mark, and the mark, which is consumed; None where the text ends before."""
+        """Consume and return the text up to a mark, and the mark; None for the mark where the text ends before it."""
         while (hit := first_of(self.rest, marks)) is None:
             if self.is_closed:
                 return self.take(len(self.rest)), None
@@ -214,9 +217,9 @@ class Scanner:
         return text, self.take(len(hit[1]))
 
     def starts(self, *options: str) -> Steps:
-        """Return the longest option with which the text goes on; None where it is another text.
+        """Return the longest option with which the text goes on; None where it goes on in another way.
 
-        Where an answer was cut inside an option, its remainder is consumed.
+        Where the answer was cut inside an option, the beginning of the option is consumed.
         """
         while is_open := any(o.startswith(self.rest) and o != self.rest for o in options):
             if self.is_closed:
@@ -227,7 +230,7 @@ class Scanner:
         return max((o for o in options if self.rest.startswith(o)), key=len, default=None)
 
     def skip(self, *options: str) -> Steps:
-        """Consume one of the options, if the text goes on so, and return it."""
+        """Consume and return the longest option with which the text goes on; None where it goes on in another way."""
         option: str | None = yield from self.starts(*options)
         return None if option is None else self.take(len(option))
 
@@ -249,8 +252,8 @@ class Scanner:
     def json(self, piece: Callable[[str], Piece] | None = None) -> Steps:
         """Consume one JSON value, and the white space before it.
 
-        Returns its text; None where there is none, or the text ends in it, or its brackets do not match. piece: makes
-        pieces of what is consumed, while it grows.
+        Returns the text of the value. None where there is no value, where the text ends inside the value, or where
+        brackets do not match. piece: makes pieces of the consumed text, which are yielded as the value grows.
         """
         yield from self.space()
         text, value = "", _JsonValue()
@@ -265,9 +268,9 @@ class Scanner:
 
 
 class _JsonValue:
-    """Finds the end of a JSON value by its brackets and quotes; what is between them is not looked at.
+    """Finds the end of a JSON value by its brackets and quotes. The text between them is not checked.
 
-    Where a mark begins outside of texts, the value is over, whole or not.
+    Outside of strings, "<" begins a mark. It ends the value, whole or not.
     """
 
     def __init__(self) -> None:
@@ -276,7 +279,7 @@ class _JsonValue:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the text read is a whole value: a bare word is one at any moment."""
+        """Whether the text read so far is a whole value. A bare word is a whole value at any moment."""
         return self._has_begun and not self._is_wrong and not self._in_text and not self._closers
 
     def read(self, text: str) -> int:
@@ -314,7 +317,7 @@ class _JsonValue:
 
 
 def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Return (start, mark) of the mark that begins first, the longest one there; None where there is none."""
+    """Return (start, mark) of the mark that begins first in a text, the longest mark there; None without a mark."""
     hits = [(start, -len(mark), mark) for mark in marks if (start := text.find(mark)) >= 0]
     if not hits:
         return None
@@ -323,6 +326,6 @@ def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
 
 
 def open_tail(text: str, marks: Seq[str]) -> int:
-    """Return the length of the longest end of a text that is a true beginning of some mark."""
+    """Return the length of the longest end of a text that is the beginning of a longer mark."""
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

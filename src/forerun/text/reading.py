@@ -1,7 +1,7 @@
 """The parts of one answer, from its ids or its text, as they come.
 
-A call counts here if it was written to its end, with a JSON object as its arguments. No part is made of any other, so
-whoever receives the parts of an answer can run nothing that the model did not write.
+A call counts here if it was written to its end, with a JSON object as its arguments. Any other call becomes no part. So
+whoever receives the parts of an answer can run nothing that the model did not completely write.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from forerun.text.tokenizer import Tokenizer
 class PartsReader:
     """Reads the parts of one answer from its token ids, as they come.
 
-    traces: whether tokens are told apart, too, by text and reasoning. Marks and white space between parts are neither.
-    It is done wherever the model may think, since reasoning is counted.
+    traces: whether tokens of text are told apart from tokens of reasoning. Tokens of marks, and of white space between
+    parts, are neither. Where the model may reason, tokens are always told apart, because reasoning is counted.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class PartsReader:
         names = {i: tokenizer.token_of(i) or "" for i in tokenizer.special_ids}
         skip = {i for i, name in names.items() if not (_begins(name, answer_form.marks) or (name and name in declared))}
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, stop, skip, num_free)
-        # Where a stop text may begin, text comes later than its tokens: what each of them adds is read beside it.
+        # Where a stop string may begin, text comes later than its tokens. A second detokenizer, which has no stop
+        # strings, tells the text that each token adds.
         self._unstopped = Detokenizer(tokenizer, prompt_ids, (), skip) if stop else None
         self._parser = Parser(answer_form, tail_of(tokenizer, prompt_ids))
         answer_marks = answer_form.answer_marks
@@ -45,8 +46,8 @@ class PartsReader:
             traces or bool(answer_marks.thoughts) or answer_marks.reads_always or answer_marks.declared is not None
         )
         self._num_read, self._last_told, self._skip = 0, -1, skip
-        self._untold: list[tuple[int, str]] = []  # places of tokens that are not told apart yet, and their texts
-        self._untold_at = 0  # characters before them
+        self._untold: list[tuple[int, str]] = []  # (index in the answer, text) of each token not told apart yet
+        self._untold_at = 0  # the number of characters before these tokens
 
     def push(self, ids: Seq[int]) -> list[Part]:
         """Return the parts that the next tokens make certain."""
@@ -64,19 +65,20 @@ class PartsReader:
         return joined(new_parts)
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the remaining parts, as no token follows. is_cut: because there was no room for it."""
+        """Return the remaining parts, because no token follows. is_cut: whether there was no room for more tokens."""
         text = self._detokenizer.finish()
         parts = [*self._parser.feed(text), *self._parser.finish(is_cut=is_cut)]
         if self._traces:
             added = text if self._unstopped is None else self._unstopped.finish()
-            self._untold.append((self._num_read, added))  # what the last token leaves open
+            self._untold.append((self._num_read, added))  # the text that the last token has left open
             self._tell_apart()
         return parts
 
     def _tell_apart(self) -> None:
-        """Note which tokens have made the text and the reasoning that the parser has just given.
+        """Note which tokens have made the text and the reasoning that the parser has just returned.
 
-        Characters are counted from the beginning of the answer. Text that the parser holds back is told apart later.
+        Characters are counted from the beginning of the answer. Tokens of text that the parser holds back are told
+        apart later.
         """
         spans = self._parser.take_spans()
         if not spans:
@@ -96,7 +98,7 @@ class PartsReader:
             if not left and last <= sure:
                 self._untold_at = end
             else:
-                left.append((place, text))  # some of it is held back
+                left.append((place, text))  # some of the token's text is held back
             begin = end
         self._untold = left
 
@@ -107,12 +109,12 @@ class PartsReader:
 
 
 def _begins(token: str, marks: Iterable[str]) -> bool:
-    """Return whether a mark begins with the text of a special token."""
+    """Return whether any mark begins with the text of this special token."""
     return bool(token) and any(mark.startswith(token) for mark in marks)
 
 
 class _Span(NamedTuple):
-    """Characters of an answer that make text, or reasoning."""
+    """A range of an answer's characters that is text, or reasoning."""
 
     begin: int
     end: int
@@ -120,23 +122,27 @@ class _Span(NamedTuple):
 
 
 class Parser:
-    """Reads the parts of one answer from its text, as it comes. prompt: the end of its prompt."""
+    """Reads the parts of one answer from its text, as it comes. prompt: the end of the prompt."""
 
     def __init__(self, answer_form: AnswerForm, prompt: str = "") -> None:
         self._scan, self.answer_parts, self._tidy = answer_form.scanner(), AnswerParts(), _Tidy()
         one_call = answer_form.tool_request is not None and not answer_form.tool_request.parallel
         self._calls = _WholeCalls(1 if one_call else None)
         self._steps: Iterator[Piece | None] = answer_form.steps(self._scan, prompt)
-        self._num_fed, self._run, self._before = 0, range(0), range(0)  # runs of characters without a mark among them
+        # Runs of characters without a mark inside: the present run, and the run before it.
+        self._num_fed, self._run, self._before = 0, range(0), range(0)
         self._spans: list[_Span] = []
 
     @property
     def num_sure(self) -> int:
-        """Characters whose parts are certain: none of them may become a mark, or white space between parts."""
+        """The number of leading characters whose part is certain.
+
+        None of these characters can become a part of a mark, or of the white space between parts.
+        """
         return self._num_fed - len(self._scan.rest) - len(self._tidy.held)
 
     def take_spans(self) -> list[_Span]:
-        """Return where the text and the reasoning stand that were given since the last call."""
+        """Return the spans of the text and the reasoning that were returned since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -149,7 +155,7 @@ class Parser:
         return self._said(self._pieces())
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the remaining parts, as no text follows. is_cut: because there was no room for it."""
+        """Return the remaining parts, because no text follows. is_cut: whether there was no room for more text."""
         self._scan.is_closed, self._scan.is_cut = True, is_cut
         return self._said([*self._pieces(), *map(self._spanned, self._tidy.finish())])
 
@@ -174,14 +180,17 @@ class Parser:
         return pieces
 
     def _extend(self, num_chars: int) -> None:
-        """Note that so many characters were consumed as text or reasoning."""
+        """Note that the last `num_chars` consumed characters were text or reasoning."""
         end = self._num_fed - len(self._scan.rest)
         if end - num_chars != self._run.stop:
             self._before, self._run = self._run, range(end - num_chars, end)
         self._run = range(self._run.start, end)
 
     def _spanned(self, piece: Piece) -> Piece:
-        """Note where the characters of a piece stand; a mark may stand behind white space that it begins with."""
+        """Note where the characters of a piece stand, and return the piece.
+
+        A piece may begin with white space that stands before a mark: then its characters come from two runs.
+        """
         if isinstance(piece, Text | Reasoning):
             is_text, begin = isinstance(piece, Text), self.num_sure - len(piece.text)
             if (num_earlier := self._run.start - begin) > 0:
@@ -191,14 +200,14 @@ class Parser:
 
 
 class _Tidy:
-    """Takes away the white space between parts: it belongs to the format, and to no part."""
+    """Removes the white space between parts, which belongs to the format and to no part."""
 
     def __init__(self) -> None:
         self._kind: type[Piece] | None = None
         self.held, self._is_fresh, self._has_calls = "", False, False
 
     def add(self, piece: Piece) -> Iterator[Piece]:
-        """Yield the piece, as far as it is certain."""
+        """Yield the piece, without white space at its end that may stand between parts."""
         if not isinstance(piece, Text | Reasoning):
             self._kind, self.held, self._has_calls = CallBegin, "", True
             yield piece
@@ -216,16 +225,16 @@ class _Tidy:
             yield kind(body)
 
     def finish(self) -> Iterator[Piece]:
-        """Yield the white space at the end of an answer that is a text."""
+        """Yield the white space at the end of an answer that ends with text and has no calls."""
         if self._kind is Text and self.held and not self._has_calls:
             text, self.held = self.held, ""
             yield Text(text)
 
 
 class _WholeCalls:
-    """Makes parts of pieces: a call when it is whole, and none where it breaks off or is cut.
+    """Makes parts of pieces. A call becomes a part once it is whole; a call that breaks off or is cut is dropped.
 
-    most: later calls are left out; None = none is.
+    most: how many calls to keep; later calls are dropped. None = no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -234,11 +243,11 @@ class _WholeCalls:
 
     @property
     def num_broken(self) -> int:
-        """The number of calls that were begun and are not whole."""
+        """The number of calls that were begun and did not become whole."""
         return self._num_begun - self._num_whole
 
     def add(self, piece: Piece) -> Iterator[Part]:
-        """Yield the part that a piece completes, if it does."""
+        """Yield the part that this piece completes, if any."""
         match piece:
             case CallBegin(name):
                 self._name, self._arguments = name, []
@@ -266,7 +275,7 @@ def _is_object(text: str) -> bool:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Join texts that follow each other, and drop empty ones."""
+    """Join consecutive parts of the same kind, text or reasoning, and drop empty parts."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None

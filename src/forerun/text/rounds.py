@@ -1,4 +1,4 @@
-"""What became of every token of a round: accepted, rejected, never tested, or the target's own."""
+"""The outcome of every token of a round: accepted, rejected, never tested, or the target's own."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MARKS: dict[Kind, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a round and what became of it."""
+    """One token of a round and its outcome."""
 
     token: int
     kind: Kind
 
 
 def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """Return the tokens of a round that entered the output: stop conditions may have cut it short."""
+    """Return the tokens of a round that entered the output, which stop conditions may have cut short."""
     pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
     drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
     last: Kind = "correction" if rejected else "bonus"
@@ -45,9 +45,10 @@ def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
 
 
 def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """Return every drafted token of a round and what became of it, in draft order, with the target's own token.
+    """Return the drafted tokens of a round and the target's own token, each with its outcome.
 
-    The target's token stands behind the accepted and rejected tokens, before the untested ones.
+    The accepted tokens come first, then the rejected tokens, the target's token, and the untested tokens. Tokens that
+    stop conditions have cut are left out.
     """
     kept = committed_pieces(detail, num_committed)
     at, accepted = len(detail.accepted), set(detail.accepted)

@@ -1,11 +1,11 @@
-"""Chat templates are programs that come with a model: here they are compiled and run so that they can do no harm.
+"""The sandbox of chat templates. Templates are programs that come with a model, and must not be able to do harm.
 
 The environment follows transformers (utils/chat_template_utils.py): Jinja's immutable sandbox, blocks trimmed, loop
 controls, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML characters alone, and the `generation` tag.
-It is stricter in two points: touching a forbidden attribute is an error at once, even if the result is not used, and
-what a template may use up is limited (`limits`). For that, nothing is computed when it is compiled, and a few things
-that could make any amount of text are not there, as no template of a published model uses them: lipsum, wordwrap,
-urlize.
+It is stricter in two points. Access to a forbidden attribute is an error at once, even if the result is not used. And
+the steps, characters and time of a rendering are limited (`limits`). Because of the limits, no part of a template is
+evaluated when it is compiled, and three functions that could make any amount of text are missing: lipsum, wordwrap and
+urlize. No template of a published model uses them.
 
 This file imports Jinja, so it is itself imported only where a template is needed.
 """
@@ -41,8 +41,8 @@ from forerun.text.template_files import ANOTHER
 class CompiledTemplate:
     """One template, ready to run.
 
-    where: where it came from, for messages. reads: the variables that it looks up, without the functions it is given.
-    texts: the constants in it that are texts, such as names of roles. source: its text.
+    where: the template's origin, for messages. source: the template's text. reads: the variables that the template
+    looks up, without the environment's functions. texts: the template's string constants, such as names of roles.
     """
 
     where: str
@@ -52,10 +52,10 @@ class CompiledTemplate:
     texts: frozenset[str]
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the text. `variables` must be plain data, see `messages.plain`, and are not changed.
+        """Return the text that the template prints. variables: plain data (see `messages.plain`), which do not change.
 
-        Raises BadOption where the template refuses them by `raise_exception`, UnsupportedModel where it does something
-        forbidden, reaches a limit, or fails.
+        Raises BadOption where the template refuses the messages by `raise_exception`, UnsupportedModel where it does
+        something forbidden, reaches a limit, or fails.
         """
         environment = _Environment()  # with a budget of this rendering
         try:
@@ -82,7 +82,7 @@ class CompiledTemplate:
 
 @lru_cache(maxsize=16)  # opening a model asks three times, and a large template takes some 20 ms
 def compile_template(source: str, where: str) -> CompiledTemplate:
-    """Compile a template. Raises UnsupportedModel, with the line, for one that is not valid."""
+    """Compile a template. Raises UnsupportedModel for an invalid template; the message names the line."""
     environment = _Environment()
     try:
         tree = environment.parse(source)
@@ -104,7 +104,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON, as the filter `tojson`: Jinja's own would escape <, >, & and ' for HTML."""
+    """Return a value as JSON. This is the filter `tojson`, because Jinja's own escapes <, >, & and ' for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -124,7 +124,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks what the model wrote, for training; here it is only a scope of its own."""
+    """The tag {% generation %}. For training it marks the model's own text; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
@@ -134,7 +134,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """`dict` without its methods: dict.update(message, ...) would get past the sandbox."""
+    """`dict` without its methods, because dict.update(message, ...) would get past the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -145,7 +145,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` without names like __call__, which Python itself would look up."""
+    """`namespace` that takes no names such as __call__, because Python itself would look them up."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args  # so that namespace(self=1) works, as in Jinja
@@ -164,20 +164,20 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r}")
 
 
-# Filters that take lists as they are: what they cost does not grow with the texts in them.
+# Filters whose cost does not grow with the texts in the lists that they take.
 _NAMES = """
 attr batch count d default dictsort first groupby items last length list map max min random reject rejectattr reverse
 select selectattr slice sort sum unique"""
 _OF_LISTS = frozenset(_NAMES.split())
 
-# Methods of texts and numbers that could make any amount of text, and lead to others that could.
+# Methods of texts and numbers that could make any amount of text, or values whose methods could.
 _TEXT_MAKERS = frozenset(["expandtabs", "translate", "encode", "to_bytes"])
 
 
 class _Counting(NodeTransformer):
-    """Puts a call into each round of a loop, and around values that are joined without a call or an operator.
+    """Adds counting calls to a template: into each round of a loop, and around values joined without call or operator.
 
-    The names of its methods are Jinja's.
+    The names of the methods are Jinja's.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
@@ -210,18 +210,18 @@ class _Counting(NodeTransformer):
 
 
 def _call(method: str, argument: nodes.Expr, place: nodes.Node) -> nodes.Call:
-    """Return a call of a method of the environment, in the line of `place`."""
+    """Return a syntax node that calls this method of the environment, on the line of `place`."""
     line = place.lineno
     return nodes.Call(nodes.EnvironmentAttribute(method, lineno=line), [argument], [], None, None, lineno=line)
 
 
 def _listed(value: Any) -> Any:
-    """Return the values of a generator as a list, whose length is known; anything else as it is."""
+    """Return a generator's values as a list, so that their number is known; anything else as it is."""
     return list(value) if isinstance(value, GeneratorType) else value
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the budget of one rendering. Nothing is computed when a template is compiled."""
+    """The sandbox, with the budget of one rendering. Compiling a template evaluates no part of it."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -231,7 +231,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_GenerationTag, loopcontrols],
             optimized=False,
-            finalize=self.printed,  # needs a context: so constants are not printed when the template is compiled
+            finalize=self.printed,  # it needs a context, so that constants are not printed when compiling
         )
         self.budget = Budget()
         self.globals |= {
@@ -250,7 +250,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def spend(self, num_characters: int) -> bool:
-        """Count a round of a loop, with the characters of the template that it may print."""
+        """Count a round of a loop, with the characters of the template's own text that it may print."""
         self.budget.step(num_characters)
         return True
 
@@ -260,13 +260,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return value
 
     def cut(self, value: Any) -> Any:
-        """Count a part of a text or list, and return it."""
+        """Count a slice of a text or list, and return it."""
         self.budget.step(limits.made(value))
         return value
 
     @pass_context
     def printed(self, context: Context, value: Any) -> Any:
-        """Count a value before it is printed: Jinja's `finalize`."""
+        """Count a value before it is printed, and return it. This is Jinja's `finalize`."""
         return self.weighed(value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -291,8 +291,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that counts itself as a step, with the characters that it will make and has made."""
-        first = int(hasattr(function, "jinja_pass_arg"))  # before it comes the context
+        """Return a filter whose calls are counted as steps, with the characters that a call will make or has made."""
+        first = int(hasattr(function, "jinja_pass_arg"))  # index of the filtered value, after the context if any
 
         @wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -330,12 +330,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         return attr not in _TEXT_MAKERS and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Raise at once: Jinja's own value would raise when used, and be an empty text where it is only printed."""
+        """Raise SecurityError at once. Jinja's own value would raise only when used, and print as an empty text."""
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
 
 
 def _line(error: Exception) -> str:
-    """Return ' in line n' of the template, the innermost one; Jinja puts these lines into the traceback."""
+    """Return ' in line n' for the template's innermost line in the error's traceback; '' where there is none."""
     frames = [line for frame, line in traceback.walk_tb(error.__traceback__) if _is_template(frame.f_code.co_filename)]
     return f" in line {frames[-1]}" if frames else ""
 

@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class SmallFiles:
-    """The files beside the weights of a checkpoint, read when they are first asked for and kept.
+    """The files of a checkpoint besides its weights, each read when it is first asked for, and then kept.
 
-    folder: where they lie; None = nowhere, for a model that is only in memory.
+    folder: the checkpoint's folder; None for a model that is only in memory, which has no files.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -28,7 +28,7 @@ class SmallFiles:
         return {} if self.folder is None else self.once(self.folder / name, read_json_if_there)
 
     def once(self, path: Path, read: Callable[[Path], T]) -> T:
-        """Return the result of `read` for a file, kept from the first time that it was asked for."""
+        """Return the result of read(path), which is called once for each path."""
         if path not in self._read:
             self._read[path] = read(path)
         read_before: T = self._read[path]
@@ -40,7 +40,7 @@ class SmallFiles:
         return None if self.folder is None else Tokenizer.find(self.folder)
 
     def with_tokenizer(self, tokenizer: Tokenizer | None) -> SmallFiles:
-        """Return the same files beside another tokenizer, as of a model whose vocabulary has grown."""
+        """Return the same files with another tokenizer, for a model whose vocabulary has grown."""
         others = SmallFiles(self.folder)
         others._read, others.tokenizer = self._read, tokenizer
         return others

@@ -1,4 +1,4 @@
-"""Where a checkpoint folder keeps its chat templates, and the special tokens that they write."""
+"""The places of chat templates in a checkpoint folder, and the special tokens that templates write."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ ANOTHER = "name another template with --chat-template FILE (chat_template= in Py
 
 @dataclass(frozen=True)
 class Source:
-    """The text of one template. where: where it came from, for messages."""
+    """The text of one template. where: its origin, for messages."""
 
     text: str
     where: str
 
 
 def find_sources(small: SmallFiles, file: Path | None, model: str | None = None) -> dict[str, Source]:
-    """Return the templates by name, "default" among them where there is one; precedence is as in transformers.
+    """Return the templates by name, from the first source that has any; precedence is as in transformers.
 
-    `file` if given; else chat_template.jinja together with additional_chat_templates/NAME.jinja; else `chat_template`
-    of tokenizer_config.json: one text, or a list of {"name", "template"}. Raises NotFound where there is none, with the
-    name by which the user knows the model, else its folder.
+    The sources are: `file`, if given; else chat_template.jinja together with additional_chat_templates/NAME.jinja; else
+    `chat_template` of tokenizer_config.json, which is one text or a list of {"name", "template"}. A template without a
+    name is called "default". Raises NotFound where there is no template. model: the name by which the user knows the
+    model, for this message; None = the folder.
     """
     if file is not None:
         if not file.is_file():
@@ -55,9 +56,10 @@ def find_sources(small: SmallFiles, file: Path | None, model: str | None = None)
 
 
 def special_tokens(small: SmallFiles) -> dict[str, str]:
-    """Return the texts of bos_token, eos_token and so on: whatever tokenizer_config.json calls a token and is not null.
+    """Return the texts of bos_token, eos_token and so on, by these names. Tokens that are null are left out.
 
-    Where it has no added_tokens_decoder, as in old checkpoints, special_tokens_map.json goes first, as in transformers.
+    The tokens are all entries of tokenizer_config.json whose names end in _token, and its extra_special_tokens. In old
+    checkpoints, which have no added_tokens_decoder, special_tokens_map.json takes precedence, as in transformers.
     """
     config = small.json(CONFIG)
     if "added_tokens_decoder" not in config:

@@ -1,4 +1,4 @@
-"""Where text goes in a terminal: consoles that print it as it is, and control characters that do not reach it."""
+"""Output to a terminal: consoles that print text as it is, and text in which control characters are made visible."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 PIPE_WIDTH = 80  # columns, where there is no terminal to ask
-# C0, DEL and C1 without tab and newline: they move the cursor, change what was printed, or rename the window.
+# The control characters C0, DEL and C1 without tab and newline. They move the cursor, change text that was printed, or
+# rename the window.
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
 def visible(text: str, is_terminal: bool = True) -> str:
-    """Return a text with control characters written as JSON does (\\u001b); tab and newline stay.
+    """Return a text with control characters written as in JSON (\\u001b); tab and newline stay.
 
-    is_terminal: whether it goes to a terminal. Text for a pipe or file stays as it is; headers, file names and error
-    messages are always made visible, since they are shown to a person sooner or later.
+    is_terminal: whether the text goes to a terminal. Text for a pipe or file stays as it is. Headers, file names and
+    error messages are made visible in any case, because a person sees them sooner or later.
     """
     return text.translate(_ESCAPES) if is_terminal else text
 
 
 class _Console(Console):
-    """rich ends the process with code 1 when the reader of a pipe has gone; the command line decides here."""
+    """A console that raises BrokenPipeError when the reader of a pipe has gone, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render prints and tables; texts of a model are no `str` here, see `cli.show.LiveText`."""
+        """Render a string for a print or a table. A model's text is never a `str` here; see `cli.show.LiveText`."""
         return super().render_str(visible(text), **options)
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Return a console that prints text as it is: no markup, no highlighting; 80 columns in a pipe."""
+    """Return a console that prints text as it is, without markup or highlighting; 80 columns in a pipe."""
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -47,7 +48,7 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def note(text: str) -> None:
-    """Write a line to standard error, folded by words in a terminal: standard output has what the model wrote."""
+    """Write a line to standard error, folded by words in a terminal. Standard output is for the model's text."""
     console = make_console(stderr=True)
     console.print(text, soft_wrap=not console.is_terminal)
 
@@ -74,5 +75,5 @@ def unechoed() -> Iterator[None]:
 
 
 def has_colour(console: Console) -> bool:
-    """Return whether a console has colours: not with NO_COLOR, in a pipe, or in a terminal without them."""
+    """Return whether a console has colours. It has none with NO_COLOR, in a pipe, or in a terminal without colours."""
     return console.color_system is not None and not console.no_color

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder: tokenizer.json through the `tokenizers` library, and what a pair must share."""
+"""The tokenizer of a checkpoint folder, by the `tokenizers` library, and a check that draft and target fit together."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from forerun.errors import BadOption, NotFound, VocabularyMismatch, shown
 from forerun.text.files import unreadable
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character (yet) decode to
+REPLACEMENT = "\ufffd"  # the text of bytes that are no character (yet)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPELLINGS = ("ByteLevel", "ByteFallback", "▁", "WordPiece", "BPEDecoder", "CTC")  # in the decoder of tokenizer.json
 
 
 class Tokenizer:
-    """Text <-> ids. Everything it does is what tokenizer.json says, apart from truncation and padding, which are off.
+    """Text to ids and ids to text, as tokenizer.json says, except that truncation and padding are off.
 
     Args:
-        backend: the loaded tokenizer; it is changed (truncation and padding off).
-        folder: where it came from, for messages.
+        backend: the loaded tokenizer, whose truncation and padding are turned off.
+        folder: the folder that the tokenizer came from, for messages.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, folder: Path) -> None:
@@ -52,7 +52,7 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
-        """Load a folder's tokenizer; None where it has no tokenizer.json, as a model of ids that stand for no text."""
+        """Load a folder's tokenizer; None without tokenizer.json, as for a model whose ids stand for no text."""
         return cls.load(folder) if cls.is_in(folder) else None
 
     @staticmethod
@@ -72,7 +72,7 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_names(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text in which names of special tokens are plain text. No other thread may use the tokenizer then."""
+        """Encode names of special tokens in a text as plain text. No other thread may use the tokenizer meanwhile."""
         self._backend.encode_special_tokens = True
         try:
             return self.encode(text, add_special_tokens)
@@ -80,7 +80,7 @@ class Tokenizer:
             self._backend.encode_special_tokens = False
 
     def inner(self, ids: Seq[int]) -> range:
-        """Return the places of ids, without the special ids that `encode` adds at both ends, where they are there."""
+        """Return the range of indices without the special ids that `encode` adds at both ends, if these are present."""
         before, behind = self._around
         start = len(before) if list(ids[: len(before)]) == before else 0
         end = len(ids) - (len(behind) if list(ids[len(ids) - len(behind) :]) == behind else 0)
@@ -88,14 +88,14 @@ class Tokenizer:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special ids that `encode` puts before a text, and behind it."""
+        """The special ids that `encode` puts before a text, and those that it puts after a text."""
         encoding = self._backend.encode("a")
         num_before = len(list(takewhile(bool, encoding.special_tokens_mask)))
         num_behind = len(list(takewhile(bool, encoding.special_tokens_mask[:num_before:-1])))
         return encoding.ids[:num_before], encoding.ids[len(encoding.ids) - num_behind :]
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = False) -> str:
-        """Decode ids as one whole; bytes that are no character become U+FFFD, ids without a token make no text."""
+        """Decode ids together. Bytes that are no character become U+FFFD, and ids without a token make no text."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     @cached_property
@@ -105,55 +105,55 @@ class Tokenizer:
         return {token_id: token for token, token_id in sorted(vocabulary.items(), key=itemgetter(1))}
 
     def token_of(self, token_id: int) -> str | None:
-        """Return the token of an id, without listing all tokens; None where it has none."""
+        """Return the token of an id, without listing all tokens; None where the id has no token."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.num_ids else None
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token, an added token first; None where there is none."""
+        """Return the id of a token; None where there is no such token. Added tokens take precedence."""
         return self._backend.token_to_id(token)
 
     @cached_property
     def num_ids(self) -> int:
-        """Highest id + 1; a model's matrices may be higher (padding)."""
+        """The highest id + 1. A model's matrices may have more rows (padding)."""
         return int(self._ids.max(initial=-1)) + 1
 
     @cached_property
     def _ids(self) -> NDArray[np.int64]:
-        """Every id that has a token, in no order."""
+        """Every id that has a token, in no particular order."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal hash of the map from ids to tokens; files that hold ids carry it."""
+        """The hexadecimal hash of the map from ids to tokens. Files that contain ids contain this hash, too."""
         lines = "".join(f"{token_id} {token!r}\n" for token_id, token in self.id_to_token.items())
         return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
 
     @cached_property
     def holes(self) -> frozenset[int]:
-        """Ids below num_ids without a token; they must have probability 0."""
+        """The ids below num_ids that have no token. They must have probability 0."""
         has_token = np.zeros(self.num_ids, np.bool_)
         has_token[self._ids] = True
         return frozenset(np.flatnonzero(~has_token).tolist())
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which make no text."""
+        """The ids of control tokens, which make no text."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Ids of byte tokens such as <0x0A>; a run of them makes characters together (empty without byte fallback)."""
+        """The ids of byte tokens such as <0x0A>, which make characters together; empty without byte fallback."""
         if "ByteFallback" not in _decoder_types(self._backend):
             return frozenset()
         return frozenset(i for i, token in self.id_to_token.items() if _BYTE_TOKEN.fullmatch(token))
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """The bytes that each id below num_ids stands for inside a text, b"" for none; None where that is unknown.
+        """The bytes that each id below num_ids stands for inside a text; b"" = no bytes. None where these are unknown.
 
-        A token of bytes or of one text is known by its name; what a decoder makes of other names depends on their
-        neighbours.
+        The bytes are known where names spell bytes (byte level) or texts with ▁ for blanks. Other decoders may turn a
+        name into a text that depends on the neighbours.
         """
         spelling, added = self.spelling, self._backend.get_added_tokens_decoder()
         if "ByteLevel" not in spelling and "▁" not in spelling:
@@ -172,16 +172,16 @@ class Tokenizer:
 
     @cached_property
     def spelling(self) -> frozenset[str]:
-        """How token strings stand for text. Where two tokenizers agree in it, equal strings are equal texts."""
+        """How token strings stand for text. Where two tokenizers agree in this, equal strings are equal texts."""
         decoder = _decoder_types(self._backend)
         return frozenset(name for name in _SPELLINGS if name in decoder)
 
     def decode_so_far(self, ids: Seq[int]) -> tuple[str, int]:
         """Return the text of the ids so far, and how many of its characters no later id can change.
 
-        It is what `decode` returns, with one exception: where a run of byte tokens is not UTF-8, the library turns each
-        of its bytes into U+FFFD. Here the whole characters that begin the run stay, since they may have been shown
-        before its first bad byte came, or have been a stop string.
+        The text is the one that `decode` returns, with one exception. Where a run of byte tokens is not UTF-8, the
+        library turns each byte of the run into U+FFFD. Here the whole characters at the beginning of the run stay. They
+        may have been shown before the first bad byte came, or have completed a stop string.
         """
         breaks, num_open = self._broken_runs(ids) if self.byte_ids else ([], 0)
         if not breaks:
@@ -198,9 +198,10 @@ class Tokenizer:
         return text, len(text) - text.endswith(REPLACEMENT)
 
     def _broken_runs(self, ids: Seq[int]) -> tuple[list[int], int]:
-        """Return where whole characters end in byte-token runs that are not UTF-8, and the bytes of an open last one.
+        """Return where whole characters end in runs of byte tokens that are not UTF-8, and the number of open bytes.
 
-        A place is an index in ids; the start of a run is left out.
+        An end is an index in ids; it is left out where the run begins with a bad byte. Open bytes are the bytes of an
+        unfinished character at the end of the ids.
         """
         breaks, num_open, start = [], 0, 0
         for is_run, group in groupby(ids, self.byte_ids.__contains__):
@@ -216,7 +217,7 @@ class Tokenizer:
         return breaks, num_open
 
     def own_text(self, token_id: int) -> str:
-        """Return the text of one id alone, remembered."""
+        """Return the text of one id alone. The text is remembered."""
         if token_id not in self._own_text:
             self._own_text[token_id] = self.decode([token_id])
         return self._own_text[token_id]
@@ -229,7 +230,7 @@ class Tokenizer:
 
 @lru_cache(maxsize=2)  # a target's and its draft's: each is asked for more than once while they are opened
 def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
-    """Load the tokenizer of a file, once per version. version: differs where the file has changed."""
+    """Load the tokenizer of a file, once for each version. version: differs where the file has changed."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
@@ -238,14 +239,14 @@ def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
 
 
 def needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
-    """Return the tokenizer of the model `name`, which a text needs. Raises NotFound where it has none."""
+    """Return the tokenizer of the model `name`, where a text needs one. Raises NotFound where the model has none."""
     if tokenizer is None:
         raise without_text(name)
     return tokenizer
 
 
 def without_text(name: str) -> NotFound:
-    """Return the error for a text that goes to a model without a tokenizer."""
+    """Return the error for a text that is given to a model without a tokenizer."""
     return NotFound(
         f"{name} has no tokenizer.json, so it takes and gives token ids, not text: give lists of ids as prompts, or "
         "copy tokenizer.json from the model that it was made of"
@@ -253,10 +254,10 @@ def without_text(name: str) -> NotFound:
 
 
 def compare(target: Tokenizer, draft: Tokenizer, draft_name: str) -> None:
-    """Check that two tokenizers give every id that both know the same token, added tokens included.
+    """Check that each id that both tokenizers know has the same token in both, added tokens included.
 
-    Equal sizes prove nothing. An id that only one of them knows, such as a token added for chats, is no contradiction:
-    it gets probability 0 in the draft. Raises VocabularyMismatch naming the first id that differs and both tokens.
+    Equal sizes prove nothing. An id that only one tokenizer knows, such as a token added for chats, is no problem: it
+    gets probability 0 in the draft. Raises VocabularyMismatch, which names the first id that differs and both tokens.
     """
     a, b = target.id_to_token, draft.id_to_token
     first = next((i for i in a if i in b and a[i] != b[i]), None)
@@ -281,7 +282,7 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> str:
 
 
 def _byte_names() -> dict[str, int]:
-    """Map characters in names of byte-level tokens to bytes (Radford et al. 2019): printable ones are themselves."""
+    """Map characters in names of byte-level tokens to bytes (Radford et al. 2019); printable bytes are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -291,9 +292,9 @@ BYTES = _byte_names()
 
 
 def token_text(tokenizer: Tokenizer | None, token: int, left: int | None) -> str:
-    """Return the text of one token behind `left`, control characters escaped; bytes of an open character as <E2>.
+    """Return the text of one token after the token `left`, which may be None. Without a tokenizer the text is the id.
 
-    Without a tokenizer it is the number.
+    Control characters are escaped, and bytes of an open character are written as <E2>.
     """
     if tokenizer is None:
         return f" {token}"

@@ -16,7 +16,7 @@ NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalPro
 
 
 def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
-    """Return whether a function without parameters is meant, where JSON Schema by itself would allow any."""
+    """Return whether a schema means a function without parameters, although JSON Schema would allow any parameters."""
     says_no_more = parameters.keys() <= {"type", "properties", "required", "title", "description", "$schema"}
     return says_no_more and parameters.get("properties") == {} and not parameters.get("required")
 
@@ -29,7 +29,7 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Seq[Mapping[str, Any]]) -> Tools:
-        """Read tools as chat templates take them. Raises BadOption for one without a name, or a name that is twice."""
+        """Read tools as chat templates take them. Raises BadOption for a tool without a name, or two with one name."""
         schemas: dict[str, Mapping[str, Any]] = {}
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
@@ -51,11 +51,11 @@ class Tools:
         return iter(self.schemas)
 
     def only(self, name: str) -> Tools:
-        """Return one of the tools alone."""
+        """Return only the tool with this name."""
         return Tools({name: self.schemas[name]})
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
-        """Return the JSON types that a parameter may have; none where the schema does not say."""
+        """Return the JSON types that a parameter of a tool may have; empty where the schema states no type."""
         properties = self.schemas.get(name, {}).get("properties")
         return frozenset(kinds(properties.get(parameter))) if isinstance(properties, Mapping) else frozenset()
 
@@ -70,7 +70,7 @@ NO_TOOLS = (
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """The tools of a request. choice: auto, required (at least one call), or the name of one tool.
+    """The tools of a request. choice: auto, required (at least one call), or the name of the tool to call.
 
     parallel: whether an answer may have more than one call. strict: tools whose arguments must match their schemas.
     given: the tools as chat templates take them.
@@ -84,9 +84,9 @@ class ToolRequest:
 
     @classmethod
     def of(cls, tools: Seq[Mapping[str, Any]], choice: str = AUTO, parallel: bool = True) -> ToolRequest | None:
-        """Make a request of tools as chat templates take them; None where nothing is to be called.
+        """Make a tool request from tools as chat templates take them; None where no tool is to be called.
 
-        Raises BadOption as `Tools.of`, and for a choice that is not possible.
+        Raises BadOption as `Tools.of` does, and for a choice that is not possible.
         """
         parsed = Tools.of(tools)
         if choice not in (AUTO, NONE) and choice not in (*parsed, *((REQUIRED,) if tools else ())):
@@ -105,24 +105,24 @@ class ToolRequest:
 
 
 def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
-    """Return a valid limit of the tokens of reasoning, or None. Raises BadOption for anything out of range."""
+    """Return a valid limit on reasoning tokens, or None for no limit. Raises BadOption for anything out of range."""
     if value is None or (type(value) is int and 0 <= value <= MOST_THINKING_TOKENS):
         return value
     raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or left out")
 
 
 def several(value: Any) -> list[Any]:
-    """Return a list in a schema; an empty one for anything else."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema lists; none where it lists none."""
+    """Return the values that a schema lists under enum or const; an empty list where it has neither."""
     return several(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
 
 
 def kinds(schema: Any) -> Iterator[str]:
-    """Yield the JSON types that a schema states, itself or in its alternatives; "other" for choices but texts."""
+    """Yield the JSON types that a schema states, itself or in alternatives. A choice counts as "string" or "other"."""
     if not isinstance(schema, Mapping):
         return
     kind = schema.get("type")
@@ -135,10 +135,11 @@ def kinds(schema: Any) -> Iterator[str]:
 
 
 def json_of(raw: str, types: frozenset[str]) -> str:
-    """Return the JSON text of a value that a model wrote without quotes, by the types that it may have.
+    """Return as JSON a value that a model wrote without quotes. types: the types that the value's schema allows.
 
-    A text stays a text where the schema allows nothing else, or says nothing and it is no JSON. A text in quotes is
-    read as JSON where numbers and their likes are allowed, too.
+    A value that is no valid JSON becomes a string. So does every value where the schema allows only strings, and every
+    value but null where it allows only strings and null. A value that has quotes already is taken as a JSON string
+    where the schema allows further types, or states none.
     """
     if types != {"string"}:
         word = raw.strip()
@@ -155,10 +156,10 @@ def json_of(raw: str, types: frozenset[str]) -> str:
 
 
 def no_number(name: str) -> None:
-    """Raise ValueError for Infinity and NaN, which Python reads and JSON has not."""
+    """Raise ValueError for Infinity and NaN, which Python reads although JSON does not have them."""
     raise ValueError(name)
 
 
 def inside(text: str) -> str:
-    """Return a piece of a text as it stands between the quotes of JSON."""
+    """Return a piece of a text as it stands inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

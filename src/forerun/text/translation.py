@@ -1,8 +1,8 @@
-"""Between two vocabularies: the ids that mean the same in both, and one text in the ids of either.
+"""Translation between two vocabularies: the ids that mean the same in both, and a target's text in other ids.
 
-Ids are compared by their token strings, which say the same only where both tokenizers spell alike: a byte-level "Ġ" and
-a SentencePiece "▁" are both a space, and a byte-level "é" is no letter but a byte. Texts can be handed from any
-tokenizer to any other.
+Ids are compared by their token strings. Equal strings mean the same only where both tokenizers spell tokens alike: a
+byte-level "Ġ" and a SentencePiece "▁" both stand for a space, and a byte-level "é" stands for a byte, not for a letter.
+A text can be passed from any tokenizer to any other.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from forerun.errors import VocabularyMismatch
 from forerun.text.detokenizer import Detokenizer, num_common
 from forerun.text.tokenizer import Tokenizer
 
-BLOCK_TOKENS = 64  # of the target; behind each block, all but the end of the text gets its final ids
-TAIL_TOKENS = 32  # ids before a block that are encoded with it
-CONTEXT_TOKENS = 16  # before a continuation, which are encoded with it
+BLOCK_TOKENS = 64  # of the target; after each block, the ids become final, except at the end of the text
+TAIL_TOKENS = 32  # ids before a block that are encoded again together with the block
+CONTEXT_TOKENS = 16  # tokens before a continuation that are encoded together with it
 
 
 def shared_ids(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
-    """Return the target's ids that have the same token as an id of the draft, and that id (TLI, arXiv 2502.05202).
+    """Return a map from ids of the target to ids of the draft with the same token (TLI, arXiv 2502.05202).
 
-    A control token and a text of the same spelling are two things. Raises VocabularyMismatch where the tokenizers spell
-    tokens in different ways, so that equal strings prove nothing, and where they share no token.
+    A control token and a text are never the same, even if they are spelled alike. Raises VocabularyMismatch where the
+    tokenizers spell tokens in different ways, so that equal strings prove nothing, and where they share no token.
     """
     if target.spelling != draft.spelling:
         raise VocabularyMismatch(
@@ -45,26 +45,28 @@ def _said(tokenizer: Tokenizer) -> str:
 
 
 class Translation:
-    """One growing text of a target's tokens in the ids of another tokenizer.
+    """The growing text of a target's tokens, in the ids of another tokenizer.
 
-    ids: of the text as far as it is certain: an unfinished character at its end is left out. Only the end of the text
-    is encoded anew when it grows, so that a step costs the same however long the text is. Before that end, `ids` may
-    differ from one encoding of the whole text. They depend on the target's tokens alone, not on how these were cut into
-    pieces. Control tokens that the other tokenizer does not know become their text.
+    ids: the ids of the text as far as it is certain, without an unfinished character at the end. When the text grows,
+    only its end is encoded anew, so that a step costs the same however long the text is. Before this end, `ids` may
+    differ from an encoding of the whole text. The ids depend only on the target's tokens, not on how the tokens were
+    cut into pieces. Control tokens that the other tokenizer does not know become their text.
     """
 
     def __init__(self, target: Tokenizer, other: Tokenizer) -> None:
         self._target, self._other = target, other
         self._detokenizer = Detokenizer(target, (), skip_special_ids=())
-        self.ids = other.encode("")  # what it sets before each text, such as a beginning-of-sequence id
-        self._tail = ""  # the text that is encoded anew; the first `_num_skipped` of its ids belong to what is before
-        self._start, self._num_skipped = len(self.ids), 0  # `ids` from `_start` on are the others
+        self.ids = other.encode("")  # ids that the tokenizer puts before each text, such as beginning of sequence
+        # The text that is encoded anew: the first `_num_skipped` of its ids belong to the text before it, and the
+        # others are `ids` from `_start` on.
+        self._tail = ""
+        self._start, self._num_skipped = len(self.ids), 0
         self._num_read = 0
 
     def read(self, tokens: Seq[int]) -> int:
-        """Read the target's tokens on. tokens: from the beginning; the ones already read have not changed.
+        """Read further tokens of the target. tokens: all tokens; those that were read already must not have changed.
 
-        Returns the index in `ids` from which on they are changed or new.
+        Returns the index in `ids` from which on ids are changed or new.
         """
         changed = len(self.ids)
         if self._num_read == 0:
@@ -80,7 +82,7 @@ class Translation:
         return changed
 
     def _add(self, text: str) -> int:
-        """Append a text. Returns as `read` does."""
+        """Append a text. Returns the index in `ids` from which on ids are changed or new."""
         self._tail += text
         encoded = self._encoded(self._tail)[self._num_skipped :]
         same = num_common(encoded, self.ids[self._start :])
@@ -88,15 +90,15 @@ class Translation:
         return self._start + same
 
     def _num_leading(self, tokens: Seq[int]) -> int:
-        """Return how many of the first ids the target's tokenizer sets before each text; they are no part of it."""
+        """Return the number of leading ids that are no text: the target's tokenizer puts them before every text."""
         leading = self._target.encode("")
         return len(leading) if list(tokens[: len(leading)]) == leading else 0
 
     def _cut(self) -> None:
-        """Let the text that is encoded anew begin TAIL_TOKENS before the end.
+        """Let the text that is encoded anew begin TAIL_TOKENS ids before the end.
 
-        An encoding of its end alone differs in its first ids, as by the space that SentencePiece sets before a text:
-        only what both encodings end with is encoded anew from now on.
+        An encoding of this end alone differs from `ids` in its first ids, for example by the space that SentencePiece
+        puts before a text. From now on only the common end of both encodings is encoded anew.
         """
         ids = self.ids[max(self._start, len(self.ids) - TAIL_TOKENS) :]
         self._tail = self._other.decode(ids)
@@ -109,15 +111,16 @@ class Translation:
 
 
 def continuation(tokenizer: Tokenizer, tokens: Seq[int], text: str) -> list[int]:
-    """Return the ids by which `text` goes on behind the certain text of `tokens`, without the last id.
+    """Return the ids with which `text` continues the certain text of `tokens`, without the last id.
 
-    The last one may be another when more text follows. [] where the text would be one token with what is before it.
+    The last id may change when more text follows. [] where `text` would merge into one token with the text before it.
     """
     context = list(tokens[-CONTEXT_TOKENS:])
     first = next((i for i, token in enumerate(context) if tokenizer.is_solid(token)), 0)
     before, num_certain = tokenizer.decode_so_far(context[first:])
     ids = tokenizer.encode(before[:num_certain] + text, add_special_tokens=False)
     starts = [i for i in range(len(ids)) if tokenizer.decode_so_far(ids[:i])[0] == before]
-    # Several may fit where tokens end inside a character or make no text: the one that ends as the context does.
+    # Several starts may fit where tokens end inside a character or make no text. The ids before the chosen start end as
+    # the context does.
     start = max(starts, key=lambda i: num_common(ids[:i][::-1], context[::-1]), default=len(ids))
     return ids[start:-1]

@@ -1,4 +1,4 @@
-"""The ids that a chat template alone writes: they begin messages, and no answer has them in it."""
+"""The ids that only a chat template writes: they begin messages, and no answer contains them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from forerun.errors import UserError
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 
-QUESTION, ANSWER = "forerun asks", "forerun answers"  # found again in the text of a template
+QUESTION, ANSWER = "forerun asks", "forerun answers"  # looked for in the text that a template prints
 
 
 def unwritten_ids(template: ChatTemplate, tokenizer: Tokenizer, end_ids: Collection[int]) -> frozenset[int]:
-    """Return the special ids that stand around messages and that a model never writes, such as the id of <|im_start|>.
+    """Return the special ids that a template writes around messages and a model never does, such as <|im_start|>.
 
-    They stand around an answer between two questions, except for end ids and for ids that the template puts into the
-    model's own turn behind the generation prompt, such as <think>. Tokens of tool calls are not among them, as the
-    conversation has no tools. Where an answer does not end with an end id the model may go on to another message by
-    itself, as gpt-oss does: then, and where the template refuses such a conversation, there are none.
+    They are the special ids around the answer where a question, an answer and a question are rendered. End ids are left
+    out, and so are ids that the template puts into the model's own turn after the generation prompt, such as <think>.
+    Tokens of tool calls are not found, because this conversation has no tools.
+
+    Returns no ids where the template refuses this conversation, or where no end id follows the answer: such a model, as
+    gpt-oss, may go on to another message by itself.
     """
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     try:

@@ -1,8 +1,14 @@
 """The dialects of tool calls: how each family of models writes a call into its text, one family per file.
 
-A file states NAME; SIGNS: texts that all stand in a chat template of this dialect, in one or more versions; MARKS:
-texts of special tokens that carry the calls; `read(scan, tools)`, the parts of an answer; and `call(rules, tools, name,
-schema)`, the grammar of one call. It may state the other fields of Dialect, too.
+A file states
+
+    NAME                              the name of the dialect
+    SIGNS                             sets of texts; a chat template of this dialect contains all texts of some set
+    MARKS                             the texts of the special tokens around and inside calls
+    read(scan, tools)                 yields the parts of an answer
+    call(rules, tools, name, schema)  returns the grammar of one call
+
+and may state the other fields of Dialect, too.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from forerun.text.call_grammars import Rules, Schema, Thought, literal
 from forerun.text.parts import Scanner, Steps
 from forerun.text.tools import Tools
 
-USUAL = "hermes"  # for a template with tools of no known dialect: it knows calls without marks, too
+USUAL = "hermes"  # for a template that knows tools but no dialect: hermes reads calls without marks, too
 
 
 def _as_they_are(rules: Rules, calls: str) -> str:
@@ -26,12 +32,13 @@ def _as_they_are(rules: Rules, calls: str) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One dialect. reads_always: whether answers without tools have marks, too.
+    """One dialect. reads_always: whether answers to requests without tools have marks, too.
 
-    call, around, between: grammars of one call and of all calls together, and the text between two. opening: marks that
-    begin a call; bare: characters that begin a call without marks. says: the grammar of text in a call's place, where
-    that has marks, too. thought: the dialect's marks of reasoning. ends_thought: whether a call ends the reasoning, for
-    models that leave the closing mark out.
+    call: returns the grammar of one call. around: returns the grammar of all calls together. between: the text between
+    two calls. most_calls: the largest number of calls in an answer; None = no limit. opening: the marks that begin a
+    call. bare: the characters that begin a call without marks. says: returns the grammar of a text in place of a call,
+    in a dialect that has marks around such a text, too. thought: the dialect's marks of reasoning. ends_thought:
+    whether a call ends the reasoning, for models that leave out the closing mark.
     """
 
     name: str
@@ -50,9 +57,10 @@ class Dialect:
     ends_thought: bool = False
 
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool, answer: str = "") -> str:
-        """Return the rule of one call of these tools, or of several.
+        """Return the rule of an answer with one call of these tools, or with several if `parallel`.
 
-        may_say: text may stand before the calls, or in their place. answer: a rule for the only text in their place.
+        may_say: whether text may stand before the calls or in place of them. answer: a rule; if given, only a text that
+        follows this rule may stand in place of the calls.
         """
         one = rules.add(" | ".join(rules.add(self.call(rules, tools, name, tools.schemas[name])) for name in tools))
         between = self.between if isinstance(self.between, str) else self.between(rules)
@@ -70,13 +78,13 @@ class Dialect:
         return f"{said} ({calls})?" if self.is_marked(rules) else f"({calls}) | {said}"
 
     def is_marked(self, rules: Rules) -> bool:
-        """Return whether calls begin with a mark, as the model of these rules writes them."""
+        """Return whether the model that these rules are for begins its calls with a mark."""
         return any(mark in rules.special or mark in rules.template for mark in self.opening)
 
 
 @cache
 def dialect(name: str) -> Dialect:
-    """Return the dialect of a file."""
+    """Return the dialect that the file `name` states."""
     module = importlib.import_module(f"{__name__}.{name}")
     return Dialect(
         module.NAME,
@@ -103,7 +111,10 @@ def dialects() -> tuple[Dialect, ...]:
 
 
 def of_template(source: str) -> Dialect | None:
-    """Return the dialect with the most, then longest, signs in a chat template's text; None where none has all."""
+    """Return the dialect of a chat template, by its signs in the template's text; None where no dialect fits.
+
+    Of several dialects, the one with the most signs is returned; of equally many signs, the longest decide.
+    """
     matches = [
         (len(signs), sum(map(len, signs)), one.name)
         for one in dialects()

@@ -1,4 +1,4 @@
-"""Calls between marks, as DeepSeek V3, R1 and V3.1 write them; the older ones put the arguments into a block of code.
+"""Calls between marks, as DeepSeek V3, R1 and V3.1 write them. The older models put the arguments into a code block.
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather
 ```json
@@ -35,12 +35,12 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
     scan.begin()
     name, end = yield from scan.collect(MARKS)
     if end != SEPARATOR:
         return False
-    if name.strip() == "function":  # what it is comes first, and then its name
+    if name.strip() == "function":  # the kind of call comes first, and then the function's name
         name, end = yield from scan.collect(("\n", "{", *MARKS))
         scan.put_back(end or "")
     yield CallBegin(name.strip())

@@ -18,9 +18,9 @@ SIGNS = (("<|tool_call>", "call:"), ("<start_function_call>", "call:"))
 OPENING = ("<|tool_call>", "<start_function_call>")
 CLOSING = ("<tool_call|>", "<end_function_call>")
 QUOTES = ('<|"|>', "<escape>")
-CHANNEL = ("<|channel>", "<channel|>")  # of reasoning, which may stand behind the answer, too, mostly empty
+CHANNEL = ("<|channel>", "<channel|>")  # around reasoning, which may also stand after the answer, mostly empty
 MARKS = (*OPENING, *CLOSING, *QUOTES, *CHANNEL)
-READS_ALWAYS = True  # for the channels
+READS_ALWAYS = True  # because answers without tools have channels, too
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
@@ -35,7 +35,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
     scan.begin()
     yield from scan.space()
     name, end = yield from scan.collect(("{", *MARKS))
@@ -50,14 +50,14 @@ def _call(scan: Scanner) -> Steps:
 
 
 def _thought(scan: Scanner) -> Steps:
-    """Yield the rest of a channel as reasoning: another may begin in it, and its mark is dropped."""
+    """Yield the rest of a channel as reasoning. The mark of another channel that begins inside it is dropped."""
     yield from scan.skip("thought\n", "thought")
     while (yield from scan.until(CHANNEL, Reasoning)) == CHANNEL[0]:
         yield from scan.skip("thought\n", "thought")
 
 
 def _value(scan: Scanner) -> Steps:
-    """Read one value as JSON. Returns whether it was whole."""
+    """Read one value, and yield it as JSON. Returns whether the value was whole."""
     yield from scan.space()
     if (quote := (yield from scan.skip(*QUOTES, '"'))) is not None:
         yield CallArguments('"')
@@ -77,7 +77,7 @@ def _value(scan: Scanner) -> Steps:
 
 
 def _several(scan: Scanner, opening: str, closing: str) -> Steps:
-    """Read the values between brackets; in braces each has a key. Returns whether the bracket was closed."""
+    """Read values between brackets, or keys and values between braces. Returns whether the closing bracket came."""
     yield CallArguments(opening)
     separator = ""
     while True:
@@ -153,7 +153,7 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _any(rules: Rules, quote: str, kind: str) -> str:
-    """Return the rule of any value, object, array or text."""
+    """Return the rule that allows everything of one kind: value, object, array or text."""
     if "any_value" not in rules.rules:
         number = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
         rules.rules |= {

@@ -1,11 +1,11 @@
-"""Calls as pairs of keys and values, as GLM 4.5 and later write them; values are texts or JSON, by the tool's schema.
+"""Calls as keys and values, as GLM 4.5 and later write them. Values are plain texts or JSON, by the tool's schema.
 
 <tool_call>weather
 <arg_key>city</arg_key>
 <arg_value>Paris</arg_value>
 </tool_call>
 
-Since GLM 4.7 without the breaks of lines.
+Since GLM 4.7 there are no line breaks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """Read a name and its arguments, up to the next mark. Returns whether it is a call, None where it breaks off."""
+    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
     scan.begin()
     name = yield from tool_name(scan)
     mark = yield from scan.skip(KEY[0], MARKS[1])
@@ -70,5 +70,5 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def between(rules: Rules) -> str:
-    """Return the text between tags and calls: a new line, and nothing since GLM 4.7."""
+    """Return the text between tags and calls: a line break, or nothing since GLM 4.7."""
     return "\n" if any(f"{line}{KEY[0]}" in rules.template for line in ("\n", "\\n")) else ""

@@ -1,4 +1,4 @@
-"""A list of calls as JSON behind <|tool_call|>, as Granite 3 writes it (Granite 4 is of the dialect hermes).
+"""A list of calls as JSON after <|tool_call|>, as Granite 3 writes it (Granite 4 writes the dialect hermes).
 
 <|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]
 """
@@ -13,7 +13,7 @@ from forerun.text.tools import Tools
 NAME = "granite"
 SIGNS = (("<|tool_call|>",),)
 MARKS = ("<|tool_call|>",)
-SPELLED = "<tool_call>"  # by the smaller models
+SPELLED = "<tool_call>"  # the mark as the smaller models spell it
 OPENING = (*MARKS, SPELLED)
 
 

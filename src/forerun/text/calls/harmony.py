@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>Weather is asked for.<|end|><|start|>assistant<|channel|>commentary
     to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The format is OpenAI's "harmony response format". It is read here without the library of that name, which
-is compiled for tokens of one vocabulary and would be one more dependency for what these lines do.
+The format is OpenAI's "harmony response format". The library of that name is not used here: it is compiled for the
+tokens of one vocabulary, and would be a further dependency in place of a few lines.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _body(scan: Scanner, piece: type[Text] | type[Reasoning]) -> Steps:
 
 
 def _arguments(scan: Scanner) -> Steps:
-    """Read a JSON object. Anything else there, such as code for a tool that would take code, is no call."""
+    """Read a call's arguments, a JSON object. Anything else, such as code for a tool that takes code, is no call."""
     if (yield from arguments(scan, (*ENDS, START))):
         yield CallEnd()
     _, mark = yield from scan.collect((*ENDS, START))
@@ -74,5 +74,5 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def says(rules: Rules, text: str = TEXT) -> str:
-    """Return the grammar of a text in the place of a call."""
+    """Return the grammar of a text in place of a call."""
     return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {text}'

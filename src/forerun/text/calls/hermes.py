@@ -4,8 +4,8 @@
     {"name": "weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Small models write the object without its tags, alone, as a block of code or between <tools>; where an answer begins so
-and it names a tool, it is a call, too.
+Small models write the object without these tags: alone, as a code block, or between <tools>. Where an answer begins
+with such an object, and the object names a tool, it is a call, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _untagged(scan: Scanner, tools: Tools) -> Steps:
-    """Yield calls at the very beginning that have no tags."""
+    """Yield the calls without tags at the very beginning of an answer."""
     is_sure = False
     while True:
         before = yield from scan.space()

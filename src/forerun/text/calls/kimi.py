@@ -30,14 +30,14 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
     scan.begin()
     name, end = yield from scan.collect(MARKS)
     if end != ARGUMENTS:
         return False
     name = name.strip().removeprefix("functions.")
     name = name.rpartition(":")[0] or name
-    if name.isdecimal() and len(tools.schemas) == 1:  # its number alone
+    if name.isdecimal() and len(tools.schemas) == 1:  # the model wrote only the number
         (name,) = tools
     yield CallBegin(name)
     if not (yield from arguments(scan, MARKS)):

@@ -1,4 +1,4 @@
-"""An answer that is a call as JSON, as Llama 3.1 to 3.3 write it; several stand behind one another, with semicolons.
+"""An answer that is a call as JSON, as Llama 3.1 to 3.3 write it. Semicolons separate several calls.
 
 {"name": "weather", "parameters": {"city": "Paris"}}
 """
@@ -17,7 +17,7 @@ OPENING, BARE = (), "{<"
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer: a call counts where the answer begins with it."""
+    """Yield the parts of an answer. A call counts only at the beginning of the answer."""
     is_sure = False
     while True:
         before = yield from scan.space()

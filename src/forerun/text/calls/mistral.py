@@ -1,4 +1,4 @@
-"""Calls behind [TOOL_CALLS], as Mistral's models write them: a list as JSON, or since tokenizer v11 each by itself.
+"""Calls after [TOOL_CALLS], as Mistral's models write them: a JSON list, or since tokenizer v11 each call by itself.
 
 [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"}]
 [TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Paris"}
@@ -25,7 +25,10 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner) -> Steps:
-    """Read a name and its arguments. The id is left out: calls get their own here. Returns whether it is one."""
+    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off.
+
+    The call's id is dropped, because calls get ids of their own here.
+    """
     scan.begin()
     name = yield from tool_name(scan)
     if (yield from scan.skip(MARKS[1])):

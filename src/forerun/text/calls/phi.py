@@ -3,7 +3,7 @@
 <|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
 functools[{"name": "weather", "arguments": {"city": "Paris"}}]
 
-It writes the second where its template does not say how.
+The model writes the second form where its template does not say how calls are written.
 """
 
 from __future__ import annotations

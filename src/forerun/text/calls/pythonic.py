@@ -21,7 +21,7 @@ PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer: calls without marks count where the answer begins with them."""
+    """Yield the parts of an answer. Calls without marks count only at the beginning of the answer."""
     before = yield from scan.space()
     if (yield from scan.next()) != "[":
         yield Text(before)
@@ -38,7 +38,7 @@ BETWEEN = ", "
 
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
-    """Return the grammar of one call. Values are JSON; true, false and null may be written as in Python, too."""
+    """Return the grammar of one call. Values are JSON, but true, false and null may also be written as in Python."""
 
     def one(key: str, own: Schema) -> str:
         names = [name for kind, name in PYTHON if kind in _types(own)]
@@ -48,7 +48,7 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def _types(schema: Schema) -> tuple[str, ...]:
-    """Return the types whose values a schema allows without exception."""
+    """Return the JSON types that a schema allows without restricting their values by enum or const."""
     kind = () if "enum" in schema or "const" in schema else schema.get("type", ())
     return (kind,) if isinstance(kind, str) else tuple(kind)
 

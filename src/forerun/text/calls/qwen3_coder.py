@@ -1,4 +1,4 @@
-"""Calls as tags within tags, as Qwen 3 Coder and 3.5 write them; values are texts or JSON, by the tool's schema.
+"""Calls as tags within tags, as Qwen 3 Coder and 3.5 write them. Values are plain texts or JSON, by the tool's schema.
 
 <tool_call>
 <function=weather>
@@ -25,7 +25,7 @@ ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer. The outer tag may be missing, as such models often leave it out."""
+    """Yield the parts of an answer. The outer tag may be missing, because such models often leave it out."""
     while (mark := (yield from scan.until(OPENING, Text))) is not None:
         scan.begin()
         if mark == MARKS[0]:
@@ -37,7 +37,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 
 
 def _call(scan: Scanner, tools: Tools) -> Steps:
-    """Read a name and its arguments. Returns whether it is a call, None where it breaks off."""
+    """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off."""
     name = yield from tool_name(scan)
     if not name or not (yield from scan.skip(">")):
         return False
