@@ -1,7 +1,7 @@
-"""Files that drafters are fitted into: arrays, and the fingerprint of the tokenizer whose ids they hold.
+"""The files of fitted drafters: arrays with ids, and the fingerprint of the ids' tokenizer.
 
-`forerun train ...` writes them, and the drafter reads them when it is built. A file is a safetensors file whose
-metadata name its kind. Ids mean something else in another tokenizer, so files of another tokenizer are refused.
+`forerun train ...` writes such a file, and the drafter reads it when it is built. It is a safetensors file, and its
+metadata name its kind. Ids mean something else in another tokenizer, so a file of another tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
 def fingerprint(tokenizer: Tokenizer | None, num_ids: int) -> str:
-    """Return what identifies a target's ids: its tokenizer's fingerprint, or without one the number of ids."""
+    """Return a text that identifies a target's ids: the tokenizer's fingerprint, or else the number of ids."""
     return f"{num_ids} ids" if tokenizer is None else tokenizer.fingerprint
 
 
 def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[str, str] | None = None) -> None:
-    """Write a fitted file. kind: the method that reads it. tokenizer: a `fingerprint`. facts: what `load` returns."""
+    """Write a fitted file. kind: the method that reads the file. tokenizer: a `fingerprint`.
+
+    facts: further metadata; `load` returns them.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {**(facts or {}), "forerun": kind, "tokenizer": tokenizer}
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
 
 
 def load(path: str, kind: str, tokenizer: str | None) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:
-    """Return arrays and facts of a fitted file. tokenizer: the `fingerprint` that it must have; None = not compared.
+    """Return the arrays and the facts of a fitted file (see `save`).
 
-    Raises NotFound where there is no file, UnsupportedModel where it is empty, truncated or no safetensors file, and
-    BadOption where it is of another method or tokenizer.
+    tokenizer: the `fingerprint` that the file must have; None = not compared. Raises NotFound where there is no file,
+    UnsupportedModel where the file is empty, truncated or no safetensors file, and BadOption for a file of another
+    method or tokenizer.
     """
     file = Path(path)
     if not os.path.isfile(file):  # False also for an impossible file name

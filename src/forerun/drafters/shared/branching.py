@@ -1,4 +1,4 @@
-"""The texts of a beam search, which a draft model runs as branches of one tree."""
+"""The beams of a beam search, which a draft model runs as branches of one tree."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from forerun.types import Next, Sequence
 
 @dataclass(slots=True)
 class _Search:
-    """What the model holds of one beam search: its rows, and the logits behind them."""
+    """The draft model's state for one beam search.
+
+    branches: the cache rows of its nodes. logits: by node, the logits of the next token.
+    """
 
     branches: Branches = field(default_factory=Branches)
     logits: dict[int, Logits] = field(default_factory=dict)
 
 
 class BranchingModel(FedModel):
-    """A drafter whose model also runs the texts of beam searches."""
+    """A drafter whose model also runs the beams of beam searches, as branches of one tree."""
 
     branches = True
 
@@ -38,14 +41,14 @@ class BranchingModel(FedModel):
         self._searches.pop(seq.id, None)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Free the cache rows of rejected tokens, and of beams that are gone."""
+        """Free the cache rows of rejected tokens and of abandoned beams."""
         super().observe(seqs, seen)
         for seq in seqs if self._searches else ():
             if seq.id in self._searches:
                 self._follow(seq)
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Run a level of nodes of all searches, with the nodes between them and the base, in one pass."""
+        """Run a level of nodes of each search in one pass, with the nodes between the base and that level."""
         self.caught_up, self.catchup_s = {}, 0.0
         searches = [self._searches.setdefault(seq.id, _Search()) for seq in seqs]
         read, catchup_tokens = self._read_sources(seqs, catchup_tokens)
@@ -67,7 +70,7 @@ class BranchingModel(FedModel):
         ]
 
     def _nodes(self, seq: Sequence, branches: Branches, level: Seq[int]) -> list[int]:
-        """Return the nodes to run for a level, each behind its parent; none if one of them cannot be run."""
+        """Return the nodes to run for a level, parents before children; [] where one of the nodes cannot be run."""
         tree, config = seq.hypotheses, self.runner.model.config
         if tree is None or self.num_unread(seq) > 1:
             return []
@@ -87,7 +90,7 @@ class BranchingModel(FedModel):
         return partial(likeliest, row, self.params(seq), history)
 
     def _follow(self, seq: Sequence) -> None:
-        """Keep the rows of the tokens that a search has committed, and free the rows of abandoned texts."""
+        """Keep the cache rows of the tokens that a search has committed, and free the rows of abandoned beams."""
         search, tree = self._searches[seq.id], seq.hypotheses
         if tree is not None:
             held = self.num_held(seq)

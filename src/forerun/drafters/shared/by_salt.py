@@ -1,4 +1,7 @@
-"""Tables that drafters learn: one per request, or one for all requests of a cache salt, which outlives them."""
+"""Tables that drafters learn, one for each request, or one for all requests with the same cache salt.
+
+A shared table outlives its requests.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ T = TypeVar("T")
 
 
 class BySalt(Generic[T]):
-    """The tables of running requests, and if tables are shared the unused ones too, within a limit.
+    """The tables of running requests. Where tables are shared, unused tables are kept too, up to a limit.
 
     make: returns a new table. size: returns how much a table holds. most: the limit for all unused tables together; the
-    table that was left last always stays. tables: by salt or request; the table that was left last comes last.
+    table that was released last always stays. tables: by salt or request; the table that was released last comes last.
     """
 
     def __init__(self, make: Callable[[], T], size: Callable[[T], int], most: int, *, is_shared: bool) -> None:
@@ -24,7 +27,7 @@ class BySalt(Generic[T]):
         self.num_users: Counter[Hashable] = Counter()  # running requests of each table
 
     def begin(self, seq: Sequence) -> T:
-        """Return the table of a request that begins."""
+        """Return the table for a request that begins."""
         key = self._key(seq)
         self.num_users[key] += 1
         if key not in self.tables:
@@ -32,7 +35,7 @@ class BySalt(Generic[T]):
         return self.tables[key]
 
     def of(self, seq: Sequence) -> T:
-        """Return the table of a request that runs."""
+        """Return the table of a running request."""
         return self.tables[self._key(seq)]
 
     def end(self, seq: Sequence) -> None:

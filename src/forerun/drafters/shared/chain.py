@@ -14,14 +14,14 @@ from forerun.sampling import History, arithmetic, probs
 from forerun.sampling.arithmetic import Row as Logits
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-Row = Logits | int  # logits [V] of a sequence's next token, or the id of the largest one
+Row = Logits | int  # logits [V] of a sequence's next token, or the id of the largest logit
 
 
 @dataclass(slots=True)
 class Chain:
-    """The draft of one sequence while it grows: tokens, and the distribution that each was drawn from.
+    """The draft of one sequence while it grows: tokens, and the distribution that each token was drawn from.
 
-    forced: places of tokens that a grammar forces.
+    forced: indices of the tokens that a grammar forces.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Chain:
     forced: list[int] = field(default_factory=list)
 
     def force(self, run: Seq[int]) -> None:
-        """Add tokens that the grammar forces behind the drawn ones."""
+        """Add the tokens that the grammar forces after the drawn tokens."""
         self.forced += range(len(self.tokens), len(self.tokens) + len(run))
         self.tokens += run
         self.probs += map(Probs.of_point, run)
@@ -41,7 +41,7 @@ class Chain:
     def grow(
         self, draft_probs: Probs, logits: Logits | None, seq: Sequence, b: int, budget: Budget, coins: Coins
     ) -> bool:
-        """Draw one more token, unless the pacing policy stops here. Returns whether another may follow."""
+        """Draw one more token, unless the pacing policy stops here. Returns whether another token may follow."""
         depth = len(self.tokens)
         if not budget.go_on(b, depth, draft_probs, logits):
             return False
@@ -55,7 +55,10 @@ class Chain:
 
 
 def _confidence(token: int, draft_probs: Probs, logits: Logits | None) -> float:
-    """Return the probability of a drawn token; for a point mass, which tells nothing, by softmax(logits) [V]."""
+    """Return the probability of a drawn token. For a point mass it is taken from softmax(logits), if there are logits.
+
+    logits: [V].
+    """
     if draft_probs.point is None or logits is None:
         return draft_probs.at(token)
     return arithmetic.chance(logits, token)
@@ -68,11 +71,11 @@ def next_of(
     ids: Seq[int] | None = None,
     spread: Callable[[Logits], Logits] | None = None,
 ) -> tuple[Probs, Logits | None] | None:
-    """Return the distribution that a request's sampling makes of a head's row behind drafted tokens, and logits [V].
+    """Return the distribution of the token after the drafted ones, by the request's sampling, and its logits [V].
 
-    None where the row has no numbers or masks leave no token: the target raises if it has no token left, either. A row
-    that is a token has no logits. ids: the target's id of each of the head's ids. spread: spreads the head's logits
-    over the target's ids.
+    row: the head's output row for that token. Where the row is an id, there are no logits. Returns None where the row's
+    numbers are not finite, or where masks leave no token; the target raises if it has no token left either. ids: the
+    target's id of each of the head's ids. spread: spreads the head's logits over the target's ids.
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)

@@ -1,4 +1,4 @@
-"""What drafters of chains share: drawing one token after another, and reading each text in order."""
+"""Shared by drafters of chains: drawing one token after another, and reading each text in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.drafters.shared.continuations import END_OF_TEXT
 from forerun.sampling.arithmetic import Row
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-READ_TOKENS = 2048  # read of a text in one call: a prompt found in the prefix cache comes as one long piece
+READ_TOKENS = 2048  # most tokens of a text to read in one call; a prompt in the prefix cache comes as one long piece
 
 Expected = Callable[[Sequence, Seq[int]], Probs | None]
 Logits = Callable[[Sequence, int], Row | None]
@@ -22,9 +22,9 @@ def draw_chains(
 ) -> Draft:
     """Draft a chain for each sequence, within a budget.
 
-    expected(seq, drafted): the distribution of the token behind the committed and the drafted ones; None where none is
-    known, which ends the chain. logits(seq, depth): the model's logits [V] at that depth, None where it has not
-    computed them; left out by a drafter without a model.
+    expected(seq, drafted): returns the distribution of the token after the committed and the drafted tokens, or None,
+    which ends the chain. logits(seq, depth): returns the model's logits [V] at that depth, or None where the model has
+    not computed them. A drafter without a model gives no `logits`.
     """
     chains = [_chain(seq, b, budget, coins[b], expected, logits) for b, seq in enumerate(seqs)]
     return Draft.chains([tokens for tokens, _ in chains], [probs for _, probs in chains])
@@ -50,28 +50,29 @@ def _chain(
         if logits is not None and not budget.go_behind(b, depth, token, next_probs, *logits_here):
             break
         if next_probs.point is not None and token in seq.end_ids:
-            break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
+            break  # nothing follows an end id; to look at it is exact, as a point mass is known before the "draw"
     return tokens, probs
 
 
 class Text(Protocol):
-    """What a drafter knows of the committed tokens of one sequence."""
+    """A drafter's state for the committed tokens of one sequence."""
 
     @property
     def num_read(self) -> int:
-        """How many of the first tokens were read."""
+        """The number of tokens that were read so far, from the first token on."""
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Read on, up to the token with index `stop`, exclusive."""
+        """Read the tokens from index `num_read` up to `stop`, exclusive."""
 
 
 T = TypeVar("T", bound=Text)
 
 
 class Tokens:
-    """The committed tokens themselves, in an array that numpy can search; no view of it may live while it grows.
+    """The committed tokens of one sequence, in an array that numpy can search.
 
-    The source of an encoder-decoder stands before them, as a separate text.
+    No numpy view of the array may exist while the array grows. The source tokens of an encoder-decoder stand before the
+    committed tokens, as a separate text.
     """
 
     def __init__(self, seq: Sequence) -> None:
@@ -80,41 +81,42 @@ class Tokens:
 
     @property
     def num_read(self) -> int:
-        """How many tokens were read."""
+        """The number of committed tokens that were read."""
         return len(self.ids) - self._num_before
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Copy the tokens up to `stop`."""
+        """Copy the tokens up to index `stop`, exclusive."""
         self.ids.extend(tokens[self.num_read : stop])
 
 
 class Texts(Generic[T]):
-    """What a drafter learns from each text by itself, in order, at most READ_TOKENS in one call.
+    """The states of all sequences, each learnt from the text of that sequence alone.
 
-    A prompt is read chunk by chunk while the target runs it. new(seq): makes the state before any token was read.
-    is_fast: reading only copies, so that a call may read any number of tokens.
+    A text is read in order, at most READ_TOKENS tokens in one call. A prompt is read chunk by chunk while the target
+    runs it. new(seq): returns the state before any token was read. is_fast: whether reading only copies tokens; one
+    call may then read any number of tokens. by_id: the states by sequence id.
     """
 
     def __init__(self, new: Callable[[Sequence], T], is_fast: bool = False) -> None:
         self._new, self._is_fast, self.by_id = new, is_fast, dict[int, T]()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Read the tokens that a pass has run and kept, and the token behind them, which is committed, too."""
+        """Read the tokens that a pass ran and kept, and the committed token that follows them."""
         for seq, view in zip(seqs, seen, strict=True):
             self._read(seq, view.start + len(view.kept) + 1)
 
     def catch_up(self, seqs: Seq[Sequence]) -> None:
-        """Read on to the ends of these texts."""
+        """Read these texts to their ends, as far as one call may read."""
         for seq in seqs:
             self._read(seq, len(seq.tokens))
 
     def of(self, seq: Sequence) -> T | None:
-        """Return what is known of a sequence; None while tokens are left to read: then nothing is drafted."""
+        """Return the state of a sequence. None while tokens are unread; nothing is drafted for the sequence then."""
         text = self.by_id[seq.id]
         return text if text.num_read == len(seq.tokens) else None
 
     def whole(self, seq: Sequence) -> T:
-        """Return what is known of a sequence behind its last token, where reading is fast."""
+        """Read a sequence's text to its end, and return the state. Only where reading is fast."""
         return self._read(seq, len(seq.tokens))
 
     def end(self, seq: Sequence) -> None:
@@ -134,7 +136,7 @@ class Texts(Generic[T]):
 
 
 class TextDrafter(Drafter, Generic[T]):
-    """Drafts by what it knows of each text; a subclass says in `behind` what comes next.
+    """A drafter that guesses from the text of each sequence alone. A subclass says in `behind` what comes next.
 
     new, is_fast: see Texts.
     """
@@ -156,7 +158,7 @@ class TextDrafter(Drafter, Generic[T]):
         self._texts.end(seq)
 
     def behind(self, text: T, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the token behind a fully read text and the drafted tokens."""
+        """Return the distribution of the token after a fully read text and the drafted tokens; None where unknown."""
         raise NotImplementedError
 
     def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:

@@ -1,7 +1,8 @@
 """Drafters that were published for a target and lie beside it, found by name.
 
-A folder some-model-it has its assistant in some-model-it-assistant. A GGUF file has an assistant, or a head of EAGLE-3
-or DFlash, in a file of the same folder whose name says so. From the hub only cached models are found.
+The assistant of a folder some-model-it lies in the folder some-model-it-assistant. The assistant of a GGUF file, or its
+EAGLE-3 or DFlash head, is a file of the same folder with a name that says so. Of the hub's models only cached ones are
+found.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ WORDS = ("assistant", "mtp", "eagle", "dflash")  # a drafter's file has one of t
 
 
 def find(target: OpenedCheckpoint) -> str | None:
-    """Return the spec of a drafter that lies beside a target and fits it; None where there is none.
+    """Return the spec of a drafter that lies beside a target and fits it; None where there is no such drafter.
 
-    target: where it was loaded already, and may have been changed, its original checkpoint is looked at.
+    For a target that was loaded already, and may have been changed, the original checkpoint is looked at.
     """
     target = target.original or target
     return next((spec for name in _candidates(target) if (spec := _spec(name, target)) is not None), None)
 
 
 def _candidates(target: OpenedCheckpoint) -> list[str]:
-    """Return the names of possible drafters, first the names most like the target's."""
+    """Return the names of possible drafters; the names most like the target's come first."""
     if target.source is None:
         return []
     if is_hub_id(target.asked) and not target.path.is_file():
-        beside = f"{str(target.asked).partition('@')[0]}{ENDING}"  # in the revision that is usual
+        beside = f"{str(target.asked).partition('@')[0]}{ENDING}"  # in the default revision
         return [beside] if _is_cached(beside) else []
-    named = dict.fromkeys((target.path.absolute(), target.path.resolve()))  # a link may lie apart from its file
+    named = dict.fromkeys((target.path.absolute(), target.path.resolve()))  # a link and its file may lie apart
     return [name for path in named for name in _beside(path)]
 
 
 def _beside(path: Path) -> list[str]:
-    """Return the folder or files beside a target that are drafters by name."""
+    """Return the folder or the files beside a target that are named like a drafter."""
     if path.is_dir():
         beside = path.with_name(path.name + ENDING)
         return [str(beside)] if beside.is_dir() else []
@@ -56,7 +57,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def _alike(name: str, other: str) -> int:
-    """Return the length of the common beginning of two names."""
+    """Return the length of the common beginning of two names, in any case of letters."""
     pairs = zip(name.lower(), other.lower(), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -66,15 +67,15 @@ def _is_cached(name: str) -> bool:
 
     try:
         return all(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", SINGLE))
-    except ValueError:  # what huggingface_hub takes for no id: a revision, or a file
+    except ValueError:  # huggingface_hub takes no id with a revision or a file
         return False
 
 
 def _spec(name: str, target: OpenedCheckpoint) -> str | None:
-    """Return the spec of a drafter with rows as wide as the target's; None for anything else."""
+    """Return the spec of the drafter `name` if its sizes fit the target's; None for anything else."""
     try:
         if head_gguf.is_file(name) and (method := head_gguf.method_of(read_model(Path(name)))) is not None:
-            is_plain = re.search(r"[,+()]", name) is None  # which mean something in a spec
+            is_plain = re.search(r"[,+()]", name) is None  # these characters mean something in a spec
             return f"{method}:path={name}" if is_plain and head_gguf.fits(name, target.spec) else None
         opened = OpenedCheckpoint.of(name, config_only=True)
     except (UserError, OSError):

@@ -1,7 +1,7 @@
-"""What drafters made of other drafters share: all members see everything, and a round asks some of them.
+"""The base of drafters that combine other drafters, their members. A round asks some of the members.
 
-Every member follows every sequence, whoever drafts for it, because another round may ask another member. A draft model
-that was not asked for some rounds is behind; when asked it runs the committed tokens that it lacks.
+Every member follows every sequence, no matter which member drafts for it, because the next round may ask another
+member. A draft model that was not asked for some rounds lacks committed tokens, and runs these tokens when it is asked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Lanes:
-    """The coins of one member, which draws on lanes that no other member has."""
+    """The coins of one member. Its draws use lanes of coins that no other member uses."""
 
     def __init__(self, coins: Coins, member: int, num_members: int) -> None:
         self.accept, self.draw, self.pick, self.picks = coins.accept, coins.draw, coins.pick, coins.picks
@@ -32,10 +32,7 @@ class _Lanes:
 
 
 class Compound(Drafter):
-    """A drafter with members. It needs from the target whatever its members need.
-
-    Raises BadOption where the members draw the siblings of their trees in different ways and no rule could know how.
-    """
+    """A drafter that combines its members. It needs from the target whatever a member needs."""
 
     def __init__(self, members: Seq[Drafter]) -> None:
         self.members = list(members)
@@ -83,15 +80,16 @@ class Compound(Drafter):
             self.count(member)
 
     def start(self) -> None:
-        """Forget what members ran to catch up in an earlier call."""
+        """Reset the counts of catching up, before the members are asked."""
         self.caught_up, self.catchup_s = {}, 0.0
 
     def ask(
         self, member: Drafter, chosen: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Return a member's draft for each of the chosen sequences, which are indices of `seqs`.
+        """Return a member's draft for each of the chosen sequences. chosen: their indices in `seqs`.
 
-        A member may toss coins and draft nothing, and another may be asked then: so each has its own lanes.
+        A member may toss coins and still draft nothing, and another member may be asked then. So each member has lanes
+        of coins for itself.
         """
         if not chosen:
             return []
@@ -109,7 +107,10 @@ class Compound(Drafter):
 
 
 def _draws(members: Seq[Drafter]) -> str:
-    """Return how the siblings of all members are drawn. A chain has none, and fits every kind."""
+    """Return `Drafter.draws` for a drafter with these members; "any" where members draw siblings in different ways.
+
+    A chain has no siblings, so a member that drafts chains fits every kind but "point".
+    """
     trees = {member.draws for member in members if member.shape == "tree"}
     if len(trees) == 1:
         (only,) = trees
@@ -120,7 +121,10 @@ def _draws(members: Seq[Drafter]) -> str:
 
 
 def specs(name: str, texts: str, least: int = 1) -> list[str]:
-    """Return the specs in a list of members. Raises BadOption for fewer than `least`, or an unknown one."""
+    """Return the specs in a list of members. Raises BadOption for fewer than `least` members, or an unknown member.
+
+    name: the method that combines the members, for messages. texts: the list, as in lookup+model.
+    """
     parsed = parse_list(texts)
     if len(parsed) < least:
         raise BadOption(f"{name}:of={shown(texts)} is not possible: name at least {least} drafters, as in lookup+model")
@@ -130,12 +134,12 @@ def specs(name: str, texts: str, least: int = 1) -> list[str]:
 
 
 def of_model(name: str, spec: str) -> None:
-    """Refuse the spec of anything but a draft model."""
+    """Raise BadOption for a member's spec that is anything but a draft model. name: the method, for the message."""
     method, _ = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
         raise BadOption(f"{name}:of={shown(spec)} is not possible: it must be a draft model, as in (model:path=FOLDER)")
 
 
 def made(texts: Seq[str], target: Target) -> list[Drafter]:
-    """Build the members."""
+    """Build the members from their specs."""
     return [drafters.make(text, target) for text in texts]

@@ -1,4 +1,4 @@
-"""Where the end of a text occurred before, and what followed there: the two halves of a text search.
+"""The two halves of a text search: where the end of a text occurred before, and which tokens followed there.
 
 `levels` finds the occurrences of every suffix of a context, and `grow` turns their continuations into a chain or a tree
 by frequency. Both work on plain tokens, without an index: docs/methods/suffix.md says why.
@@ -17,11 +17,9 @@ import numpy.typing as npt
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Draft, Probs, Sequence
 
-END_OF_TEXT = -1  # stands behind each text of an array: no suffix and no guess reaches across it
-NUM_FOLLOWED = (
-    128  # occurrences of a suffix whose longer matches are looked for; before that a mask of the text is searched
-)
-NUM_MASKS = 8  # longest suffix, in tokens, that masks are made for; if it occurs often, its latest places are followed
+END_OF_TEXT = -1  # stands after each text in an array, so that no suffix and no guess reaches across it
+NUM_FOLLOWED = 128  # at most so many places are compared with the context; while there are more, masks find them
+NUM_MASKS = 8  # longest suffix, in tokens, that masks find; after that only its latest places are compared
 
 Tokens = npt.NDArray[np.intc]
 
@@ -37,13 +35,16 @@ def check_shape(method: str, shape: str) -> None:
 
 @dataclass(frozen=True)
 class Level:
-    """Occurrences of the last `length` tokens of a context. found: their ends, ascending, or a mask of all starts."""
+    """The occurrences of the last `length` tokens of a context.
+
+    found: the ends of the occurrences, ascending, or a mask of the text that is True at their starts.
+    """
 
     length: int
     found: npt.NDArray[np.bool_ | np.intp]
 
     def ends(self, most: int) -> list[int]:
-        """Return the indices behind the last `most` occurrences, the latest first."""
+        """Return the index after each of the last `most` occurrences, the latest first."""
         is_mask = self.found.dtype == np.bool_
         ends = np.flatnonzero(self.found) + self.length if is_mask else self.found
         latest: list[int] = ends[-most:][::-1].tolist()
@@ -53,10 +54,10 @@ class Level:
 def levels(text: Tokens, context: Seq[int]) -> list[Level]:
     """Return where suffixes of a context occur in a text [L], the shortest suffix first.
 
-    If several suffixes occur at the same places, and so say the same, only the longest is returned. An occurrence may
-    end at the end of the text. A suffix of NUM_MASKS tokens or more is looked for only where the suffix of NUM_MASKS
-    tokens occurred the last NUM_FOLLOWED times. So the work is bounded for any text: NUM_MASKS passes over it, and one
-    comparison of NUM_FOLLOWED places with the context.
+    Suffixes that occur at the same places have the same continuations, so only the longest of them is returned. An
+    occurrence may end at the end of the text. Suffixes of NUM_MASKS tokens or more are looked for only at the last
+    NUM_FOLLOWED occurrences of the suffix of NUM_MASKS tokens. So the work is bounded for any text: NUM_MASKS passes
+    over the text, and one comparison of NUM_FOLLOWED places with the context.
     """
     suffixes: list[Level] = []
     mask, num_before, length = np.ones(len(text) + 1, dtype=bool), -1, 0  # mask[i]: the last `length` tokens are at i
@@ -75,7 +76,10 @@ def levels(text: Tokens, context: Seq[int]) -> list[Level]:
 
 
 def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list[Level]:
-    """Return a level for every length [n] of the context's suffixes that end at these places of the text."""
+    """Match the end of the context with the text before each of these places. Return a level for each length matched.
+
+    ends [n]: the places, as indices after the last token to match.
+    """
     if not len(ends):
         return []
     before = ends[:, None] - np.arange(1, len(context) + 1)
@@ -86,9 +90,10 @@ def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list
 
 @dataclass
 class Guess:
-    """Nodes of one sequence, best first. parents: -1 = the last committed token. probs: of the path down to each node.
+    """The guessed nodes of one sequence, best first.
 
-    match: length of the suffix that led to the guess.
+    parents: the index of each node's parent; -1 = the last committed token. probs: the probability of the whole path
+    down to each node. match: the length of the suffix that led to the guess.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -102,14 +107,18 @@ class Guess:
         return sum(self.probs)
 
     def confidence(self, node: int) -> float:
-        """Return the confidence in a node of a path: its share of what followed the match, more for long matches."""
+        """Return the confidence in a node of a path: how often its token followed its parent, as a share.
+
+        The share is reduced for short matches.
+        """
         before = self.probs[node - 1] if node else 1.0
         return self.probs[node] / before * (1 - 1 / (1 + self.match + node))
 
     def draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
-        """Return the nodes, as point masses, that the budget of sequence b lets through together with their parents.
+        """Return the nodes that the budget of sequence b lets through, as point masses.
 
-        Nodes that the grammar refuses are left out. Nodes that it forces are marked, without asking the budget.
+        Nodes that the grammar refuses are left out, and so are nodes without their parent. Nodes that the grammar
+        forces are marked as forced, and the budget is not asked about them.
         """
         places, paths, forced = {-1: -1}, {-1: list[int]()}, set[int]()
         tokens, parents, probs = list[int](), list[int](), list[Probs]()
@@ -131,21 +140,21 @@ class Guess:
             tokens.append(token)
             parents.append(places[parent])
             probs.append(mass)
-        while tokens and len(tokens) - 1 in forced:  # whether forced tokens behind the last guess pay is decided later
+        while tokens and len(tokens) - 1 in forced:  # whether forced tokens after the last guess pay is decided later
             forced.remove(len(tokens) - 1)
             del tokens[-1], parents[-1], probs[-1]
         return Draft(tokens, parents, [0, len(tokens)], probs, forced=frozenset(forced))
 
 
 def _judged(seq: Sequence, drafted: Seq[int], token: int) -> tuple[bool, bool]:
-    """Return whether the grammar of a sequence allows a token behind drafted ones, and whether it allows no other."""
+    """Return whether a sequence's grammar allows a token after the drafted ones, and whether it forces that token."""
     if seq.grammar is None:
         return True, False
     if not seq.grammar.may_draft:
         return False, False
     try:
         allowed = seq.grammar.allowed(seq.tokens, drafted)
-    except BadOption:  # behind an end of the output, or over the grammar's limits: verification refuses that
+    except BadOption:  # after an end of the output, or over the grammar's limits: verification refuses such tokens
         return False, False
     return token < len(allowed.bits) and bool(allowed.bits[token]), allowed.only == token
 
@@ -153,13 +162,13 @@ def _judged(seq: Sequence, drafted: Seq[int], token: int) -> tuple[bool, bool]:
 def grow(
     rows: Seq[Seq[int]], num_nodes: int, is_tree: bool, min_prob: float = 0.0, end_ids: Collection[int] = ()
 ) -> Guess:
-    """Make at most num_nodes nodes of what followed the occurrences of a suffix.
+    """Make a guess of at most `num_nodes` nodes from the tokens that followed the occurrences of a suffix.
 
-    rows: what followed each, num_nodes tokens or up to END_OF_TEXT; of equally frequent tokens the one in the first row
-    wins. A shorter row ran into the end of the text that is being continued, and reads on in the draft: so "ab ab ab"
-    goes on. The probability of a node is its share of the rows; nodes below min_prob are left out. Nodes come best
-    first, equal ones in the order of discovery. A chain takes the most frequent token each time. Nothing follows an end
-    id.
+    rows: for each occurrence, the `num_nodes` tokens that followed; they may contain END_OF_TEXT. A shorter row ran
+    into the end of the text that is being continued. Such a row goes on with drafted tokens, so "ab ab ab" continues.
+    The probability of a node is its share of the rows; nodes below `min_prob` are left out. Nodes come best first,
+    equal ones in the order of discovery. A chain takes the most frequent token at each depth; of equally frequent
+    tokens the one in the first row wins. Nothing follows an end id.
     """
     guess = Guess()
     open_nodes: list[tuple[float, int, int, list[int], Seq[Seq[int]]]] = []  # -prob, number, parent, path, rows

@@ -30,19 +30,20 @@ NEUTRAL = {"input_embedding_scale": (1, None), "output_multiplier": (1, None), "
 
 
 class ContextModel(Model, Protocol):
-    """A model whose blocks see earlier tokens by keys and values that are made of the target's rows."""
+    """A model with blocks that see earlier tokens through keys and values, which are made of the target's rows."""
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Any]) -> None:
-        """Keep keys and values of these tokens. layer_rows: the target's rows behind each layer it reads, [n, H]."""
+        """Keep keys and values of these tokens. layer_rows: the target's rows after each layer to read, each [n, H]."""
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
     """The sizes of a block drafter.
 
-    decoder: its layers. layers: behind which of the target's layers it reads. block: rows of a pass: the last committed
-    token and the guessed tokens. mask_id: the id whose embedding stands for a guessed token. draft_vocab: how many ids
-    are drafted; None = all.
+    decoder: the spec of the drafter's layers. layers: the target's layers after which the drafter reads the residual
+    stream. block: the number of rows of a block: one for the last committed token, and one for each guessed token.
+    mask_id: the id with the embedding that stands for a guessed token. draft_vocab: the number of ids that are drafted;
+    None = all.
     """
 
     decoder: Spec
@@ -56,7 +57,7 @@ class DFlashConfig:
         return self.decoder.cache_shape
 
     def to_json(self, num_target_layers: int) -> dict[str, Any]:
-        """Return config.json; as in published DFlash models a layer id names the layer whose output is read."""
+        """Return the config.json. As in published DFlash models, layer id j says that the output of layer j is read."""
         ids = {"mask_token_id": self.mask_id, "target_layer_ids": [k - 1 for k in self.layers]}
         keys = {
             "architectures": ["ForerunDFlash"],
@@ -69,7 +70,7 @@ class DFlashConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], path: str) -> DFlashConfig:
-        """Read config.json of `to_json` or of z-lab's models. Raises UnsupportedModel for what is not computed."""
+        """Read a config.json of `to_json` or of z-lab's models. Raises UnsupportedModel for what we do not compute."""
         _refuse_others(raw, path)
         nested = dict(raw["dflash_config"])
         layers, mask_id = nested.get("target_layer_ids"), nested.get("mask_token_id", raw.get("mask_token_id"))
@@ -132,7 +133,7 @@ def shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
 
 
 def spec_of(config: DFlashConfig, target: Model, num_ids: int) -> Spec:
-    """Return the spec of the layers: rows see their whole block, and a context that is made of the target's rows.
+    """Return the spec of the layers. A row sees its whole block, and a context that is made of the target's rows.
 
     num_ids: how many ids are drafted.
     """
@@ -163,7 +164,7 @@ def spec_of(config: DFlashConfig, target: Model, num_ids: int) -> Spec:
 def make(
     config: DFlashConfig, weights: Mapping[str, Weight], ids: Ids, target: Model, rounded: Quantization | None
 ) -> ContextModel:
-    """Make the layers on their target's backend. weights: by their published names. ids [n]: the drafted ids."""
+    """Load the layers with the target's operators. weights: by published names. ids [n]: the ids that are drafted."""
     spec = spec_of(config, target, len(ids))
     named = {f"model.{name}" if name.startswith(("layers.", "norm.")) else name: w for name, w in weights.items()}
     if spec.head:

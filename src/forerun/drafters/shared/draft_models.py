@@ -1,4 +1,4 @@
-"""Loading a draft model beside its target: which model, with what cache, and which ids it never drafts."""
+"""Loading a draft model beside its target: the choice of the model, its cache, and the ids that it never drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
 
 
 def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> ShortVocabulary | None:
-    """Make what chooses how many ids a draft model drafts. Weights stand for bytes, and bytes for time."""
+    """Return the object that chooses how many ids a draft model drafts; None where a model's size is unknown.
+
+    The time of a pass is taken to be proportional to the number of weights.
+    """
     if not isinstance(own, Spec) or not isinstance(others, Spec):
         return None
     head, tables = num_ids * own.hidden_size, 0 if own.tied else own.vocab_size * own.hidden_size
@@ -47,9 +50,9 @@ def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> Sh
 def cache_for(
     model: Model, target: Target, layers: Seq[int] | None = None, *, keeps_all: bool = False, **options: Any
 ) -> KVCache:
-    """Make a cache for a draft model, as large as the target's. layers: the layers with rows; None = all.
+    """Make a cache for a draft model, as large as the target's. layers: the layers that are cached; None = all.
 
-    keeps_all: whether layers with windows free no rows, for drafters that cannot run a text again. options: engine
+    keeps_all: whether layers with windows keep all rows, for drafters that cannot run a text again. options: engine
     options that differ for this cache.
     """
     if isinstance(model, KeepsCache):
@@ -69,7 +72,7 @@ def cache_for(
 
 
 def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
-    """Return the ids that the target or the draft's tokenizer lacks: their rows of the LM head are untrained."""
+    """Return the ids that the target or the draft model's tokenizer lacks, whose rows in the LM head are untrained."""
     holes = set(target.holes)
     if checkpoint.tokenizer is not None:
         known = checkpoint.tokenizer.id_to_token
@@ -78,9 +81,11 @@ def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
 
 
 def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
-    """Return the draft model that a method's options name: loaded now, by the caller, or the shipped one.
+    """Return the draft model that a method's options name.
 
-    Drafters of one engine that name the same model share it. Raises BadOption where there is none.
+    Without a name, it is the draft model that the caller has loaded, or else the shipped one. Drafters of one engine
+    that name the same model share it. Raises BadOption where there is no draft model, or where the options contradict
+    the loaded one.
     """
     quantization = rounding(options.quantization)
     if options.path is None and target.loaded_draft is not None:
@@ -112,7 +117,10 @@ def has_encoder(model: Model) -> bool:
 
 
 def check_pair(checkpoint: Checkpoint, target: Target) -> None:
-    """Raise BadOption for a draft model that cannot read what the target does, VocabularyMismatch for other tokens."""
+    """Raise BadOption or VocabularyMismatch for a draft model that cannot draft for the target.
+
+    BadOption: the draft model is an encoder-decoder and the target is not. VocabularyMismatch: their tokenizers differ.
+    """
     if has_encoder(checkpoint.model) and not has_encoder(target.model):
         raise BadOption(
             f"{checkpoint.name} is an encoder-decoder and the target is none, so it has no source to read: name a "

@@ -1,7 +1,8 @@
 """The head of the drafter eagle as a model: its sizes, its weights, and the spec that backends compute.
 
-One kind of spec describes the heads of `forerun train head`, EAGLE-1 and 2, EAGLE-3 and 3.1. They differ in a few
-switches of EagleConfig, and in their norms, biases and matrices: parts without weights are left out.
+One kind of spec describes the heads of `forerun train head`, of EAGLE-1 and 2, and of EAGLE-3 and 3.1. These heads
+differ in a few switches of EagleConfig, and in their norms, biases and matrices. The weights of a head tell which of
+these parts the head has.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ from forerun.ops.model import Model
 from forerun.ops.passes import Lent
 from forerun.sampling.largest import Ids
 
-OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", HEAD  # names in heads that do not use the target's
+OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", HEAD  # names of the embedding and LM head that a head may bring along
 
 
 class HeadModel(Model, Protocol):
-    """A model that reads the target's ids, with their features as hidden rows.
+    """A model that reads the target's tokens, with features of each token as hidden rows.
 
-    feeds_itself: whether `run_ahead` feeds its own rows to its next steps.
+    feeds_itself: whether `run_ahead` feeds the model's own output rows to its next steps.
     """
 
     feeds_itself: bool
 
     def features(self, layer_rows: Seq[Any]) -> Any:
-        """Return features [n, H] made of the target's rows behind each layer that it reads, each [n, size]."""
+        """Return features [n, H]. layer_rows: the target's rows after each layer that is read, each [n, size]."""
 
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The sizes of a head. decoder: its layers, as a decoder over the ids that it drafts, tied to its LM head.
+    """The sizes and switches of a head.
 
-    layers: behind which of the target's layers it reads; () = behind the target's final norm. The other fields are for
-    published heads. target_size: the width of the target's rows; None = the head's width. norm_before_residual: whether
-    the residual stream begins with the features behind their norm. norm_output: whether the next step's features are
-    the rows behind the final norm (EAGLE 3.1).
+    decoder: the head's layers, as the spec of a decoder with tied embeddings over the ids that the head drafts. layers:
+    the target's layers after which the head reads the residual stream; () = the rows after the target's final norm. The
+    other fields are for published heads. target_size: the width of the target's rows; None = the head's width.
+    norm_before_residual: whether the residual stream begins with the normed features. norm_output: whether the next
+    step's features are the rows after the final norm (EAGLE 3.1).
     """
 
     decoder: Spec
@@ -59,7 +61,7 @@ class EagleConfig:
         return self.target_size or self.decoder.hidden_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return config.json; as in published EAGLE-3 heads a layer id names the layer whose input is read."""
+        """Return the config.json. As in published EAGLE-3 heads, layer id j says that the input of layer j is read."""
         keys = {"architectures": ["ForerunEagle"], "eagle_aux_hidden_state_layer_ids": list(self.layers)}
         return {**config_to_dict(self.decoder), **keys}
 
@@ -81,8 +83,8 @@ class EagleConfig:
 def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights before the layer, by name.
 
-    fc_norm: norms of the target's rows before `fc` joins them. embedding_norm, hidden_norm: norms of the two sides that
-    `input` joins.
+    fc_norm: the norms of the target's rows, before `fc` joins the rows. embedding_norm, hidden_norm: the norms of
+    embedding and features, before `input` joins both.
     """
     h, num = config.decoder.hidden_size, len(config.layers)
     norms = {f"{name}.weight": (h,) for name in (*(f"fc_norm.{i}" for i in range(num)), *SIDES)}
@@ -90,15 +92,15 @@ def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of the layer and of the norm behind it, by name."""
+    """Return the shapes of the weights of the layer and of the norm after it, by name."""
     return {name: shape for name, shape in weight_shapes(config.decoder).items() if name != EMBEDDING}
 
 
 def spec_of(config: EagleConfig, weights: Collection[str], target: Model, num_embeddings: int | None) -> Spec:
-    """Return the spec of a head: its decoder, and the features that make the decoder's first rows.
+    """Return the spec of a head: its decoder, and the features that the decoder's input is made of.
 
-    weights: the names of the head's weights, which say what is left out. num_embeddings: rows of its own embedding;
-    None = it uses the target's.
+    weights: the names of the head's weights, which say what parts the head has. num_embeddings: rows of the head's own
+    embedding; None = the head uses the target's.
     """
     decoder, own_head, first = config.decoder, HEAD in weights, config.decoder.blocks[0]
     features = Features(
@@ -137,11 +139,11 @@ def make(
     *,
     lends_head: bool,
 ) -> HeadModel:
-    """Make a head on its target's backend.
+    """Load a head with the target's operators.
 
-    weights: by our names, as in `input_shapes`, `layer_shapes` and further ones of published heads. ids [n]: the
-    target's id of each id of the head. lends_head: whether a head without an LM head uses the target's, whose first ids
-    are its own; else it copies the rows of its ids.
+    weights: by our names, as in `input_shapes` and `layer_shapes`; published heads have further names. ids [n]: the
+    target's id for each id of the head. lends_head: whether a head without an LM head uses the target's LM head, where
+    the head's ids are the target's first ids. Otherwise such a head copies the target's rows of its ids.
     """
     named = {EMBEDDING if name == OWN_EMBEDDING else name: weight for name, weight in weights.items()}
     if HEAD not in named and not lends_head:

@@ -1,8 +1,8 @@
-"""What the cache of a draft model holds of each sequence, and how it catches up with the committed tokens.
+"""The tokens of each sequence in a draft model's cache, and how the cache catches up with the committed tokens.
 
-After a round the cache lacks one committed token, or two when everything was accepted, because the last drafted token
-was never fed. Before it drafts for a sequence the model runs the tokens that its cache lacks (at first the whole
-prompt) within a budget; until then the sequence has no draft and decodes plainly.
+After a round the cache lacks one committed token, or two where the whole draft was accepted, because the last drafted
+token was never run. Before the model drafts for a sequence, it runs the tokens that the cache lacks (at first the whole
+prompt), within a budget. Until the cache has caught up, the sequence has no draft and decodes plainly.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from forerun.models.runner import Run, Runner, Scores
 from forerun.sampling import only_filters, takes_the_best
 from forerun.types import ROUND_TOKENS, Budget, SamplingParams, Sequence
 
-SHORT_TOKENS = 32  # tokens forced by a grammar that a model reads in one pass with the token that it drafts behind
-Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and tokens to run
+SHORT_TOKENS = 32  # most tokens forced by a grammar that a model runs in one pass with the token before them
+Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`: the sequence, and the tokens to run
 
 
 @dataclass(slots=True)
 class _Fed:
-    """The tokens of one sequence that the draft's cache holds; the first `num_sure` of them are committed.
+    """The tokens of one sequence that the draft model's cache holds; the first `num_sure` of them are committed.
 
-    best_only: whether its draws only need the largest logit. only_filters: whether they only need filters.
+    params: the sampling parameters of the sequence's draws. best_only: whether the draws need only the largest logit.
+    only_filters: whether the draws need only filters, and no bias, penalties or masks.
     """
 
     tokens: list[int]
@@ -41,13 +42,13 @@ class _Fed:
 
 
 class Space:
-    """The cache blocks that a pass may still reserve, over all its sequences."""
+    """The number of cache blocks that a pass may still reserve, for all its sequences together."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache, self.num_blocks = cache, cache.free_tokens() // cache.block_tokens
 
     def take(self, slot: int, num_tokens: int) -> int:
-        """Set blocks aside for `num_tokens` more rows of a slot; return how many of the rows have room."""
+        """Set blocks aside for at most `num_tokens` more rows of a slot; return for how many rows there is room."""
         missing = self.cache.missing_blocks(slot, num_tokens)
         if missing > self.num_blocks:
             missing = self.num_blocks
@@ -57,7 +58,7 @@ class Space:
 
 
 class FedModel(SearchingDrafter):
-    """A drafter that runs a model whose cache follows the committed tokens. options: how it draws."""
+    """A drafter that runs a model, whose cache follows the committed tokens. options: how tokens are drawn."""
 
     def __init__(self, runner: Runner, options: Draws = USUAL) -> None:
         self.runner: Runner = runner
@@ -70,7 +71,7 @@ class FedModel(SearchingDrafter):
         self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
 
     def shorten(self, short: ShortVocabulary | None) -> None:
-        """Draft only as many ids as pay, from now on."""
+        """Draft only from the short vocabulary from now on, in the size that pays best. None = change nothing."""
         if short is None:
             return
         self.short = short
@@ -108,12 +109,12 @@ class FedModel(SearchingDrafter):
         return self.runner.cache.free_tokens(without if sources is None else sources.slots(without))
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run committed tokens except the last, which the round runs, because it needs the logits behind it."""
+        """Run committed tokens except the last one. A round runs the last token itself, for the logits after it."""
         self.caught_up, self.catchup_s = {}, 0.0
         self._catch_up(*self._read_sources(seqs, num_tokens))
 
     def _catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run `catch_up` for sequences whose sources are read."""
+        """Do the work of `catch_up` for sequences whose source texts have been run."""
         room, feeds = Space(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
@@ -132,15 +133,18 @@ class FedModel(SearchingDrafter):
         self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, self.clock() - started)
 
     def _count(self, num_tokens: Mapping[int, int], seconds: float) -> None:
-        """Add tokens that were run only to catch up, by sequence, and the seconds."""
+        """Add to `caught_up` the numbers of tokens that were run only to catch up, and to `catchup_s` the seconds.
+
+        num_tokens: by sequence id.
+        """
         self.caught_up |= {id_: self.caught_up.get(id_, 0) + num for id_, num in num_tokens.items()}
         self.catchup_s += seconds
 
     def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
-        """Run the sources that an encoder-decoder must read first, once it has to draft.
+        """Run the source texts that an encoder-decoder needs before it can draft.
 
-        Sources are run at once if they fit into the cache and into `num_tokens`, which one source alone may exceed.
-        Returns the sequences whose sources are read, and how many tokens are left.
+        A source is run whole, if it fits into the cache and into what is left of `num_tokens`. Only the first source of
+        a call may exceed `num_tokens`. Returns the sequences whose sources have been run, and the rest of `num_tokens`.
         """
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
@@ -160,8 +164,8 @@ class FedModel(SearchingDrafter):
     def ready(self, seqs: Seq[Sequence], budget: Budget) -> tuple[list[int], Feeds]:
         """Catch up within the budget. Returns how many tokens may be drafted, [B], and the tokens to run first.
 
-        A sequence is only fed if a round can run the committed tokens that it lacks. The cache has room for the tokens
-        that are fed first and for all but one of the drafted tokens.
+        A sequence gets tokens to run only if one round can run all committed tokens that the cache lacks. The cache has
+        room for these tokens, and for all drafted tokens but the last one.
         """
         if self.short is not None:
             self.short.read(seqs)
@@ -184,7 +188,10 @@ class FedModel(SearchingDrafter):
         return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= most[b]}
 
     def _granted(self, seq: Sequence, b: int, is_unread: bool, budget: Budget, room: Space) -> int:
-        """Return how many tokens the model may draft; set `budget.limits` to its nodes with forced tokens included."""
+        """Return how many tokens the model may draft for sequence b.
+
+        Lowers `budget.limits[b]` to the number of nodes for which there is room, forced tokens included.
+        """
         granted = 0 if is_unread else budget.num_tokens[b]
         most = budget.limits[b] if budget.limits else 0
         if not granted or not most:
@@ -195,25 +202,25 @@ class FedModel(SearchingDrafter):
     def _limit(self, seq: Sequence, granted: int, room: Space) -> int:
         """Return how many tokens to draft, at most `granted`, within the model's positions and the room in the cache.
 
-        Drafted token i (from 1) is fed at index L + i - 1, where L is the number of committed tokens.
+        Drafted token i (counted from 1) is run at index L + i - 1, where L is the number of committed tokens.
         """
         config = self.runner.model.config
         self._forget_rejected(seq)
         missing = self._missing(seq)
         limit = min(granted, config.max_positions - len(seq.tokens) + 1)
         if limit <= 0 or max(missing) >= config.vocab_size:
-            return 0  # past the model's positions, or a token without a row in its embedding: no drafts
+            return 0  # no drafts past the model's positions, or after a token without a row in the model's embedding
         return max(0, room.take(seq.id, len(missing) + limit - 1) - len(missing) + 1)
 
     def run(self, seq: Sequence, tokens: Seq[int], wanted: str, reads_logits: bool) -> Run:
-        """Return a run of these tokens of a sequence.
+        """Return a run of these tokens of a sequence. wanted: see Run.logits.
 
-        It asks only for the largest logit where the draws need no others and pacing does not read them.
+        The run asks only for the id of the largest logit where the draws need no more and pacing reads no logits.
         """
         return Run(seq.id, tokens, wanted, None, self._fed[seq.id].best_only and not reads_logits)
 
     def rows(self, scores: Scores, b: int) -> Seq[Row]:
-        """Return the wanted rows of run b: best ids or logits."""
+        """Return the wanted output rows of run b: the ids of the largest logits, or the logits."""
         return scores.best[b] or scores.logits[b]  # type: ignore[return-value]
 
     def params(self, seq: Sequence) -> SamplingParams:
@@ -230,17 +237,17 @@ class FedModel(SearchingDrafter):
         return len(seq.tokens) - self.num_held(seq) + (0 if sources is None else sources.num_unrun(seq.id))
 
     def num_held(self, seq: Sequence) -> int:
-        """Return how many committed tokens the cache holds, without pending rows."""
+        """Return how many tokens of a sequence the cache holds, pending rows not counted."""
         return len(self._fed[seq.id].tokens)
 
     def keep_pending(self, seq: Sequence, rows: Seq[int]) -> None:
-        """Keep these pending rows, of the committed tokens behind the cached ones, and drop all others."""
+        """Keep these pending rows and drop all others. They are rows of the committed tokens after the cached ones."""
         self.runner.cache.keep({seq.id: rows})
         held = self.num_held(seq)
         self.commit(seq, seq.tokens[held : held + len(rows)])
 
     def _forget_rejected(self, seq: Sequence) -> None:
-        """Cut the cache to its committed tokens, without the last one, which is fed next."""
+        """Cut the cache to the committed tokens. The last committed token is cut off, too, because it is run next."""
         fed = self._fed[seq.id]
         end = min(len(fed.tokens), len(seq.tokens) - 1)
         same = min(fed.num_sure, end)
@@ -252,13 +259,13 @@ class FedModel(SearchingDrafter):
         self.guessing.discard(seq.id)
 
     def guess(self, seq: Sequence, tokens: list[int]) -> None:
-        """Record that drafted tokens were fed behind committed ones."""
+        """Record that drafted tokens were run after the committed tokens."""
         if tokens:
             self._fed[seq.id].tokens += tokens
             self.guessing.add(seq.id)
 
     def commit(self, seq: Sequence, tokens: list[int]) -> None:
-        """Record that committed tokens were fed, and let other sequences share them."""
+        """Record that committed tokens were run, and let other sequences share their cache blocks."""
         fed = self._fed[seq.id]
         fed.tokens += tokens
         fed.num_sure = len(fed.tokens)
@@ -269,13 +276,13 @@ class FedModel(SearchingDrafter):
         return seq.tokens[len(self._fed[seq.id].tokens) :]
 
     def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
-        """Return how many of these tokens can be run: all, or 0 if the model lacks a position or an id."""
+        """Return `num_tokens`; 0 if the model lacks a position or an id of the `num_tokens` tokens from `start` on."""
         config = self.runner.model.config
         inside = num_tokens > 0 and start + num_tokens <= config.max_positions
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
     def _feed(self, feeds: Feeds, wanted: str = "last", reads_logits: bool = False) -> dict[int, Row]:
-        """Run these tokens and keep their rows. Returns the row behind each sequence's last token, if wanted="last"."""
+        """Run these tokens and keep their cache rows. With wanted="last", returns each sequence's last output row."""
         if not feeds:
             return {}
         scores = self.runner.forward([self.run(seq, tokens, wanted, reads_logits) for seq, tokens in feeds.values()])
@@ -285,10 +292,10 @@ class FedModel(SearchingDrafter):
         return {b: self.rows(scores, i)[-1] for i, b in enumerate(feeds)}
 
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
-        """Return the request's parameters with the drafter's own options put in.
+        """Return the request's parameters, changed by the drafter's own options.
 
-        Log-probabilities and biases of ids that the draft model lacks are left out. A beam search draws nothing, so the
-        options of draws do not apply to it.
+        Log-probabilities are left out, and so are biases of ids that the draft model lacks. A beam search draws
+        nothing, so the options of draws do not apply to it.
         """
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}

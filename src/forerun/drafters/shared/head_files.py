@@ -1,8 +1,9 @@
 """Folders of trained heads: config.json, and model.safetensors under the names that published heads use.
 
-`forerun train head` writes them. The entry "forerun" of config.json names the method that reads the folder and the
-tokenizer of its ids. The tensor `target_probe` holds some embeddings of the target that the head was trained on: drafts
-of a head for another target would be rejected, so it is refused. The same target with fewer bits passes.
+`forerun train head` writes such folders. The entry "forerun" of config.json names the method that reads the folder, and
+the tokenizer of the head's ids. The tensor `target_probe` holds some embeddings of the target that the head was trained
+for. A head for another target is refused, because its drafts would be rejected. The same target with fewer bits is
+accepted.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from forerun.text.json_files import read_json
 
 CONFIG, WEIGHTS, PROBE = "config.json", "model.safetensors", "target_probe"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
-SHIPPED = named.DATA / "heads"  # a folder for each head that ships with the package, called as it is named
+SHIPPED = named.DATA / "heads"  # has a folder for each head that ships with the package, called by the head's name
 IGNORED = re.compile(r"t2d$|verifier_(norm|lm_head)\.|.*rotary_emb\.inv_freq$")  # tensors that change nothing
 OWN_IDS = ("d2t", "token_map")  # tensors that say which ids are drafted
 LM_HEAD = re.compile(r".*lm_head|\d+\.\d+\.weight$")  # an LM head that a head brings along, by its published names
 LOOK_AHEAD = "look_ahead"  # the vectors of pass
-EMBEDDINGS = "embed_tokens.weight"  # that a head brings along
-TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that no product uses: their rows are looked up
+EMBEDDINGS = "embed_tokens.weight"  # an embedding that a head brings along
+TABLES = (LOOK_AHEAD, EMBEDDINGS)  # tensors that are in no matrix product, because their rows are looked up
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 CONVERT = "convert it with `forerun convert-head FOLDER OUT`, which runs none of it"
-NUM_PROBES = 8  # embeddings of the target, spread over its ids
-MOST_UNLIKE = 0.25  # of the probe's norm; rounding to 4 bits changes about 0.1
+NUM_PROBES = 8  # embeddings of the target in a probe, spread over its ids
+MOST_UNLIKE = 0.25  # largest difference between probes, over the probe's norm; rounding to 4 bits makes about 0.1
 LARGEST = Features.largest  # bound on the hidden states that a head reads
 
 
@@ -66,7 +67,10 @@ def probe(model: Model, num_ids: int) -> HostTensor:
 def save(
     folder: Path, method: str, weights: Mapping[str, HostTensor], config: Mapping[str, Any], tokenizer: str
 ) -> None:
-    """Write a head; the old files stay until the new ones are complete. tokenizer: its `artifacts.fingerprint`."""
+    """Write a head's folder. Old files stay until the new files are complete.
+
+    tokenizer: the `artifacts.fingerprint` of the head's ids.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**config, "forerun": {"method": method, "tokenizer": tokenizer}}, indent=2) + "\n"
     partial = folder / f"{WEIGHTS}.partial"
@@ -82,11 +86,11 @@ def path_help(method: str) -> str:
 
 
 def located(path: str | None, method: str) -> str:
-    """Return the folder of a head; a head of the hub is fetched whole into huggingface_hub's cache.
+    """Return the folder of a head. A head on the hub is first fetched whole into huggingface_hub's cache.
 
-    path: a folder, or a GGUF file, which is unpacked; else the name of a head that ships with the package, or a hub id
-    org/name[@revision]. Raises BadOption without a path, NotFound where there is no such head or it cannot be fetched,
-    UnsupportedModel for a pickle.
+    path: a folder; a GGUF file, which is unpacked; the name of a head that ships with the package; or a hub id
+    org/name[@revision]. Raises BadOption without a path, NotFound where there is no such head or where it cannot be
+    fetched, UnsupportedModel for a pickle.
     """
     if path is None:
         raise BadOption(
@@ -116,12 +120,15 @@ def shipped_names() -> list[str]:
 
 
 def weight_files(names: Collection[str]) -> list[str]:
-    """Return the names of the files that hold a head's weights, shards in order."""
+    """Return the files among `names` that hold a head's weights, shards in order."""
     return [MEDUSA_WEIGHTS] if MEDUSA_WEIGHTS in names else sorted(n for n in names if fnmatch(n, "model*.safetensors"))
 
 
 def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
-    """Return the weight files of a head on the hub. Raises where there is no head, before anything is fetched."""
+    """Return the weight files of a head on the hub.
+
+    Raises NotFound where there is no head, UnsupportedModel where there are only pickles, before a file is fetched.
+    """
     files = weight_files(names)
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
     if not files and pickles:
@@ -145,10 +152,10 @@ def _known(method: str) -> str:
 
 
 def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
-    """Return config.json of a head, without the entry "forerun". tokenizer: the fingerprint that it must name.
+    """Return the config.json of a head, without the entry "forerun".
 
-    Raises NotFound where there is no head, BadOption for a head of another method or tokenizer, UnsupportedModel for a
-    file that cannot be read or a pickle.
+    tokenizer: the fingerprint that the entry must name; None = not compared. Raises NotFound where there is no head,
+    BadOption for a head of another method or tokenizer, UnsupportedModel for a pickle, or a file that cannot be read.
     """
     folder = Path(path)
     if folder.suffix in PICKLES or (not (folder / WEIGHTS).is_file() and any(_pickles(folder))):
@@ -174,8 +181,8 @@ def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[st
 def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]], target: Model, num_ids: int) -> dict[str, Any]:
     """Return the weights of a head as they are stored, by name: tensors, and quantised matrices.
 
-    shapes: of the weights that it must have. Raises UnsupportedModel for a truncated file and for a tensor that is
-    missing, misshapen or unknown; BadOption for a head of another target.
+    shapes: by name, the shapes of the weights that the head must have. Raises UnsupportedModel for a truncated file and
+    for a tensor that is missing, misshapen or unknown; BadOption for a head of another target.
     """
     file, weights = Path(path) / WEIGHTS, stored(Path(path))
     had = weights.pop(PROBE, None)
@@ -195,7 +202,7 @@ def check_target(path: str, target: Model, num_ids: int) -> None:
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """Return a head's weights by name: tensors, and QuantisedMatrix. Raises UnsupportedModel for a broken file."""
+    """Return a head's weights by name, as HostTensor or QuantisedMatrix. Raises UnsupportedModel for a broken file."""
     source, matrices = _quantised(folder)
     parts = {name for matrix in matrices.values() for name in matrix.names.values()}
     whole: dict[str, Any] = {n: tensor for n, tensor in tensors(folder / WEIGHTS).items() if n not in parts}
@@ -203,7 +210,10 @@ def stored(folder: Path) -> dict[str, Any]:
 
 
 def _quantised(folder: Path) -> tuple[SafetensorsFolder, Mapping[str, Parts]]:
-    """Open a folder, and return its quantised matrices by name, unread; published heads have none."""
+    """Return a head's opened folder, and its quantised matrices by name, unread.
+
+    Only folders of `forerun train head` have quantised matrices.
+    """
     source = SafetensorsFolder(folder)
     return source, source.matrices if "forerun" in source.config else {}
 
@@ -214,9 +224,10 @@ def is_head(folder: Path) -> bool:
 
 
 def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[int, int]:
-    """Write a head with matrices of fewer bits into a new folder; returns its weights' bytes before and after.
+    """Write a head with matrices of fewer bits into a new folder. Returns the bytes of all weights before and after.
 
-    Raises BadOption for an output folder that is not empty, groups that do not divide rows, and a quantised head.
+    Raises BadOption for an output folder that is not empty, for groups that do not divide the rows of a matrix, and for
+    a head that is quantised already.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
@@ -246,22 +257,23 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
 
 
 def tensors(file: Path, names: Container[str] | None = None) -> dict[str, HostTensor]:
-    """Read the tensors of these names from a file; None = all. Raises UnsupportedModel for a broken file."""
+    """Return the tensors of these names in a file; None = all tensors. Raises UnsupportedModel for a broken file."""
     entries = safetensors_file.read_header(OpenFile(file))
     return {name: entry.whole() for name, entry in entries.items() if names is None or name in names}
 
 
 def shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a safetensors file's tensors by name, without reading them."""
+    """Return the shapes of a safetensors file's tensors by name, without reading the tensors."""
     return {name: entry.shape for name, entry in safetensors_file.read_header(OpenFile(file)).items()}
 
 
 def own_weights(path: str, target: Known, rounded: Quantization | None = None, *, all_rows: bool) -> Beside:
-    """Return what a head in a folder keeps in memory beside its target, by the headers of its files.
+    """Return the memory that a head in a folder takes beside its target, as told by the headers of its files.
 
-    rounded: what its matrices are rounded to; its LM head gets no fewer bits than a model's. A head without an LM head
-    copies the target's rows for the ids that it drafts. all_rows: whether it copies all rows where it drafts every id.
-    Embeddings that turn out to be the target's are counted: only their values would tell.
+    rounded: the format to which matrices are rounded; None = no rounding. The head's LM head keeps at least as many
+    bits as a model's would. A head without an LM head copies rows of the target's LM head for the ids that it drafts.
+    all_rows: whether a head that drafts every id copies all rows. Embeddings are counted even where they equal the
+    target's, because only their values would tell.
     """
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])
@@ -292,7 +304,7 @@ def check_shapes(
 ) -> None:
     """Raise UnsupportedModel for a tensor that is missing, has another shape, or is not known.
 
-    where: the file. again: what to do about a file with missing or unknown tensors.
+    where: the file. again: the message's advice about a file with missing or unknown tensors.
     """
     for name, shape in wanted.items():
         if name not in found:
@@ -309,9 +321,8 @@ def check_shapes(
 def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
     """Return the target's ids that a head drafts, ascending [n].
 
-    d2t: the offset from each of the head's ids to the target's [n]; None = it drafts all ids of the target.
-
-    Raises UnsupportedModel where the ids do not ascend or are not the target's.
+    d2t [n]: for each id of the head, the offset from it to the target's id; None = the head drafts all ids of the
+    target. Raises UnsupportedModel where the ids do not ascend, or are no ids of the target.
     """
     if d2t is None:
         return np.arange(num_ids)
@@ -322,7 +333,10 @@ def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
 
 
 def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of blockwise's layer by name. inner: units of the hidden layer; width: of the target's rows."""
+    """Return the shapes of the weights of blockwise's layer, by name.
+
+    inner: the number of hidden units. width: the target's hidden size.
+    """
     outer = num_heads * width
     return {
         "hidden.weight": (inner, width),
@@ -340,7 +354,7 @@ def _check_probe(path: str, had: Floats, own: Floats) -> None:
 
 
 def _size(numbers: Floats) -> float:
-    """Return the square of the norm."""
+    """Return the sum of the squared numbers."""
     return mass(np.square(numbers).ravel())
 
 
@@ -349,7 +363,7 @@ def _pickles(folder: Path) -> list[Path]:
 
 
 def published_config(path: str, key: str) -> dict[str, Any] | None:
-    """Return config.json of a folder that others have published, where it has this key; else None."""
+    """Return the config.json of a published head's folder; None for other folders, and where `key` is missing."""
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         return None

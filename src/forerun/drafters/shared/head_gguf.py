@@ -1,8 +1,9 @@
 """EAGLE-3 and DFlash heads in GGUF files, as llama.cpp's converter writes them.
 
-Such a file is unpacked once, into a cache folder like the published one: with the same names, sizes and layer ids, so
-that one reader serves both. Its blocks are a llama's or a Qwen 3's and are read as such; the tensors around them have
-special names. Quantised weights become bfloat16, and are rounded again on loading, as in folders.
+Such a file is unpacked once into a folder of the cache. The folder has the names, sizes and layer ids of a published
+head's folder, so that one reader serves both. The blocks of a head are blocks of a llama or of a Qwen 3 model, and are
+read by the same code. The tensors around the blocks have special names. Quantised weights become bfloat16 in the
+folder, and are rounded again on loading, as a published head's weights are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from forerun.models.gguf.header import Entry, Header, Texts, read_model
 from forerun.models.kept_folder import kept_folder
 from forerun.models.source.gguf import SUFFIX, GgufFile
 
-VERSION = 1  # of the folders that are written
+VERSION = 1  # the version of the folders that are written
 EMBEDDING = "token_embd.weight"
 WRONG = (ValueError, TypeError, LookupError, ArithmeticError, StopIteration)  # raised by values that no head has
 MOST_PADDING = 1024  # rows of a target's embedding without a token
@@ -35,10 +36,12 @@ LAYER = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class _Kind:
-    """What files of one architecture hold. method: the drafter. blocks: the architecture of their blocks.
+    """The contents of head files of one architecture.
 
-    outer: published names of tensors around the blocks. layer: beginning of a block's published names. inner: endings
-    of a block's names beside the usual ones. keys: metadata keys that describe the head.
+    method: the drafter that reads the files. blocks: the model architecture of the head's blocks. outer: the published
+    names of the tensors around the blocks, by their GGUF names. layer: the beginning of a block's published names; {}
+    is the block's number. inner: the published names of tensors in a block, by the endings of their GGUF names, where
+    they differ from the architecture's usual ones. keys: metadata keys that describe the head.
     """
 
     method: str
@@ -72,18 +75,21 @@ KINDS = {
 
 
 def is_file(path: str) -> bool:
-    """Return whether this is a GGUF file, by its name."""
+    """Return whether a path is an existing file with the ending of GGUF files."""
     return path.lower().endswith(SUFFIX) and Path(path).is_file()
 
 
 def method_of(header: Header) -> str | None:
-    """Return the drafter that reads a file with this header; None where none does."""
+    """Return the method that reads a file with this header; None where no drafter reads such a file."""
     kind = KINDS.get(_text(header.metadata.get("general.architecture")))
     return None if kind is None else kind.method
 
 
 def fits(path: str, target: Spec) -> bool:
-    """Return whether a file names the target's width and number of ids, padding apart. Raises as `read_model`."""
+    """Return whether a file's metadata name the target's hidden size, and its number of ids up to padding.
+
+    Raises as `read_model`.
+    """
     metadata = read_model(Path(path)).metadata
     name = _text(metadata.get("general.architecture"))
     width = metadata.get(f"{name}.target_hidden_size", metadata.get(f"{name}.embedding_length"))
@@ -93,9 +99,9 @@ def fits(path: str, target: Spec) -> bool:
 
 
 def unpacked(path: str, method: str) -> str:
-    """Return the folder that a file is unpacked into, and unpack it where the folder is missing.
+    """Return the folder into which a file is unpacked, and unpack the file if the folder is missing.
 
-    Raises BadOption for a file that another drafter or no drafter reads, UnsupportedModel for an invalid head,
+    Raises BadOption for a file that the drafter `method` does not read, UnsupportedModel for an invalid head,
     CapacityError where the folder cannot be written.
     """
     header = read_model(Path(path))
@@ -124,7 +130,7 @@ def unpacked(path: str, method: str) -> str:
 
 
 def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict[str, Any], dict[str, HostTensor]]:
-    """Return config.json and the tensors in published form."""
+    """Return the config.json and the tensors of a GGUF head, in the form of published folders."""
     said = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
     of_head: dict[str, Any] = {key: said.pop(key) for key in kind.keys if key in said}
     around = {tensor: ours for tensor, ours in kind.outer.items() if tensor in header.tensors}
@@ -160,12 +166,15 @@ def _published(path: Path, name: str, kind: _Kind, header: Header) -> tuple[dict
 
 
 def _at(kind: _Kind, tensor: str) -> str:
-    """Return the beginning of the published names of a block's tensors."""
+    """Return the beginning of the published name of a block's tensor; "" for a tensor outside of blocks."""
     return kind.layer.format(tensor.split(".")[1]) if tensor.startswith("blk.") else ""
 
 
 def _as_model(path: Path, kind: _Kind, said: Mapping[str, Any], header: Header) -> Header:
-    """Return the header of a model with the same blocks. A head without an embedding gets one without bytes."""
+    """Return the header that a whole model with the head's blocks would have.
+
+    Where the head has no embedding, the header lists an embedding without bytes, to tell the number of ids.
+    """
     kept = {key: value for key, value in header.metadata.items() if not key.startswith(("general.arch", "split."))}
     metadata = {"general.architecture": kind.blocks.encode(), **kept}
     metadata |= {f"{kind.blocks}.{key}": value for key, value in said.items()}

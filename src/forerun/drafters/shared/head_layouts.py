@@ -1,9 +1,10 @@
-"""Folders of heads that others have published: their tensors and config.json in terms of our own.
+"""Folders of heads that others have published: their tensors and config.json, translated into our own names.
 
-The names of the tensors, or `speculators_model_type`, tell what a folder holds. There are two ways to count layers: in
-`eagle_aux_hidden_state_layer_ids` of config.json itself (EAGLE-3's reference code, vLLM, speculators) j is the layer
-whose *input* is read, inside of `eagle_config` (SGLang, SpecForge) the layer whose *output* is. A reader that is off by
-one loses a few per cent of acceptance and says nothing. We count how many layers a row has passed when it is taken.
+The names of the tensors, or `speculators_model_type`, tell what a folder holds. There are two ways to count layers. At
+the top of config.json (EAGLE-3's reference code, vLLM, speculators), layer id j in `eagle_aux_hidden_state_layer_ids`
+says that the *input* of layer j is read. Inside of `eagle_config` (SGLang, SpecForge), the same j says that the
+*output* of layer j is read. A reader that is off by one loses a few per cent of acceptance without any error. We count
+how many layers a row has passed when it is read.
 
 Such a folder names no tokenizer, so only sizes can be compared with the target.
 """
@@ -32,7 +33,7 @@ from forerun.text.json_files import read_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 EAGLE_1, EAGLE_3, MEDUSA = "EAGLE-1", "EAGLE-3", "Medusa"
-# Kind of head -> what the name of one of its tensors begins with; the first match counts.
+# Kind of head -> pattern for the beginning of a tensor's name; the first kind with such a tensor is the head's.
 SIGNS = {
     "P-EAGLE": r"mask_hidden$",
     "DSpark": r"(markov|confidence)_head\.",
@@ -47,8 +48,8 @@ SPECULATORS = {"eagle3": EAGLE_3, "peagle": "P-EAGLE", "dflash": "DFlash", "dspa
 NOT_COMPUTED = ("P-EAGLE", "DSpark")
 DRAFTERS = {EAGLE_1: "eagle", EAGLE_3: "eagle", MEDUSA: "medusa", "Hydra": "hydra", "DFlash": "dflash",
             "MTP": "mtp"}  # fmt: skip
-MOST_PADDING = 1024  # rows of a vocabulary without a token
-COMPARED_ROWS = 4096  # of embeddings, compared at a time
+MOST_PADDING = 1024  # most rows of a vocabulary without a token
+COMPARED_ROWS = 4096  # rows of embeddings that are compared at a time
 
 FIRST = "model.layers.0."
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -59,7 +60,7 @@ SPECULATORS_KEYS = EAGLE_KEYS | {
     *("speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config", "model_type"),
     *("has_no_defaults_at_init", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "dtype"),
 }
-# What `eagle_config` may say beside layer ids and switches: these values change nothing, or are what is computed.
+# Entries that `eagle_config` may have beside layer ids and switches: these values change nothing, or are what we do.
 NESTED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -72,7 +73,10 @@ NESTED = {
 
 @dataclass(frozen=True)
 class Published:
-    """A published head, weights unread. config: its config.json. kind: a key of SIGNS. shapes: of its tensors."""
+    """A published head with unread weights.
+
+    files: the files with its weights. config: its config.json. kind: a key of SIGNS. shapes: the shapes of its tensors.
+    """
 
     path: str
     files: tuple[Path, ...]
@@ -90,7 +94,7 @@ class Published:
         if not self.is_speculators:
             keys = EAGLE_KEYS if self.kind == EAGLE_3 else {"bias", "qkv_bias"}
             rest = {key: value for key, value in self.config.items() if key not in keys}
-            # Some files give the target's number of layers there, though the name says that the head has one.
+            # Some files give the target's number of layers, though the name "midlayer" says that the head has one.
             is_one = self.kind == EAGLE_3 and any(name.startswith("midlayer.") for name in self.shapes)
             return rest | ({"num_hidden_layers": 1} if is_one else {})
         decoder = self.config.get("transformer_layer_config")
@@ -108,11 +112,14 @@ class Published:
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """The settings of the head in config.json, inside of `eagle_config` or not."""
+        """The settings of the head in config.json, both inside and outside of `eagle_config`."""
         return {key: value for key, value in {**self.nested, **self.config}.items() if value is not None}
 
     def read(self, must: Shapes, may: Shapes) -> dict[str, HostTensor]:
-        """Read the tensors in `must`, and any in `may`. Raises UnsupportedModel for a missing or other tensor."""
+        """Return all tensors in `must`, and the existing ones in `may`, by their published names.
+
+        Raises UnsupportedModel for a tensor that is missing, has another shape, or is in neither `must` nor `may`.
+        """
         present = {name: shape for name, shape in self.shapes.items() if not head_files.IGNORED.match(name)}
         wanted = {**must, **{name: shape for name, shape in may.items() if name in present}}
         head_files.check_shapes(str(self.files[0]), present, wanted, "fetch the head again, or name one of this target")
@@ -120,10 +127,10 @@ class Published:
 
 
 def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | None:
-    """Return the published head in a folder; None where there is none, or `forerun train head` has made it.
+    """Return the published head in a folder; None where the folder holds no head, or a head of `forerun train head`.
 
-    ignore: keys of config.json that do not count. Raises BadOption for a head that another drafter than `method` reads,
-    UnsupportedModel for a head that no drafter reads.
+    ignore: keys of config.json that are not looked at. Raises BadOption for a head that another drafter than `method`
+    reads, UnsupportedModel for a head that no drafter reads.
     """
     folder = Path(path)
     files = [folder / name for name in head_files.weight_files([file.name for file in folder.glob("*")])]
@@ -148,7 +155,7 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
 
 
 def _unwrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json as the authors of EAGLE-1 write it: vLLM's wrapper, if there is one, is taken off."""
+    """Return config.json in the form of EAGLE-1's authors, without the wrapper that vLLM puts around it."""
     inner = config.get("model")
     if config.get("model_type") != "eagle" or not isinstance(inner, Mapping):
         return config
@@ -179,7 +186,10 @@ def _kind(path: str, config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
-    """Return behind which of the target's `num_layers` layers a head reads; () = behind its final norm."""
+    """Return the target's layers after which a head reads rows; () = the head reads the rows after the final norm.
+
+    num_layers: how many layers the target has.
+    """
     if found.kind == EAGLE_1:
         return ()
     inputs, outputs = _layer_ids(found.config), _layer_ids(found.nested)
@@ -193,9 +203,10 @@ def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
 
 
 def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig:
-    """Return the sizes and switches of a head. num_layers: the target's; None = not known, and `layers` is then ().
+    """Return the sizes and switches of a head.
 
-    Raises UnsupportedModel for what would be computed wrongly.
+    num_layers: how many layers the target has; None = not known, and then `layers` is (). Raises UnsupportedModel for
+    settings that would be computed wrongly.
     """
     _check_switches(found)
     settings, has_bias = found.own, any(name.endswith("self_attn.q_proj.bias") for name in found.shapes)
@@ -215,10 +226,11 @@ def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig
 
 
 def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
-    """Turn a decoder's spec into a head's: no norm before the first block, whose input is normed already or never.
+    """Return a head's spec, made of the spec of its decoder.
 
-    is_first: whether the head is of EAGLE-1, which has no final norm. In EAGLE-3 the first block's attention reads
-    embedding and features.
+    The first block has no norm before its attention: in EAGLE-3 its input is normed already, in EAGLE-1 it is never
+    normed. is_first: whether the head is of EAGLE-1, which has no final norm. In EAGLE-3 the attention of the first
+    block reads both the embedding and the features.
     """
     changed = [replace(block, attention=block.attention and replace(block.attention, qkv_bias=has_bias))
                for block in decoder.blocks]  # fmt: skip
@@ -231,7 +243,7 @@ def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
 
 
 def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
-    """Read a head: its configuration over the ids that it drafts, its weights by our names, and these ids.
+    """Return the configuration of a head for the ids that it drafts, its weights by our names, and these ids.
 
     Raises BadOption for a head of another target, UnsupportedModel for tensors that do not fit.
     """
@@ -261,7 +273,7 @@ def _layer_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_switches(found: Published) -> None:
-    """Refuse settings of the head in config.json, beyond its decoder, that are not computed."""
+    """Raise UnsupportedModel for settings of the head that are not computed. Its decoder's settings are not checked."""
     if found.is_speculators:
         refuse_unknown(found.config, SPECULATORS_KEYS)
         if found.config.get("norm_before_residual") is None:
@@ -283,7 +295,10 @@ def _check_switches(found: Published) -> None:
 def _eagle_shapes(
     found: Published, config: EagleConfig, num_vocab: int, width: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return by our names the shapes that a head must have, and those it may have. width: of the target's rows."""
+    """Return the shapes of weights that a head must have, and of weights that it may have, by our names.
+
+    width: the target's hidden size.
+    """
     if config.reads_size != width:
         raise BadOption(
             f"{shown(found.path)} reads rows of {config.reads_size}, and the target has rows of {width}: name a head "
@@ -294,7 +309,7 @@ def _eagle_shapes(
     may: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (num_vocab, h)}
     if found.kind == EAGLE_1:
         must["input.weight"] = (h, 2 * h)
-        may[OWN_HEAD] = (num_ids, h)  # mostly a copy of the target's, which is used without it
+        may[OWN_HEAD] = (num_ids, h)  # mostly a copy of the target's LM head; without it, the target's is used
         (must if found.config.get("bias") is True else may)["input.bias"] = (h,)
         return must, may
     num = len(config.layers)
@@ -304,13 +319,13 @@ def _eagle_shapes(
     if flag(found.own, "norm_before_fc"):
         must["input_norm.weight"] = (num * width,)
     (may if num_ids == num_vocab else must)["d2t"] = (num_ids,)
-    fits = h == width  # else the target's embeddings and LM head do not
+    fits = h == width  # whether the target's embeddings and LM head fit the head
     (may if fits else must).update({OWN_EMBEDDING: (num_vocab, h), OWN_HEAD: (num_ids, h)})
     return must, may
 
 
 def _published_name(found: Published, ours: str) -> str:
-    """Return the name of a weight in a folder, given our name."""
+    """Return the published name of a weight, given our name."""
     if found.kind == EAGLE_1:
         return ours.replace("input.", "fc.", 1) if ours.startswith("input.") else ours.removeprefix("model.")
     first = "midlayer." if any(name.startswith("midlayer.") for name in found.shapes) else "layers.0."
@@ -321,7 +336,7 @@ def _published_name(found: Published, ours: str) -> str:
 
 
 def _is_of_target(table: HostTensor, target: Target) -> bool:
-    """Return whether embeddings are the target's, and need not be in memory twice."""
+    """Return whether an embedding is the same as the target's, so that it need not be in memory twice."""
     model: Model = target.model
     if table.shape[1] != model.config.hidden_size:
         return False
@@ -342,7 +357,10 @@ def _is_of_target(table: HostTensor, target: Target) -> bool:
 
 @dataclass(frozen=True)
 class MedusaHeads:
-    """Heads as `forerun train head` names them. LM heads: `lm_head.{head}.weight`, or `lm_head.weight` for all."""
+    """Medusa heads, with weights under the names of `forerun train head`.
+
+    The LM heads are `lm_head.{head}.weight`, or one `lm_head.weight` for all heads. ids: the ids that the heads draft.
+    """
 
     num_heads: int
     num_blocks: int
@@ -351,7 +369,7 @@ class MedusaHeads:
 
 
 def read_medusa(found: Published, target: Target) -> MedusaHeads:
-    """Read heads, counted by their tensors: old config files say 2 and hold 5.
+    """Read Medusa heads. Their tensors are counted, because old config files say 2 heads where there are 5.
 
     Raises BadOption for heads of another target, UnsupportedModel for tensors that do not fit.
     """
@@ -378,7 +396,7 @@ def read_medusa(found: Published, target: Target) -> MedusaHeads:
             )
         lm_names = {"lm_head.weight": shared[0]}
     num_rows = [found.shapes[name][0] for name in lm_names.values() if name in found.shapes]
-    if num_rows:  # else they are the target's
+    if num_rows:  # otherwise the heads use the target's LM head
         must |= dict.fromkeys(lm_names.values(), (num_rows[0], width))
         names |= lm_names
     if "token_map" in found.shapes:
@@ -395,7 +413,11 @@ def read_medusa(found: Published, target: Target) -> MedusaHeads:
 def _medusa_ids(
     found: Published, token_map: Ids | None, num_rows: int | None, target: Target
 ) -> tuple[Ids, Ids | None]:
-    """Return the ids that heads draft, and their rows in the LM heads; None = all rows, or there are no LM heads."""
+    """Return the ids that Medusa heads draft, and the rows to take from the LM heads in the files.
+
+    None in place of the rows = all rows, or the files have no LM heads. num_rows: the number of rows of an LM head in
+    the files; None = there are no LM heads.
+    """
     if token_map is None:
         if num_rows is not None:
             _check_vocabulary(found, num_rows, target)
@@ -419,7 +441,7 @@ def _medusa_ids(
 
 
 def _check_vocabulary(found: Published, num_vocab: int, target: Target) -> None:
-    """Raise BadOption for a head with another vocabulary size than the target's, padding apart."""
+    """Raise BadOption where the head's vocabulary size differs from the target's by more than padding."""
     num_ids, padded = target.num_ids, target.model.config.vocab_size
     if num_vocab != padded and not num_ids <= num_vocab <= num_ids + MOST_PADDING:
         raise BadOption(

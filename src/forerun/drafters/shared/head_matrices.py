@@ -1,4 +1,4 @@
-"""Matrices of trained heads, in the form that the operators of their target take."""
+"""The matrices of trained heads, in the form that the target's operators take."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ Weight = HostTensor | QuantisedMatrix  # a head's weight as stored in its file
 def loadable(
     spec: Spec, weights: Mapping[str, Weight], target: Model, rounded: Quantization | None
 ) -> Mapping[str, Weight]:
-    """Return the weights of a head's spec in the form that its target's backend loads.
+    """Return the weights of a head's spec in the form that the target's operators load.
 
-    rounded: what matrices are rounded to; None = nothing. Raises BadOption where groups do not divide their rows.
+    rounded: the format to which matrices are rounded; None = no rounding. Raises BadOption where groups of that format
+    do not divide the rows of a matrix.
     """
     loaded = dict[str, Weight]()
     for weight in blocks.weights(spec):
@@ -37,7 +38,7 @@ def loadable(
 
 
 def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
-    """Return a weight in the target's dtype, or rounded to `scheme` unless it has that scheme already."""
+    """Return a weight in the scheme `scheme`; None = unquantised, in the target's dtype."""
     if isinstance(part, QuantisedMatrix):
         if part.scheme == scheme:
             return part
@@ -47,7 +48,7 @@ def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
 
 
 def beside_of(spec: Spec, tensors: Mapping[str, Stored]) -> Beside:
-    """Return what the weights of a spec take in memory as stored in their files."""
+    """Return the memory that the weights of a spec take if they stay as their files store them."""
     stored = [tensors[weight.name] for weight in blocks.weights(spec)]
     matrices = [((one.shape[0], one.shape[1]), one.scheme) for one in stored if len(one.shape) == 2]
     return Beside(tuple(matrices), 0, sum(one.shape[0] for one in stored if len(one.shape) == 1))
@@ -59,9 +60,10 @@ def dense_of(weight: Weight) -> HostTensor:
 
 
 def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: bool) -> Quantization | None:
-    """Return a head's rounding: the option's, or with auto 8 bits where that pays and groups divide the rows.
+    """Return the format to which a head is rounded, as the option says; None = no rounding.
 
-    shapes: of its weights. pays: whether the target has weights of 4 or 8 bits, or the head drafts as well in 8 bits.
+    With auto the format is 8 bits where that pays and the groups divide the rows of all matrices. shapes: the shapes of
+    the head's weights. pays: whether the target has weights of 4 or 8 bits, or the head drafts as well in 8 bits.
     """
     if option != "auto":
         return None if option == "none" else Quantization.parse(option)
@@ -76,7 +78,7 @@ def is_packed(target: Model) -> bool:
 
 
 def quantised(weight: HostTensor, scheme: Scheme) -> QuantisedMatrix:
-    """Return a matrix that is rounded on reading."""
+    """Return a matrix in the scheme `scheme`. It is rounded when it is read."""
     return QuantisedMatrix(
         scheme, (weight.shape[0], weight.shape[1]), lambda: iter([quantise(weight.float32(), scheme)])
     )

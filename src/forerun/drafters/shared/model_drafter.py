@@ -30,7 +30,7 @@ class ModelDrafter(BranchingModel):
     def _proposed(
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], limits: Seq[int], feeds: Feeds
     ) -> Draft:
-        """Return the model's draft within these limits, after feeding the missing tokens."""
+        """Run the missing tokens of `feeds`, and return the model's draft within these limits."""
         if not budget.stops_early and (draws := self._draws(feeds, coins)) is not None:
             return self._run_ahead(feeds, limits, budget, draws)
         reads_logits = budget.reads_logits or bool(budget.stops)
@@ -40,7 +40,7 @@ class ModelDrafter(BranchingModel):
         while rows:
             grown = [b for b, row in rows.items() if self._grow(chains[b], row, seqs[b], b, budget, coins[b])]
             depth += 1
-            # The last token of a full chain is not fed: no draw needs the logits behind it.
+            # The last token of a full chain is not run, because no draw needs the logits after it.
             feeds = {b: (seqs[b], self._to_run(chains[b], seqs[b], b, budget)) for b in grown if depth < limits[b]}
             feeds = {b: (seq, tokens) for b, (seq, tokens) in feeds.items() if tokens}
             rows = self._feed(feeds, reads_logits=reads_logits)
@@ -49,9 +49,10 @@ class ModelDrafter(BranchingModel):
         return Draft.joined([chain.draft() for chain in chains])
 
     def _to_run(self, chain: Chain, seq: Sequence, b: int, budget: Budget) -> list[int]:
-        """Return the tokens to run before the next draw, in the model's ids; none if there is no room for another draw.
+        """Return the tokens to run before the next draw, in the model's ids; [] where no token is to be drawn any more.
 
-        They are the last drafted token and the tokens that the grammar forces behind it, which share its pass.
+        They are the last drafted token, and the tokens that the grammar forces after it. No token is drawn after forced
+        tokens that fill the limit, are too many for one pass, or are not worth their rows.
         """
         last, most = chain.tokens[-1], budget.limits[b] if budget.limits else 0
         if most:
@@ -64,7 +65,7 @@ class ModelDrafter(BranchingModel):
         return [self.own_id(last)]
 
     def forced(self, seq: Sequence, drafted: Seq[int]) -> list[int]:
-        """Return the tokens that a grammar forces behind drafted ones; none where the model lacks one of the ids."""
+        """Return the tokens that a grammar forces after the drafted ones; [] where the model lacks one of the ids."""
         run = seq.grammar.forced(seq.tokens, drafted) if seq.grammar is not None else []
         return run if max(run, default=0) < self.runner.model.config.vocab_size else []
 
@@ -73,7 +74,7 @@ class ModelDrafter(BranchingModel):
         return token
 
     def distribution(self, row: Row, seq: Sequence, drafted: Seq[int]) -> Probs:
-        """Return the distribution that a token behind the committed ones and `drafted` is drawn from.
+        """Return the distribution from which the token after the committed tokens and `drafted` is drawn.
 
         Raises BadOption where masks and filters leave no token.
         """
@@ -82,7 +83,10 @@ class ModelDrafter(BranchingModel):
         return probs(row, self._fed[seq.id].params, History.of(seq, drafted))
 
     def _draws(self, feeds: Feeds, coins: Seq[Coins]) -> list[Draw] | None:
-        """Return how the runner draws these sequences' tokens in one call: [] = the likeliest; None = it cannot."""
+        """Return how the runner is to draw these sequences' tokens in one call.
+
+        [] = the runner takes the likeliest tokens. None = the runner cannot draw the tokens in one call.
+        """
         fed = [self._fed[seq.id] for seq, _ in feeds.values()]
         if all(own.best_only for own in fed):
             return []
@@ -99,7 +103,7 @@ class ModelDrafter(BranchingModel):
     def _run_ahead(self, feeds: Feeds, limits: Seq[int], budget: Budget, draws: Seq[Draw]) -> Draft:
         """Draft the tokens of all sequences in one call of the runner.
 
-        The result is the same as by the loop in `_proposed` where pacing stops no draw early.
+        Where pacing stops no draw early, the draft is the one that the loop in `_proposed` makes.
         """
         runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in feeds] if budget.stops else ()
@@ -120,10 +124,10 @@ class ModelDrafter(BranchingModel):
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
         """Draw one more token for a sequence, unless pacing stops here or its masks leave no token.
 
-        Returns whether another one may follow.
+        Returns whether another token may follow.
         """
         try:
             draft_probs = self.distribution(row, seq, chain.tokens)
         except BadOption:
-            return False  # no token is left; the target raises where it has none either
+            return False  # no token is left; the target raises if it has no token left either
         return chain.grow(draft_probs, None if isinstance(row, int) else row, seq, b, budget, coins)

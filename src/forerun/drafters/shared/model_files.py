@@ -1,6 +1,7 @@
-"""Drafters whose weights are in the files of a model: the block of mtp, and an assistant.
+"""Drafters with weights in the files of a model: the block of mtp, and an assistant.
 
-They are rounded like the target, and draft the first ids of a large vocabulary, as many as pay (short_vocab.py).
+Their weights are rounded as the target's are. Of a large vocabulary they draft only the first ids, as many as pay
+(short_vocab.py).
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
 
 
 def head_of(weights: Mapping[str, HostTensor | QuantisedMatrix], spec: Spec, target: Model) -> LoadedModel:
-    """Load a head beside its target, from which it borrows what the spec does not have."""
+    """Load a head. It borrows from the target the embedding and the LM head that its spec lacks."""
     lent = Lent(target, list(range(spec.vocab_size)))
     return load_model(spec, weights, target.ops, device=target.device, lent=lent)
 
 
 def stored_for(source: Source, target: Model) -> StoredWeights:
-    """Return the weights of a source in the target's type, as its operators take them."""
+    """Return the weights of a source in the target's dtype, in the form that the target's operators take."""
     return StoredWeights(source, target.weight_dtype, packed_schemes(target.ops, target.weight_dtype))
 
 
 def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary | None:
-    """Make what chooses how many ids are drafted; None for a small vocabulary. Weights stand for bytes and time.
+    """Return the object that chooses how many ids are drafted; None for a small vocabulary.
 
-    model: the target. spec: the drafter's; without an LM head it uses the target's.
+    model: the target. spec: the drafter's; a drafter without an LM head uses the target's. The time of a pass is taken
+    to be proportional to the number of weights.
     """
     if num_ids <= LARGE or not isinstance(model.config, Spec):
         return None
@@ -62,7 +64,7 @@ def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary 
 
 
 def spread(logits: Row, num_ids: int, dtype: npt.DTypeLike) -> Row:
-    """Spread logits of the first ids over all ids, -inf elsewhere."""
+    """Return logits of all ids, [num_ids]: these logits for the first ids, and -inf for all others."""
     whole: Row = np.full(num_ids, -np.inf, dtype)
     whole[: len(logits)] = logits[:num_ids]
     return whole

@@ -1,4 +1,4 @@
-"""The options of every drafter with a model: which model is loaded, and how it draws."""
+"""The options of every drafter with a model: which model is loaded, and how tokens are drawn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB = {
 
 
 class Draws(Protocol):
-    """The options of every drafter with a model: how it draws."""
+    """The options for drawing tokens, which every drafter with a model has."""
 
     @property
     def draft_temperature(self) -> float | None: ...
@@ -37,7 +37,7 @@ class Draws(Protocol):
 
 
 class Loads(Protocol):
-    """The options of every drafter with a checkpoint: which model is loaded."""
+    """The options for loading a model, which every drafter with a checkpoint has."""
 
     @property
     def path(self) -> str | None: ...
@@ -47,7 +47,7 @@ class Loads(Protocol):
 
 @dataclass(frozen=True)
 class UsualDraws:
-    """The request's own draws."""
+    """The default options of draws: tokens are drawn with the request's own parameters."""
 
     draft_temperature: float | None = None
     draft_top_k: int | None = None
@@ -58,7 +58,10 @@ USUAL = UsualDraws()
 
 
 def head_rows(method: str, draft_vocab: str) -> int | None:
-    """Return how many ids are drafted at most, None = all. Raises BadOption."""
+    """Return the most ids that the option lets a model draft; None = no fixed limit.
+
+    Raises BadOption for anything but auto, none, and a number of at least 1.
+    """
     if draft_vocab in ("none", AUTO):
         return None
     if not draft_vocab.isdecimal() or int(draft_vocab) < 1:
@@ -69,13 +72,16 @@ def head_rows(method: str, draft_vocab: str) -> int | None:
 
 
 def check_temperature(method: str, value: float | None) -> None:
-    """Raise BadOption for a temperature between 0 and the least that the pipeline takes."""
+    """Raise BadOption for a temperature above 0 and below the least that the sampling pipeline takes."""
     if value is not None and 0 < value < 1e-5:
         raise BadOption(f"{method}:draft_temperature={value} must be 0 (greedy) or at least 1e-5")
 
 
 def rounding(quantization: str) -> str | None:
-    """Return what a draft model's weights are rounded to on loading; None = nothing. Raises BadOption."""
+    """Return the format to which a draft model's weights are rounded on loading; None = no rounding.
+
+    Raises BadOption for an unknown format.
+    """
     if quantization not in ("none", AUTO):
         Quantization.parse(quantization)
     return None if quantization == "none" else quantization

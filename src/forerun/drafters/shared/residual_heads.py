@@ -17,7 +17,7 @@ from forerun.types import RaggedBatch
 
 @dataclass(frozen=True)
 class ResidualHead:
-    """One head as a model."""
+    """One head, loaded as a model."""
 
     model: HeadModel
 
@@ -30,10 +30,10 @@ class ResidualHead:
         num_ids: int,
         beside: ResidualHead | None = None,
     ) -> ResidualHead:
-        """Make a head. features: how its first block begins. num_ids: how many ids it drafts.
+        """Load a head. features: how the input of the first block is made. num_ids: how many ids the head drafts.
 
-        weights: of the features by the names of their spec, of block i as "{i}.weight" and perhaps "{i}.bias", and of
-        an LM head; without one it uses the LM head of another head, `beside`.
+        weights: of the features, by the names of their spec; of block i, as "{i}.weight" and perhaps "{i}.bias"; and of
+        the LM head. A head without an LM head uses the LM head of the head `beside`.
         """
         width, blocks, named = target.config.hidden_size, list[Block](), dict(weights)
         while f"{(i := len(blocks))}.weight" in weights:
@@ -57,12 +57,12 @@ class ResidualHead:
         return cls(cast(HeadModel, loaded))
 
     def rows(self, read: Seq[Any]) -> Any:
-        """Return the rows for its LM head [n, H]. read: the rows that its features are made of, each [n, H]."""
+        """Return the inputs of the LM head, [n, H]. read: the arrays that the features are made of, each [n, H]."""
         features = self.model.features(read)
         num = len(features)
         batch = RaggedBatch([0] * num, list(range(num)), [0, num], [0], [0])
         return self.model.forward(batch, None, None, features).hidden
 
     def logits(self, rows: Any) -> Any:
-        """Return the logits of its ids [n, ids] for rows [n, H]."""
+        """Return the logits of the head's ids, [n, ids]. rows [n, H]: inputs of the LM head."""
         return self.model.logits(rows)

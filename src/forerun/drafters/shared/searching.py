@@ -1,7 +1,7 @@
-"""What drafters share that search the text before they ask their model.
+"""A search of the text before the draft model is asked, for all drafters with a model.
 
-A search costs little, and its guess is drafted where it promises more than the model's (`Stop.search`). The choice is
-made before any token is drawn, so it is admissible (docs/exactness.md).
+A search costs little. Its guess is drafted where it promises more accepted tokens than the model's guess
+(`Stop.search`). The choice is made before any token is drawn, so drafts stay exact (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ SEARCH = {
 
 
 class SearchingDrafter(Drafter):
-    """A drafter with a model that is asked where the search finds nothing better.
+    """A drafter that asks its model only where a search of the text finds nothing better.
 
-    A subclass has `own_draft` and `num_unread`.
+    A subclass defines `own_draft` and `num_unread`. search: the drafter that searches; None = there is no search.
     """
 
     search: Drafter | None = None
 
     def search_by(self, spec: str, method: str, target: Target) -> None:
-        """Search the text first, by the drafter of this spec, where the model tells its confidence.
+        """Let the drafter of this spec search the text first. Does nothing where the model tells no confidence.
 
-        Raises BadOption for a drafter that cannot be compared with the model. method: the name of this drafter.
+        spec: "none" = no search. method: the name of this drafter. Raises BadOption for a search whose guesses cannot
+        be compared with the model's.
         """
         if spec == "none" or not self.tells_confidence:
             return
@@ -57,7 +58,7 @@ class SearchingDrafter(Drafter):
         return Draft.joined([guesses.get(b, draft.only(b)) for b in range(len(seqs))]) if guesses else draft
 
     def own_draft(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the model's chains, as `propose` would."""
+        """Return the model's chains, as `propose` would without a search."""
         raise NotImplementedError
 
     def num_unread(self, seq: Sequence) -> int:
@@ -65,7 +66,10 @@ class SearchingDrafter(Drafter):
         raise NotImplementedError
 
     def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
-        """Return guesses from the text that promise more than the model's; the model is not asked there."""
+        """Return, by sequence, the guesses from the text that promise more than the model's guesses.
+
+        The budget of these sequences becomes 0, so that the model drafts nothing for them.
+        """
         guesses = dict[int, Draft]()
         begun, self.search_s, self.num_searched = self.clock(), 0.0, 0
         for b, stop in budget.stops.items():

@@ -1,9 +1,9 @@
-"""How many ids a draft model drafts: the first ones of the tokenizer, as many as pay in the text at hand.
+"""The choice of the ids that a draft model drafts: the first ids of the tokenizer, as many as pay in the text at hand.
 
-The LM head of a small model is a large part of what a pass reads: more than a quarter for Qwen2.5 0.5B. Byte pair
-encoding gave out ids from frequent to rare, so most of a text needs only the first rows of the head (FR-Spec, Zhao et
-al. 2025, arXiv 2502.14856, which ranks ids by counts of a large corpus). The share of the text that does is counted in
-the texts themselves, prompts included: a text in another script gets more rows.
+The LM head of a small model is a large part of the weights that a pass reads: more than a quarter for Qwen2.5 0.5B.
+Byte pair encoding gives out ids from frequent to rare, so most tokens of a text need only the first rows of the LM head
+(FR-Spec, Zhao et al. 2025, arXiv 2502.14856, ranks ids by counts of a large corpus instead). The share of these tokens
+is counted in the texts themselves, prompts included, so that a text in another script gets more rows.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dataclasses import dataclass, field
 from forerun.types import Sequence
 
 SIZES = (8192, 16384, 32768, 65536)
-LARGE = 65536  # ids; of a larger vocabulary only a part is drafted by default
+LARGE = 65536  # number of ids; of a larger vocabulary only a part is drafted by default
 MEMORY = 1000  # tokens of text until the weight of a token is 1/e
-FIRST_COUNTS = (82.0, 7.0, 5.5, 4.0, 1.5)  # tokens by size before any was counted: from English and code
+FIRST_COUNTS = (82.0, 7.0, 5.5, 4.0, 1.5)  # the counts by size before any token is counted, from English and code
 ACCEPTED = 0.8  # share of drafted tokens that are accepted, if the target's token can be drafted
-MOST_TOKENS = 8  # of a draft
+MOST_TOKENS = 8  # most tokens of a draft that are considered
 
 
 @dataclass
 class ShortVocabulary:
     """Counts the ids of texts, and says how many ids to draft.
 
-    head_share: the whole head's share of a pass of the draft model. pass_cost: a pass of the draft model with the whole
-    head, in passes of the target. num_ids: rows of the whole head.
+    num_ids: rows of the whole LM head. head_share: the share of the whole LM head in the time of the draft model's
+    pass. pass_cost: the time of the draft model's pass with the whole LM head, in passes of the target. counts: recent
+    tokens by the size in SIZES that they need; the last count is for tokens beyond all sizes.
     """
 
     num_ids: int
@@ -51,7 +52,7 @@ class ShortVocabulary:
         self._seen.pop(seq.id, None)
 
     def best(self) -> int:
-        """Return how many ids promise the most tokens in the time of a target pass."""
+        """Return the number of ids to draft that promises the most tokens in the time of one target pass."""
         total, covered, choices = sum(self.counts), 0.0, [(0.0, self.num_ids)]
         for size, count in zip((*SIZES, self.num_ids), self.counts, strict=True):
             covered += count
@@ -61,7 +62,11 @@ class ShortVocabulary:
 
 
 def _rate(accepted: float, cost: float) -> float:
-    """Return tokens in the time of a target pass, at the best fixed length (Leviathan et al. 2023, theorem 3.8)."""
+    """Return the number of tokens in the time of one target pass, at the best fixed draft length.
+
+    accepted: the acceptance rate. cost: the time of a draft model's pass, in passes of the target. See Leviathan et al.
+    2023, theorem 3.8.
+    """
     tokens, rates = 1.0, list[float]()
     for length in range(1, MOST_TOKENS + 1):
         tokens += accepted**length

@@ -1,8 +1,8 @@
-"""How drafters of trees draw the children of a node from one distribution, and what each child states.
+"""The ways in which drafters of trees draw the children of a node, and the distribution that each child states.
 
-Siblings are drawn without replacement ("distinct"; each states what the earlier ones left), independently, or they are
-the likeliest tokens as point masses. Greedy requests get the likeliest tokens, `match` requests the tokens with the
-largest sums of log-probability and the noise that the target shares.
+Siblings are drawn without replacement ("distinct"; each states what the earlier siblings left of the distribution),
+independently, or they are the likeliest tokens as point masses. A greedy request gets the likeliest tokens. A request
+under `match` gets the tokens with the largest sums of log-probability and noise; the target uses the same noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forerun.types import Coins, Probs, SamplingParams, Sequence
 
 
 def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
-    """Return how the siblings of one request are drawn: by its drafter's `draws`, as "point", or by "match".
+    """Return how the siblings of one request are drawn: as the drafter's `draws` says, as "point", or by "match".
 
     params: the drafter's sampling parameters; their temperature may differ from the request's.
     """
@@ -29,9 +29,10 @@ def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
 
 
 def distribution(row: Row, params: SamplingParams, history: History, draws: str) -> Probs | None:
-    """Return the distribution that a node's children are drawn from; None where masks leave no token.
+    """Return the distribution from which a node's children are drawn; None where masks leave no token.
 
-    A greedy model knows one token; its further children are the next in the order of its probabilities.
+    Greedy sampling leaves one token, so the temperature is 1 and no filter is used then. The children are the likeliest
+    tokens of that distribution.
     """
     if params.greedy and draws != "independent":
         params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -44,9 +45,10 @@ def distribution(row: Row, params: SamplingParams, history: History, draws: str)
 def children_of(
     draft_probs: Probs, kind: str, num: int, depth: int, coins: Coins, lane: int
 ) -> Iterator[tuple[int, Probs, float]]:
-    """Yield at most `num` tokens, each with the distribution that it states and the model's confidence in it.
+    """Yield at most `num` child tokens, each with the distribution that it states and the model's confidence in it.
 
-    kind: see `kind_of`. lane: of the first child's coin; further children have the next lanes. Points need no coins.
+    kind: see `kind_of`. lane: the lane of the first child's coin; further children use the next lanes. Point masses
+    need no coins.
     """
     if draft_probs.point is not None:
         yield draft_probs.point, draft_probs, 1.0
@@ -68,7 +70,10 @@ def children_of(
 
 
 def likeliest(draft_probs: Probs, num: int) -> list[int]:
-    """Return the `num` ids of the largest probabilities above 0; ties by lowest id, except for the last place."""
+    """Return the `num` ids of the largest probabilities above 0, largest first, equal ones by lowest id.
+
+    Where not all of several equal ids fit, any of them may be returned.
+    """
     weights = draft_probs.weights
     places = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))
     places = places[weights[places] > 0]
@@ -78,7 +83,7 @@ def likeliest(draft_probs: Probs, num: int) -> list[int]:
 
 
 def without(draft_probs: Probs, token: int) -> Probs | None:
-    """Return the distribution without a token; None where nothing is left."""
+    """Return the distribution without a token, normalised again; None where no probability is left."""
     weights = draft_probs.weights.copy()
     weights[token if draft_probs.ids is None else draft_probs.ids.searchsorted(token)] = 0
     mass = arithmetic.mass(weights)

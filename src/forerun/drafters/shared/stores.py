@@ -11,17 +11,17 @@ from forerun.drafters.shared import artifacts
 from forerun.drafters.shared.continuations import END_OF_TEXT, Tokens
 from forerun.errors import UnsupportedModel, shown
 
-KIND = "datastore"  # of the fitted file
+KIND = "datastore"  # the kind of the fitted file
 
 
 class Datastore:
-    """Texts that can be searched. tokens [n]: each text with END_OF_TEXT behind it. suffixes [n]: a suffix array."""
+    """Texts that can be searched. tokens [n]: each text, followed by END_OF_TEXT. suffixes [n]: their suffix array."""
 
     def __init__(self, tokens: Tokens, suffixes: Tokens) -> None:
         self._tokens, self._suffixes = tokens, suffixes
 
     def places(self, pattern: Seq[int]) -> range:
-        """Return the entries of the suffix array that begin with a pattern."""
+        """Return the places in the suffix array of all suffixes that begin with a pattern."""
         wanted, length = list(pattern), len(pattern)
 
         def beginning(entry: int) -> list[int]:
@@ -34,9 +34,10 @@ class Datastore:
         return range(first, bisect.bisect_right(entries, wanted, first, key=beginning))
 
     def longest(self, context: Seq[int], min_match: int) -> tuple[int, range]:
-        """Return the length of the longest suffix of a context that occurs, and its places; (0, none) without one.
+        """Return the length of the longest suffix of a context that occurs in the texts, and its places (see `places`).
 
-        Where a suffix occurs every shorter suffix does, so a binary search finds the length.
+        Returns (0, range(0)) where no suffix of at least `min_match` tokens occurs. Where a suffix occurs, every
+        shorter suffix does, too, so a binary search finds the length.
         """
         match = (0, range(0))
         low, high = min_match, len(context)
@@ -49,14 +50,17 @@ class Datastore:
         return match
 
     def continuations(self, length: int, places: range, most: int, num_tokens: int) -> list[list[int]]:
-        """Return what follows a suffix of `length` tokens at up to `most` of its places, num_tokens each."""
+        """Return the `num_tokens` tokens after a suffix of `length` tokens, at up to `most` of its places."""
         chosen = [places[i * len(places) // most] for i in range(most)] if len(places) > most else places
         ends = self._suffixes[list(chosen)] + length
         return [self._tokens[end : end + num_tokens].tolist() for end in ends]
 
 
 def load(path: str, fingerprint: str, num_ids: int) -> Datastore:
-    """Read a file for ids below num_ids. Raises what `artifacts.load` raises, and UnsupportedModel for other arrays."""
+    """Read a datastore's file. Raises what `artifacts.load` raises, and UnsupportedModel for other arrays.
+
+    num_ids: all ids in the file must be below it.
+    """
     arrays, _ = artifacts.load(path, KIND, fingerprint)
     tokens, suffixes = (arrays.get(name, np.empty(0)) for name in ("tokens", "suffixes"))
     is_whole = len(tokens) == len(suffixes) > 0 and tokens[-1] == END_OF_TEXT and int(tokens.max()) < num_ids

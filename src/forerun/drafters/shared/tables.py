@@ -1,7 +1,8 @@
-"""Tables of how often tokens occur, and occur behind another: counted in one text, or fitted to many beforehand.
+"""Tables of how often each token occurs, alone and after another token.
 
-`unigram` and `bigram` draw from them. A distribution lists at most MOST_IDS ids: a draw from all ids of a large
-vocabulary takes longer than the rest of a draft, and the tail hardly ever agrees with the target.
+A table is counted in one text, or fitted to many texts beforehand. `unigram` and `bigram` draw from tables. A
+distribution lists at most MOST_IDS ids, because a draw from all ids of a large vocabulary takes longer than the rest of
+a draft, and rare tokens hardly ever agree with the target.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from forerun.models.runner import float_type
 from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-KIND = "ngram"  # of a fitted file: `forerun train ngram`
+KIND = "ngram"  # the kind of a file that `forerun train ngram` fitted
 MOST_IDS = 1024
-_DRAWS_AS = {"point": "point", "sampled": "independent"}  # option's value -> `Drafter.draws`
+_DRAWS_AS = {"point": "point", "sampled": "independent"}  # value of the option `draws` -> `Drafter.draws`
 
 Ids = npt.NDArray[np.int64]
 Row = tuple[Ids, Ids]  # ids [n] ascending, and their counts [n]
@@ -32,21 +33,21 @@ NOTHING: Row = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Table(Protocol):
-    """Counts of tokens, alone and behind a token."""
+    """Counts of tokens, alone and after another token."""
 
     def unigram(self) -> Row:
-        """Return the most frequent ids, at most MOST_IDS."""
+        """Return the most frequent ids and their counts, at most MOST_IDS."""
 
     def behind(self, token: int) -> Row:
-        """Return the most frequent ids behind a token, at most MOST_IDS."""
+        """Return the most frequent ids after a token and their counts, at most MOST_IDS."""
 
     def best(self, token: int | None) -> int | None:
-        """Return the most frequent id, behind `token` if one is given: of equal ids the lowest, None without any."""
+        """Return the most frequent id, alone or after `token`; the lowest of equals, None where nothing was counted."""
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Where the counts are from, and how they are used."""
+    """Where the counts come from, and how they are used."""
 
     method: ClassVar[str]
     path: str | None = option(None, "file of `forerun train ngram`; none = count the request's own text")
@@ -61,7 +62,7 @@ class TableOptions:
 
 
 def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
-    """Return the `most` ids with the highest counts, ascending; of equal counts the lowest ids."""
+    """Return the `most` ids with the highest counts, sorted by id. Of ids with equal counts the lowest are taken."""
     if len(ids) > most:
         kept = np.lexsort((ids, -counts))[:most]
         ids, counts = ids[kept], counts[kept]
@@ -72,7 +73,8 @@ def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
 def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.float64]]:
     """Return ids and probabilities of (C2[v] + k U1[v]) / (sum C2 + k), where U1 = C1 / sum C1.
 
-    row: C2. back_off: C1. With k = 0, or without a back-off, the row counts alone; without a row, the back-off alone.
+    row: C2, the counts after the last token. back_off: C1, the counts of tokens alone. Where k is 0 or the back-off is
+    empty, the probabilities follow the row alone; where the row is empty, they follow the back-off alone.
     """
     ids = np.union1d(row[0], back_off[0])
     weights = np.zeros(len(ids))
@@ -85,7 +87,7 @@ def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.floa
 
 
 class Counter:
-    """Growing counts of tokens, with the most frequent token (of equal ones the lowest id) at hand."""
+    """Counts of tokens that grow. best: the most frequent token so far, of equally frequent ones the lowest id."""
 
     __slots__ = ("best", "counts")
 
@@ -107,7 +109,7 @@ class Counter:
 
 
 class TextTable:
-    """The table of one text, read in order. before: a text that was read to its end, such as a source."""
+    """The table of one text, which is read in order. before: a text to count first, such as an encoder's source."""
 
     def __init__(self, before: Seq[int] = ()) -> None:
         self.num_read = 0
@@ -117,7 +119,7 @@ class TextTable:
         self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Count the tokens up to `stop`."""
+        """Count the tokens up to index `stop`, exclusive."""
         for i in range(self.num_read, stop):
             self._alone.add(tokens[i])
             if i > 0:
@@ -125,27 +127,28 @@ class TextTable:
         self.num_read = stop
 
     def unigram(self) -> Row:
-        """Return the most frequent ids, at most MOST_IDS."""
+        """Return the most frequent ids and their counts, at most MOST_IDS."""
         if self._unigram[0] != self.num_read:
             self._unigram = (self.num_read, self._alone.row())
         return self._unigram[1]
 
     def behind(self, token: int) -> Row:
-        """Return the most frequent ids behind a token."""
+        """Return the most frequent ids after a token and their counts."""
         counter = self._behind.get(token)
         return NOTHING if counter is None else counter.row()
 
     def best(self, token: int | None) -> int | None:
-        """Return the most frequent id, behind `token` if one is given."""
+        """Return the most frequent id, alone or after `token`."""
         counter = self._alone if token is None else self._behind.get(token)
         return None if counter is None else counter.best
 
 
 class FittedTable:
-    """The table of a file of `forerun train ngram`.
+    """The table in a file of `forerun train ngram`.
 
-    counts [V] of each id; starts [V + 1], followers, follower_counts: the ids behind id u are followers[starts[u] to
-    starts[u + 1]], ascending. The last three are missing in a file of order 1.
+    The file has these arrays. counts [V]: how often each id occurs. starts [V + 1], followers, follower_counts: the ids
+    after id u are followers[starts[u] : starts[u + 1]], ascending, and follower_counts has their counts at the same
+    indices. A file of order 1 has only counts.
     """
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
@@ -155,29 +158,32 @@ class FittedTable:
         self._unigram = most_frequent(known, counts[known])
 
     def unigram(self) -> Row:
-        """Return the most frequent ids, at most MOST_IDS."""
+        """Return the most frequent ids and their counts, at most MOST_IDS."""
         return self._unigram
 
     def behind(self, token: int) -> Row:
-        """Return the most frequent ids behind a token."""
+        """Return the most frequent ids after a token and their counts."""
         start, stop = self._arrays["starts"][token : token + 2]
         return most_frequent(self._arrays["followers"][start:stop], self._arrays["follower_counts"][start:stop])
 
     def best(self, token: int | None) -> int | None:
-        """Return the most frequent id, behind `token` if one is given."""
+        """Return the most frequent id, alone or after `token`."""
         ids, counts = self._unigram if token is None else self.behind(token)
         return int(ids[counts.argmax()]) if len(ids) else None
 
 
 def needs(options: TableOptions, target: Known) -> Needs:
-    """Need nothing that is counted. Refuses a file that is incomplete or of another tokenizer."""
+    """Return empty needs, because the memory plan does not count tables.
+
+    Refuses a file that is incomplete or of another tokenizer.
+    """
     if options.path is not None:
         artifacts.load(options.path, KIND, target.fingerprint)
     return Needs()
 
 
 def load(path: str, target: Target, order: int) -> FittedTable:
-    """Read a fitted file. Raises UserError for a file of another target, of a lower order, or incomplete."""
+    """Read a fitted file. Raises UserError where it is incomplete, of another target, or of a lower order."""
     arrays, _ = artifacts.load(path, KIND, artifacts.fingerprint(target.tokenizer, target.num_ids))
     _check_arrays(path, arrays, target.num_ids)
     if order > 1 and "starts" not in arrays:
@@ -186,7 +192,7 @@ def load(path: str, target: Target, order: int) -> FittedTable:
 
 
 def _check_arrays(path: str, arrays: Mapping[str, npt.NDArray[np.generic]], num_ids: int) -> None:
-    """Raise UnsupportedModel where lengths or ids do not fit a table of `num_ids` ids."""
+    """Raise UnsupportedModel where the arrays' lengths or ids do not fit a table of `num_ids` ids."""
     wide = {name: array.astype(np.int64) for name, array in arrays.items() if array.dtype.kind in "iu"}
     empty = np.zeros(0, np.int64)
     counts, starts = wide.get("counts", empty), wide.get("starts", np.zeros(num_ids + 1, np.int64))
@@ -204,11 +210,11 @@ def _check_arrays(path: str, arrays: Mapping[str, npt.NDArray[np.generic]], num_
         )
 
 
-Make = Callable[[Table, int, bool], Probs | None]  # (table, last token, whether it samples) -> what comes next
+Make = Callable[[Table, int, bool], Probs | None]  # (table, last token, whether to sample) -> the next token's probs
 
 
 class _FittedDrafter(Drafter):
-    """Drafts from one table for all texts, and caches the distributions."""
+    """A drafter with one table for all texts. It caches the distributions."""
 
     def __init__(self, draws: str, table: Table, after: Make) -> None:
         self.draws, self.is_free = _DRAWS_AS[draws], draws == "point"
@@ -222,7 +228,7 @@ class _FittedDrafter(Drafter):
 
 
 class _TextTableDrafter(TextDrafter[TextTable]):
-    """Drafts from the table of each text."""
+    """A drafter with one table for each text."""
 
     def __init__(self, draws: str, after: Make) -> None:
         super().__init__(lambda seq: TextTable(seq.source_ids[-READ_TOKENS:]))
@@ -233,12 +239,12 @@ class _TextTableDrafter(TextDrafter[TextTable]):
 
 
 def drafter(options: TableOptions, target: Target, order: int, k: float = 1.0) -> Drafter:
-    """Make a drafter with a fitted table, or with the table of each text where none is named.
+    """Make a drafter with the fitted table that the options name, or with one table for each text where they name none.
 
-    order: 2 = it looks at the last token, 1 = at no token. k: see `mixture`. Raises UserError for a file of another
-    target.
+    order: 2 = a guess depends on the last token, 1 = on no token. k: see `mixture`. Raises UserError for a file of
+    another target.
     """
-    dtype = float_type(target.model)  # of the target's probabilities
+    dtype = float_type(target.model)  # the type of the target's probabilities
 
     def after(table: Table, token: int, samples: bool) -> Probs | None:
         if not samples:
