@@ -1,10 +1,10 @@
 """Drafters guess tokens ahead of the target. Each method is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
-`build(options, target) -> Drafter`. A method that is more than a search in the text also holds
+`build(options, target) -> Drafter`. The file of a method that is more than a search in the text also holds
 
     needs(options, target) -> Needs     what must be known before any weight is read; target: a `Known`. Raises
-                                        UserError where the options and small files show that it is impossible
+                                        UserError where options and small files show that the drafter is impossible
 
 Nothing else has to change for a new method.
 """
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-WITHOUT_MODEL = "suffix:shape=tree"  # what auto is where nothing better is known; docs/which-draft.md compares it
-BY_MODEL = "model"  # what auto is where a draft model belongs to the target
+WITHOUT_MODEL = "suffix:shape=tree"  # auto means this where nothing better is known; see docs/which-draft.md
+BY_MODEL = "model"  # auto means this where a draft model belongs to the target
 
 
 @dataclass(frozen=True)
 class Seen:
     """What a drafter sees of one target pass over one of its sequences.
 
-    start: index in the sequence of the first token that was run and kept. kept: the rows of the pass whose tokens were
-    kept. scored: all rows of the sequence (the last committed token, nodes, extra rows). run: index of the sequence's
-    run in the pass. scores: the results of the whole pass.
+    start: the index in the sequence of the first token that the pass ran and the verification kept. kept: the rows of
+    the pass whose tokens were kept. scored: all rows of the sequence (the last committed token, draft nodes, extra
+    rows). run: the index of the sequence's run in the pass. scores: the results of the whole pass.
     """
 
     start: int
@@ -61,44 +61,45 @@ class Seen:
 
     @property
     def hidden(self) -> Any:
-        """The hidden states of the kept rows behind the final norm, [len(kept), H]."""
+        """The hidden states of the kept rows after the final norm, [len(kept), H]."""
         return self.scores.hidden[list(self.kept)]
 
     def layer(self, k: int) -> Any:
-        """Return the residual stream of the kept rows behind k layers, float32 [len(kept), H].
+        """Return the residual stream of the kept rows after k layers, float32 [len(kept), H].
 
         k: one of the drafter's `hidden_layers`.
         """
         rows, kept = self.scores.taps[k], self.kept
         if len(kept) == len(rows):
-            return rows  # each pass has its own
+            return rows  # no copy is needed: each pass has new arrays
         return rows[list(kept)]
 
     @property
     def tokens(self) -> Seq[int]:
-        """The tokens of the scored rows."""
+        """The input tokens of the scored rows."""
         return self.scores.runs[self.run].tokens
 
     @property
     def rows(self) -> dict[int, int]:
-        """The scored row of each token; where one was run twice, its accepted row and not a rejected guess's."""
+        """The scored row of each input token; the accepted row where a token was run twice."""
         kept = [row - self.scored.start for row in self.kept]
         return {self.tokens[row]: row for row in (*range(len(self.scored)), *kept)}
 
     @property
     def best(self) -> list[int]:
-        """The likeliest id behind each scored row, the lowest on ties; NO_NUMBERS (-1) where logits are no numbers.
+        """The likeliest next id at each scored row, the lowest on ties; NO_NUMBERS (-1) where logits are not finite.
 
-        It needs no `top_logits`. A prompt chunk computes no logits and has 0 rows.
+        A drafter may read this property without setting `top_logits`. A prompt chunk has no logits, so the list is
+        empty.
         """
         from forerun.sampling import largest
 
         return self.scores.best[self.run] or largest.best(self.scores.logits[self.run])
 
     def top(self, num: int) -> tuple[Ids, Rows]:
-        """Return ids and logits of the `num` likeliest tokens behind each scored row, each [rows, num], best first.
+        """Return ids and logits of the `num` likeliest next tokens at each scored row, each [rows, num], best first.
 
-        num: at most the drafter's `top_logits`. A prompt chunk computes no logits and has 0 rows.
+        num: at most the drafter's `top_logits`. A prompt chunk has no logits, so both arrays have 0 rows.
         """
         from forerun.sampling import largest
 
@@ -106,49 +107,49 @@ class Seen:
 
 
 def _point(guess: Seq[int]) -> Next | None:
-    """Return a guessed next token with log-probability 0; None without a guess."""
+    """Return the first guessed token as a `Next` with log-probability 0; None where nothing was guessed."""
     return (lambda num: ((guess[0],), (0.0,))) if guess else None
 
 
 class Drafter:
     """A drafter makes drafts. Only `propose` is required; the other methods have defaults that do nothing.
 
-    caught_up, catchup_s: what the last call of `propose` or `catch_up` ran only to catch up: committed and source
-    tokens by sequence (without the tokens that every round feeds), and seconds.
+    caught_up: by sequence id, how many committed and source tokens the last call of `propose` or `catch_up` ran only to
+    catch up. Tokens that every round feeds are not counted. catchup_s: the seconds that catching up took.
     """
 
-    hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = behind k layers of the target
+    hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = after k layers of the target
     top_logits = 0  # how many of the likeliest tokens of each scored row `observe` gets
-    shape = "chain"  # "chain" or "tree": the shape of its drafts
-    # How siblings are drawn: "point" masses; "independent" draws of one distribution; "distinct" draws (without
-    # replacement, each states what its earlier siblings left); "any": each states its own distribution.
+    shape = "chain"  # "chain" or "tree": the shape of the drafts
+    # How siblings are drawn: "point" masses; "independent" draws from one distribution; "distinct" draws (without
+    # replacement: each sibling's distribution is what the earlier siblings left); "any": each has its own distribution.
     draws = "independent"
-    runner: Runner | None = None  # of the drafter's own model
-    # Whether it drafts behind tokens that are sure to be committed and that the target has not run yet (`forced`). A
-    # drafter that reads the target's rows of the last committed token cannot.
+    runner: Runner | None = None  # runs the drafter's own model
+    # Whether the drafter can draft after tokens that are sure to be committed and that the target has not run yet
+    # (`forced`). A drafter that reads the target's rows of the last committed token cannot.
     drafts_behind = True
     branches = False  # whether `branch` answers, so that the drafter serves beam searches
-    num_passes: int | None = None  # passes of its model for the last draft; None = the depth of the draft
-    num_found = 0  # nodes of the last draft that it found in the text, without its model
-    search_s, num_searched = 0.0, 0  # of the last draft: seconds of text search, over so many sequences
-    searches = False  # whether it searches the text before it asks its model (`Stop.search`)
-    tells_confidence = False  # whether it tells `Budget.stops` its confidence in each drafted token
-    is_free = False  # whether it runs no model and draws nothing, so that a guess costs microseconds and no coins
+    num_passes: int | None = None  # passes of the drafter's model for the last draft; None = the depth of the draft
+    num_found = 0  # nodes of the last draft that a search of the text found, without the drafter's model
+    search_s, num_searched = 0.0, 0  # of the last draft: seconds of text search, and how many sequences were searched
+    searches = False  # whether the drafter searches the text before it asks its model (`Stop.search`)
+    tells_confidence = False  # whether the drafter tells `Budget.stops` its confidence in each drafted token
+    is_free = False  # True = the drafter runs no model and draws nothing: a guess costs microseconds and no coins
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # the clock that a drafter may steer by; tests set it
     caught_up: Mapping[int, int] = MappingProxyType({})
     catchup_s = 0.0
 
     @property
     def runners(self) -> Seq[Runner]:
-        """The runners of its own models, whose passes pacing measures."""
+        """The runners of the drafter's own models. Pacing measures their passes."""
         return () if self.runner is None else (self.runner,)
 
     def caches(self, seq: Sequence) -> Seq[KVCache]:
-        """Return the caches of its own models, which hold rows of the sequence's tokens."""
+        """Return the caches of the drafter's own models that hold rows of the sequence's tokens."""
         return [runner.cache for runner in self.runners]
 
     def lend(self, cache: KVCache) -> None:
-        """Take the target's cache, which may be read and must not be written to; called once, before any sequence."""
+        """Take the target's cache, to be read and never written to. Called once, before any sequence begins."""
 
     def begin(self, seq: Sequence) -> None:
         """Prepare for a sequence that was admitted."""
@@ -156,19 +157,20 @@ class Drafter:
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         """Draft for these decoding sequences, at most budget.num_tokens[b] nodes for seqs[b].
 
-        Every token must be drawn from the distribution that its `probs` entry states, and budget.go_on must be asked
-        before each draw. A drafter that has not caught up with a sequence drafts nothing for it. The drafter may only
-        read `seqs`, which belong to the step; it may count the budget's numbers down.
+        Every token must be drawn from the distribution in its entry of `probs`, and budget.go_on must be asked before
+        each draw. A drafter that has not caught up with a sequence drafts nothing for that sequence. The drafter may
+        only read `seqs`, because they belong to the step. It may lower the budget's numbers.
         """
         raise NotImplementedError
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Learn from a target pass over this drafter's sequences, prompt chunks included. Called after the commit."""
+        """Learn from a target pass over these sequences, prompt chunks included. Called after tokens are committed."""
 
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens, which the target has cached, the drafter need not see.
+        """Return how many of the first `num_tokens` tokens the drafter need not see. The target has cached them all.
 
-        A drafter that must see the hidden states of every token returns fewer; the target runs the others again.
+        A drafter that must see the hidden states of every token returns a smaller number. The target then runs the
+        tokens after that number again.
         """
         return num_tokens
 
@@ -176,18 +178,18 @@ class Drafter:
         """Forget a sequence that is finished or aborted."""
 
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
-        """Guess at most `num_tokens` tokens behind the committed tokens and `drafted`, which are not committed.
+        """Guess at most `num_tokens` tokens after the committed tokens and then `drafted`, which are not committed.
 
-        Only free drafters are asked, and they must not remember `drafted`. Without a guess: ().
+        Only free drafters are asked, and they must not remember `drafted`. Returns () where there is no guess.
         """
         return ()
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Say what may follow nodes of beam searches (seq.hypotheses): levels[b] of seqs[b], tips first, then guesses.
+        """Return what may follow the nodes levels[b] of the beam search of seqs[b] (seq.hypotheses).
 
-        None for a node about which nothing is known, or while the drafter has not caught up with the sequence. Drafters
-        that guess by `ahead` state one token. Drafters that cannot tell what follows several nodes leave `branches`
-        False. catchup_tokens: as in Budget.
+        The tips come first in a level, then guessed nodes. A node gets None where nothing is known about it, or while
+        the drafter has not caught up with the sequence. Drafters that guess by `ahead` return one token for a node.
+        Drafters that cannot tell what follows several nodes leave `branches` False. catchup_tokens: as in Budget.
         """
         following: list[list[Next | None]] = []
         for seq, nodes in zip(seqs, levels, strict=True):
@@ -198,12 +200,12 @@ class Drafter:
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
         """Run at most `num_tokens` committed tokens of these sequences, in order, without drafting.
 
-        It is called while the target runs their prompts, so that the first draft need not wait until the drafter's own
-        model has run the prompt.
+        Called while the target runs the sequences' prompts. Otherwise the first draft would wait until the drafter's
+        own model has run the whole prompt.
         """
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        """Return how many tokens still fit into the drafter's own cache; None = it sets no limit.
+        """Return how many tokens still fit into the drafter's own cache; None = the drafter sets no limit.
 
         without: ids of sequences that count as ended.
         """
@@ -214,9 +216,9 @@ class Drafter:
 class OwnModel:
     """A draft model that a drafter makes of the target, for the memory plan.
 
-    quantization: what its copy of the weights is rounded to; None = it reads the target's weights. layers: which of the
-    target's layers it runs, ascending, and caches; None = all. config: of layers that are not the target's, whose
-    weights `Needs.weights` counts.
+    quantization: the format to which a copy of the target's weights is rounded; None = no copy, the draft model reads
+    the target's weights. layers: the target's layers that the draft model runs and caches, ascending; None = all.
+    config: the spec of layers that are not the target's; their weights are counted in `Needs.weights`.
     """
 
     quantization: str | None = None
@@ -228,14 +230,15 @@ class OwnModel:
 class OwnCheckpoint:
     """A draft model that a drafter loads, for the memory plan.
 
-    path: folder, file, name or hub id; None = the shipped one. quantization: what its weights are rounded to.
+    path: folder, file, name or hub id; None = the shipped draft model. quantization: the format to which the weights
+    are rounded; None = they stay as they are.
     """
 
     path: str | None = None
     quantization: str | None = None
 
     def weights(self, shipped: str | None) -> Hashable:
-        """Return a key that is equal for checkpoints with the same weights. shipped: the path that None stands for."""
+        """Return a key that is equal for checkpoints with the same weights. shipped: the path if `path` is None."""
         said = self.quantization
         return named.place(self.path or shipped or ""), said if said is None or said == AUTO else Quantization.parse(
             said
@@ -246,9 +249,9 @@ class OwnCheckpoint:
 class Needs:
     """What a drafter will need, for the memory plan and for the engine.
 
-    layers: the inner layers of the target whose rows it reads (`Drafter.hidden_layers`). loads: the draft model that it
-    loads. makes: the draft model that it makes of the target. weights: what it keeps besides a draft model. parts: the
-    specs of the drafters that it is made of.
+    layers: the inner layers of the target; the drafter reads their outputs (`Drafter.hidden_layers`). loads: the draft
+    model that the drafter loads. makes: the draft model that the drafter makes of the target. weights: what the drafter
+    keeps in memory besides a draft model. parts: the specs of the other drafters that the drafter combines.
     """
 
     layers: tuple[int, ...] = ()
@@ -259,16 +262,16 @@ class Needs:
 
     @property
     def has_model(self) -> bool:
-        """Whether it runs a draft model, which it loads or makes of the target."""
+        """Whether the drafter runs a draft model, loaded or made of the target."""
         return self.loads is not None or self.makes is not None
 
 
 class Known(Protocol):
-    """What is known of a target before its weights are read, opened once by the engine (engine/opened.py).
+    """What is known of a target before its weights are read. The engine opens the target once (engine/opened.py).
 
-    is_packed: whether its weights will be integers of 4 or 8 bits in memory. auto: what the drafter `auto` is for it.
-    shipped_draft: the folder of the draft model that ships with it, if one does. kv_cache_tokens: size of a drafter's
-    own cache; None = max_batch_size * max_seq_len.
+    is_packed: whether the target's weights will be integers of 4 or 8 bits in memory. auto: the spec that the drafter
+    `auto` stands for. shipped_draft: the folder of the draft model that ships with the target; None = there is no such
+    model. kv_cache_tokens: the number of tokens of a drafter's own cache; None = max_batch_size * max_seq_len.
     """
 
     @property
@@ -281,7 +284,7 @@ class Known(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where ids are all there is, or are not to be compared."""
+        """The tokenizer; None where the target has only ids, or where tokenizers are not to be compared."""
 
     @property
     def fingerprint(self) -> str | None:
@@ -301,13 +304,13 @@ class Known(Protocol):
     def kv_cache_tokens(self) -> int | None: ...
     @property
     def next_tokens(self) -> NextTokens | None:
-        """The block for multi-token prediction in its files; None = there is none."""
+        """The block for multi-token prediction in the target's files; None where the files have no such block."""
 
     def resolve(self, spec: str) -> tuple[str, Any]:
-        """Return the method and Options of a drafter's spec, as `resolve` of this file, computed once."""
+        """Return the method and Options of a drafter's spec, as this file's `resolve` does, but computed only once."""
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Open a checkpoint beside the target, such as a draft model's, once. Raises what opening it raises."""
+        """Return another checkpoint, such as a draft model's, which is opened once. Raises what opening raises."""
 
 
 @dataclass(frozen=True)
@@ -321,18 +324,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Target:
-    """What a drafter may know of the engine that it is built for."""
+    """The parts of an engine that a drafter may know."""
 
     model: Model  # the target model; the draft model has the same device and dtype
-    opened: Known  # what was known before its weights were read
-    num_ids: int  # ids that have a token
-    holes: tuple[int, ...] = ()  # ids below num_ids without one
-    loaded_draft: Checkpoint | None = None  # a draft model that the caller has loaded; it comes before the shipped one
+    opened: Known  # what was known before the target's weights were read
+    num_ids: int  # all ids that have a token are below this number
+    holes: tuple[int, ...] = ()  # ids below num_ids without a token
+    loaded_draft: Checkpoint | None = None  # a draft model loaded by the caller; preferred to the shipped draft model
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: Model, opened: Known, loaded_draft: Checkpoint | None = None) -> Target:
-        """Return a target with the ids of its tokenizer, or without one with all ids of the model."""
+        """Return a target with the ids of its tokenizer, or with all ids of the model where there is no tokenizer."""
         num_ids, tokenizer = model.config.vocab_size, opened.tokenizer
         if tokenizer is None:
             return cls(model, opened, num_ids, loaded_draft=loaded_draft)
@@ -340,7 +343,7 @@ class Target:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where ids are all there is."""
+        """The tokenizer; None where the target has only ids."""
         return self.opened.tokenizer
 
     @property
@@ -350,12 +353,12 @@ class Target:
 
     @property
     def max_batch_size(self) -> int:
-        """How many sequences run together at most."""
+        """The most sequences that run together."""
         return self.opened.config.max_batch_size
 
     @property
     def max_seq_len(self) -> int:
-        """The tokens of the longest sequence."""
+        """The number of tokens that the longest sequence may have."""
         return self.opened.max_seq_len
 
     def operators(self, spec: Spec) -> Operators:
@@ -365,7 +368,10 @@ class Target:
         return target_ops if name == target_ops.name else ops.make(name, self.model.device, spec)
 
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` makes, called once for these weights: the drafters of an engine share them."""
+        """Return the result of `make`, which is called once for each key, because drafters share weights.
+
+        weights: the key, equal for equal weights.
+        """
         if weights not in self._shared:
             self._shared[weights] = make()
         value: T = self._shared[weights]
@@ -375,10 +381,10 @@ class Target:
 def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tuple[str, Any]:
     """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
 
-    auto: the spec that `auto` stands for. looks: whether to look for a folder of that name; where False, as for a
-    request's spec, the disk is not read. A spec with a path separator, of an existing folder, or with a name from
-    data/models.toml is a model. Raises BadOption for anything unknown; where other engines have such a value, the
-    message names ours.
+    auto: the spec that `auto` stands for. looks: whether to look for a folder named like the spec. Where False, as for
+    a request's spec, the disk is not read. A spec is a model if it has a path separator, is an existing folder, or has
+    a name from data/models.toml. Raises BadOption for anything unknown. For a value that other engines use, the message
+    gives forerun's name of it.
     """
     if spec == "auto":
         spec = auto
@@ -387,13 +393,16 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     is_path = "/" in spec or os.sep in spec or (looks and (os.path.exists(spec) or named.find(spec) is not None))
     if not is_method and not is_path and (there := by_value("draft", spec.partition(":")[0])):
         raise BadOption(there)
-    # A folder's name may have a colon in it, so it is looked for before the text is taken apart.
+    # A folder's name may have a colon in it, so the folder is looked for before the spec is split at its colon.
     name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(bare)
     return name, make_options(load(__name__, name, "drafter").Options, options, name)
 
 
 def instead(method: str, options: Any) -> tuple[str, Any]:
-    """Return `method` with the given (not default) options of another. Raises BadOption for one that it lacks."""
+    """Return `method` and its Options, which take over the values of `options` that are not defaults.
+
+    options: of another method. Raises BadOption for an option that `method` lacks.
+    """
     usual = type(options)()
     given = {f.name: getattr(options, f.name) for f in fields(options)}
     given = {name: value for name, value in given.items() if value != getattr(usual, name)}
@@ -401,7 +410,7 @@ def instead(method: str, options: Any) -> tuple[str, Any]:
 
 
 def wanted(spec: str, target: Known) -> list[Wanted]:
-    """Return what a spec asks for, followed by its parts, recursively.
+    """Return the drafter that a spec asks for, followed by the drafters that it combines, recursively.
 
     Raises BadOption as `resolve` does, and whatever the methods raise for this target.
     """
@@ -413,18 +422,18 @@ def wanted(spec: str, target: Known) -> list[Wanted]:
 
 
 def needs_a_model(name: str) -> str:
-    """Return the sentence that refuses a method without its draft model."""
+    """Return the error message for a method that was given no draft model."""
     example = "path/to/draft" if name == "model" else f"{name}:path=path/to/draft"
     return f"the drafter {name!r} needs a draft model: give its folder or hub id, as in draft={example!r}"
 
 
 def has_needs(method: str) -> bool:
-    """Return whether a method reads files, or needs something else that the memory plan counts."""
+    """Return whether a method reads files, or needs anything else that the memory plan counts."""
     return hasattr(load(__name__, method, "drafter"), "needs")
 
 
 def make(spec: str, target: Target) -> Drafter:
-    """Build the drafter that a spec means for a target. Raises BadOption for anything unknown."""
+    """Build the drafter that a spec names, for a target. Raises BadOption for anything unknown."""
     name, options = target.opened.resolve(spec)
     drafter: Drafter = load(__name__, name, "drafter").build(options, target)
     return drafter

@@ -1,13 +1,14 @@
 """An assistant: a small model that reads its target's keys and values and has none of its own (Gemma 4, 2026).
 
-Its row stands for the target's last token: it begins with that token's embedding beside the target's row of the token
-before, behind the final norm. Each of its blocks attends to the target's cache in the last layer with the same kind of
-window. For each further guess the output row goes in again, made as wide as the target's, beside the guess's embedding.
-It keeps the position of the target's last token, and sees what that token sees. So it never runs a prompt, and has no
+An assistant runs one row for each guess. The first row is made of the last committed token's embedding, and of the
+target's hidden state of the token before, after the final norm. Each block of the assistant attends to the target's
+cache, in the last layer with the same kind of window. For each further guess, the output row becomes the next input
+row: it is made as wide as the target's rows, and the embedding of the guess is put beside it. All rows keep the
+position of the last committed token, and see what that token sees. So an assistant never runs a prompt, and has no
 cache.
 
-The smallest assistants have an ordered LM head: its rows are sorted into groups, each group has a centroid, and a guess
-computes only the groups whose centroids promise most.
+The smallest assistants have an ordered LM head. Its rows are sorted into groups, and each group has a centroid. A guess
+computes only the groups with the most promising centroids.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ class Options:
 
 @dataclass(frozen=True)
 class OrderedHead:
-    """An LM head in groups of rows: a guess computes the groups whose centroids promise most, and no others.
+    """An LM head in groups of rows. A guess computes only the groups with the most promising centroids.
 
-    centroids [groups, H]. ids [groups, n]: the token ids of its rows [groups, n, H]. num_chosen: how many groups are
-    computed. num_ids: how many ids may be drafted.
+    centroids [groups, H]. rows [groups, n, H]. ids [groups, n]: the token id of each row. num_chosen: how many groups
+    are computed. num_ids: only ids below this number are drafted.
     """
 
     centroids: Floats
@@ -76,7 +77,7 @@ class OrderedHead:
     num_ids: int
 
     def logits(self, row: Floats) -> tuple[Ids, Floats]:
-        """Return ids that may follow a row [H], ascending, and their logits."""
+        """Return the ids in the chosen groups, ascending, and their logits. row [H]: the input of the LM head."""
         promises = self.centroids @ row
         best = np.argpartition(-promises, self.num_chosen - 1)[: self.num_chosen]
         ids, logits = self.ids[best].ravel(), (self.rows[best.tolist()].float32() @ row).ravel()
@@ -86,13 +87,13 @@ class OrderedHead:
 
 
 class AssistantDrafter(SearchingDrafter):
-    """Runs an assistant behind what its target has run.
+    """A drafter that runs an assistant after the tokens that the target has run.
 
-    ordered: its LM head in groups; None = all rows, or the first `width` ids, are computed. short: chooses the width;
-    None = it is fixed.
+    ordered: the LM head in groups; None = the logits of the first `width` ids are computed. short: chooses the width;
+    None = the width is fixed.
     """
 
-    drafts_behind = False  # it reads the target's row and keys of the last committed tokens
+    drafts_behind = False  # the assistant reads the target's row and keys of the last committed tokens
     tells_confidence = True
 
     def __init__(self, model: Any, target: Target, layers: Seq[int], ordered: OrderedHead | None) -> None:
@@ -119,11 +120,11 @@ class AssistantDrafter(SearchingDrafter):
 
     @property
     def num_held(self) -> int:
-        """For how many sequences it holds a row."""
+        """The number of sequences with a kept row of the target."""
         return len(self._rows)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Take the target's row of the last token that was kept."""
+        """Keep the target's row of each sequence's last kept token."""
         for seq, of_seq in zip(seqs, seen, strict=True):
             if len(of_seq.kept):
                 row = of_seq.scores.hidden[[of_seq.kept[-1]]]
@@ -155,11 +156,11 @@ class AssistantDrafter(SearchingDrafter):
         return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the target has run all tokens but the last, and its last row is here."""
+        """Return whether the target has run all tokens but the last one, and its last row has been kept."""
         return self._cache is not None and seq.id in self._rows and self._rows[seq.id][0] == len(seq.tokens) - 2
 
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
-        """Run a row of each sequence; return its logits or best id, and what stands for the target's rows [n, size]."""
+        """Run one row of each sequence. Returns each row's logits or best id, and the next step's rows, [n, size]."""
         model, positions = self.model, [len(seq.tokens) - 1 for seq in seqs]
         assert self._cache is not None
         with model.ops.inference():
@@ -180,7 +181,7 @@ class AssistantDrafter(SearchingDrafter):
         return scored, fed
 
     def _ordered(self, row: Floats, best_only: bool) -> Row:
-        """Return the logits of a row [H], or the likeliest id, by the most promising groups of the head."""
+        """Return the logits for a row [H], or the likeliest id, from the most promising groups of the LM head."""
         assert self.ordered is not None
         ids, logits = self.ordered.logits(row.astype(np.float32))
         if len(ids) == 0:  # no id in these groups has a token
@@ -193,7 +194,7 @@ class AssistantDrafter(SearchingDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what its weights take. Refuses anything but an assistant of this target."""
+    """Return the memory of the assistant's weights. Refuses anything but an assistant of this target."""
     opened = _opened(options, target)
     tensors = dict(rounded(opened.weights, opened.spec, options.quantization, target).tensors)
     if options.draft_vocab == AUTO and _is_ordered(opened):
@@ -202,7 +203,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read an assistant. Raises BadOption for an assistant of another target, and where nothing computes it."""
+    """Read an assistant. Raises BadOption for an assistant of another target, and on a device other than a CPU."""
     opened, model = _opened(options, target.opened), target.model
     if model.device != "cpu":
         raise BadOption("assistant is built for CPUs alone: leave it out, or choose device='cpu'")
@@ -244,7 +245,7 @@ def _opened(options: Options, target: Known) -> OpenedCheckpoint:
 
 
 def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
-    """Return the target's layer that each block reads: the last with keys and the same kind of window."""
+    """Return the target's layer that each block reads: the last one that keeps keys and has the same kind of window."""
     windows = shape.windows or (None,) * shape.num_layers
     last = {windows[layer] is not None: layer for layer in shape.kept}
     layers = list[int]()
@@ -262,7 +263,10 @@ def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
 
 
 def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
-    """Return the spec for a row that poses as the row before it: its windows reach one row less far."""
+    """Return the spec with windows that reach one row less far.
+
+    An assistant's row has no keys and poses as the row before it, so a whole window would see one key too many.
+    """
     windows, narrowed = shape.windows or (None,) * shape.num_layers, list[blocks.Block]()
     for block, layer in zip(spec.blocks, layers, strict=True):
         reads, kept = block.attention, windows[layer]
@@ -274,9 +278,10 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
 
 
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
-    """Return its ordered LM head; None where it is not ordered. Its rows are kept as stored, or in bfloat16.
+    """Return an assistant's ordered LM head; None where the LM head is not ordered.
 
-    Raises UnsupportedModel for an invalid order.
+    The rows stay as stored, or are in bfloat16 where the stored ones are quantised. Raises UnsupportedModel for an
+    invalid order.
     """
     if opened.source is None or not _is_ordered(opened):
         return None
@@ -303,7 +308,7 @@ def _is_ordered(opened: OpenedCheckpoint) -> bool:
 
 
 def _said(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return config.json, with usual values for what it leaves out."""
+    """Return config.json, with default values for the keys that it leaves out."""
     return {**gemma4_assistant.USUAL, **{key: value for key, value in opened.raw.items() if value is not None}}
 
 

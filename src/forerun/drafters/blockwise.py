@@ -1,10 +1,10 @@
 """Blockwise parallel decoding: one feed-forward layer guesses k tokens ahead (Stern et al. 2018, arXiv 1811.03115).
 
-Behind the target's last layer stands one feed-forward layer with k outputs, each added to its input and given to the
-target's LM head (section 6 of the paper). Output i guesses the token i places behind the next one. The pass that
-verifies one block gives the hidden state that the next block is guessed from. In the paper the block itself is decoded,
-and the base model is trained with it; here it is a draft for an unchanged target, so that any rule may judge it.
-`forerun train head --method blockwise` makes the layer.
+One feed-forward layer with k outputs stands after the target's last layer. Each output is added to the layer's input,
+and the sum goes to the target's LM head (section 6 of the paper). Output i guesses the token i places after the next
+one. The pass that verifies one block gives the hidden state from which the next block is guessed. In the paper the
+block itself is decoded, and the base model is trained together with the layer. Here the block is a draft for an
+unchanged target, so any rule may judge it. `forerun train head --method blockwise` makes the layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Options:
 
 
 class FeedForward:
-    """One hidden layer that all outputs share, and the LM head behind them. ids [n]: the drafted ids."""
+    """One hidden layer that all outputs share, followed by the LM head. ids [n]: the ids that may be drafted."""
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, ids: Ids, target: Model) -> None:
         self.num_heads, self._ids, self._rows = num_heads, ids, target.rows
@@ -45,7 +45,7 @@ class FeedForward:
         self._head = multiplier(HostTensor.of(target.head(ids.tolist())))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """See medusa.TreeHeads: all outputs at once, because none looks at a path."""
+        """See medusa.TreeHeads. All outputs are computed at once, because no output looks at a path."""
         x = hidden.clip(-head_files.LARGEST, head_files.LARGEST)
         added = self._output(self._hidden(x).clip(min=0)).reshape(len(x), self.num_heads, -1)
         outputs = x[:, None] + added[:, :num_heads]
@@ -55,7 +55,10 @@ class FeedForward:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the layer's weights take. Refuses a folder without such a layer, or of another tokenizer."""
+    """Return the memory of the layer's weights.
+
+    Refuses a folder without such a layer, or with a layer for another tokenizer.
+    """
     path = head_files.located(options.path, "blockwise")
     head_files.read_config(path, "blockwise", target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=True))

@@ -1,11 +1,12 @@
-"""A draft model whose own guesses are drafted by a cheaper drafter (Chen et al. 2023, arXiv 2312.11462; Spector, Re
-2023, arXiv 2308.04623).
+"""A draft model with a cheaper drafter that drafts for it (Chen et al. 2023, arXiv 2312.11462; Spector, Re 2023, arXiv
+2308.04623).
 
-The draft model verifies the cheap guesses with its own distribution q: speculative sampling inside. The tokens that it
-emits are distributed as q, so the outer rule tests them with q, which is stored for every position, corrections
-included. The stream may be cut at a fixed length, at the end of an inner round, or where pacing stops before a position
-by looking at its q: each of these depends on earlier tokens alone (docs/exactness.md). So a draft costs fewer
-sequential passes of the draft model, and is as good as the draft model's own.
+The draft model verifies the cheap guesses with its own distribution q, by speculative sampling. The tokens that it
+emits are distributed as q. So the outer rule tests these tokens with q, which is stored for every position, corrections
+included. The stream of tokens may end at a fixed length, at the end of an inner round, or where pacing looks at the q
+of a position and stops before that position. Each of these decisions depends on earlier tokens alone
+(docs/exactness.md). So a draft costs fewer sequential passes of the draft model, and is as good as a draft of the model
+alone.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from forerun.errors import BadOption, shown
 from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution of it, and the row behind that
+Emitted = tuple[int, Probs, Row]  # a token, the draft model's distribution q of it, and the output row that q is from
 
 
 @dataclass(frozen=True)
 class Options:
-    """Which model, and what drafts for it."""
+    """Which draft model, and which drafter drafts for it."""
 
     of: str = option("model", "spec of the draft model, as in (model:path=FOLDER)")
     inner: str = option("lookup", "spec of the drafter that drafts for it")
@@ -43,9 +44,9 @@ class Options:
 
 
 class _InnerCoins:
-    """The coins of one inner round. All of its decisions are draws of the drafter, on lanes that no other round has.
+    """The coins of one inner round. All its decisions are draws of the drafter, on lanes that no other round uses.
 
-    start: depth of its first token within the outer round. round: number of the inner round.
+    start: the depth of the round's first token within the outer round. round: the number of the inner round.
     """
 
     def __init__(self, coins: Coins, start: int, round: int) -> None:
@@ -61,7 +62,7 @@ class _InnerCoins:
         return self._coins.draft(probs, self._start + depth, self._lane + 2)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        return self._coins.draft(probs, self._start + depth, 2 * lane + 1)  # of round 0, the only one to call this
+        return self._coins.draft(probs, self._start + depth, 2 * lane + 1)  # only round 0 calls this
 
     def pick(self, probs: Probs, depth: int) -> int:
         return self._coins.pick(probs, self._start + depth)
@@ -73,7 +74,7 @@ class _InnerCoins:
 class _LazyProbs(Seq[Probs]):
     """The draft model's distributions of an inner round, computed on demand.
 
-    end: the first position where masks leave no token; nothing from there on may be drafted.
+    end: the first position where masks leave no token; no token may be drafted from that position on.
     """
 
     def __init__(self, make: Callable[[int], Probs], length: int) -> None:
@@ -88,14 +89,14 @@ class _LazyProbs(Seq[Probs]):
         if computed is None:
             try:
                 computed = self._make(row)
-            except BadOption:  # no token is left; the target raises where it has none either
+            except BadOption:  # no token is left; the target raises if it has no token left either
                 computed, self.end = Probs.of_point(0), min(self.end, row)
             self._found[row] = computed
         return computed
 
 
 class CascadeDrafter(Compound):
-    """Drafts with `model`, which verifies in each pass what `inner` guessed."""
+    """A drafter with the draft model `model`, which verifies a guess of the drafter `inner` in each pass."""
 
     def __init__(self, model: ModelDrafter, inner: Drafter, inner_length: int) -> None:
         super().__init__([model, inner])
@@ -119,9 +120,9 @@ class CascadeDrafter(Compound):
     def _first_guesses(
         self, limits: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], fed: list[int]
     ) -> dict[int, Draft]:
-        """Return the inner drafter's guesses behind the committed tokens of the sequences in `fed`.
+        """Return the inner drafter's guesses after the committed tokens of the sequences in `fed`.
 
-        One place is left for the token that the model adds.
+        A guess leaves one place free for the token that the draft model adds.
         """
         lengths = [max(0, min(self.inner_length, limit - 1)) for limit in limits]
         asked = [b for b in fed if lengths[b]]
@@ -130,7 +131,7 @@ class CascadeDrafter(Compound):
         return dict.fromkeys(fed, Draft.empty(1)) | dict(zip(asked, guesses, strict=True))
 
     def _guess(self, seq: Sequence, drafted: Seq[int], limit: int) -> Draft:
-        """Return the inner drafter's guess behind drafted tokens, which it must not remember."""
+        """Return the inner drafter's guess after drafted tokens, which the inner drafter must not remember."""
         length = min(self.inner_length, limit - len(drafted) - 1)
         tokens = self.inner.ahead(seq, drafted, length) if length > 0 else ()
         return Draft.chains([tokens], [[Probs.of_point(token) for token in tokens]])
@@ -144,7 +145,10 @@ class CascadeDrafter(Compound):
         is_first: bool,
         reads_logits: bool,
     ) -> dict[int, list[Emitted]]:
-        """Run each sequence's tokens and guess, and judge the guess. Returns tokens drawn from q, each with its q."""
+        """Run each sequence's tokens and guess, and judge the guess.
+
+        Returns by sequence the tokens that are distributed as q, each with its q and its output row.
+        """
         model = self.model
         guesses = {b: self._cut(guess) for b, guess in guesses.items()}
         runs = [[*tokens, *guesses[b].tokens[: self._num_known(guesses[b])]] for b, (_, tokens) in feeds.items()]
@@ -166,14 +170,14 @@ class CascadeDrafter(Compound):
         return emitted
 
     def _num_known(self, guess: Draft) -> int:
-        """Return how many tokens of a guess come before the first without an embedding in the model."""
+        """Return how many tokens of a guess come before the first token that has no embedding in the model."""
         num_ids = self.model.runner.model.config.vocab_size
         return next((i for i, token in enumerate(guess.tokens) if token >= num_ids), len(guess.tokens))
 
     def _cut(self, guess: Draft) -> Draft:
-        """Return a guess up to the first token that the model does not know.
+        """Return a guess up to the first token that the model does not know, inclusive.
 
-        That token is judged, too, because it was drawn: its probability is 0, so it is rejected, and needs no row.
+        That token is judged, too, because it was drawn. Its probability is 0, so it is rejected and needs no row.
         """
         length = self._num_known(guess) + 1
         return guess if length >= len(guess.tokens) else Draft.chains([guess.tokens[:length]], [guess.probs[:length]])
@@ -183,7 +187,7 @@ class CascadeDrafter(Compound):
 
     @staticmethod
     def _extend(chain: Chain, emitted: Seq[Emitted], b: int, budget: Budget, limit: int) -> bool:
-        """Add the emitted tokens up to where pacing stops. Returns whether the draft goes on."""
+        """Add the emitted tokens until pacing stops. Returns whether the draft goes on."""
         for token, draft_probs, row in emitted:
             depth, logits = len(chain.tokens), None if isinstance(row, int) else row
             if not budget.go_on(b, depth, draft_probs, logits):
@@ -196,12 +200,12 @@ class CascadeDrafter(Compound):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the specs of the model and of what drafts for it."""
+    """Return the specs of the draft model and of the inner drafter."""
     return Needs(parts=(options.of, options.inner))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the model. Raises BadOption where the inner drafter makes trees."""
+    """Load the draft model. Raises BadOption where `of` is no draft model, or where the inner drafter makes trees."""
     model, inner = made([options.of, options.inner], target)
     if not isinstance(model, ModelDrafter):
         raise BadOption(f"cascade:of={shown(options.of)} is not possible: it is no draft model; name one")

@@ -1,9 +1,9 @@
-"""Retrieval from a datastore: continue as a collection of texts does behind the longest end of this one (REST).
+"""Retrieval from a datastore: continue as a collection of texts does after the longest known end of this text (REST).
 
-`forerun train datastore` makes the file from texts (He et al. 2311.08252): their tokens, and a suffix array, which
-lists all places of the tokens in the order of what stands there. So a binary search finds the places where a suffix of
-the text occurs, in O(log n). What followed at num_continuations of these places, spread evenly, is merged into a tree
-with counts; its likeliest nodes are drafted.
+`forerun train datastore` makes the file from texts (He et al. 2311.08252). The file has the texts' tokens and a suffix
+array, which lists all places in the tokens, sorted by the tokens that stand there. So a binary search finds the places
+where a suffix of the text occurs, in O(log n). The tokens that followed at `num_continuations` of these places, spread
+evenly, are merged into a tree with counts. The likeliest nodes of the tree are drafted.
 
 The published rule for sampled outputs draws once for each path and again for the next token, which favours the draft.
 Here every node is a point mass, and the rule that judges it is exact.
@@ -42,7 +42,7 @@ class Options:
 
 
 class DatastoreDrafter(Drafter):
-    """Looks up the end of each text in one datastore, which no request changes."""
+    """A drafter that looks up the end of each text in one datastore. No request changes the datastore."""
 
     draws = "point"
     is_free = True
@@ -62,7 +62,10 @@ class DatastoreDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Need nothing that is counted. Refuses a missing file, or a file of another tokenizer."""
+    """Return empty needs, because the memory plan does not count datastores.
+
+    Refuses a missing file, or a file of another tokenizer.
+    """
     if target.tokenizer is not None:
         _load(options, target.tokenizer.fingerprint, target.tokenizer.num_ids)
     return Needs()

@@ -1,19 +1,20 @@
 """DFlash: a few small layers that guess a whole block of tokens in one pass (Chen et al. 2026, arXiv 2602.06036).
 
-The rows of a block are the last committed token and masks. Each row sees the whole block and the context: the target's
-residual stream behind a few layers for the tokens before, joined by one product. Keys and values of the context are
-kept for each committed token. So K tokens cost one pass where a draft model takes K. Row i does not depend on the
-tokens drafted before it: its distribution is stated as it is, which every rule for chains judges exactly. Embedding and
-LM head are the target's; a head of `forerun train head --method dflash` uses the LM head's rows for the ids that the
-target writes most often. A prefix that the target finds in its cache is not run again; the context then begins behind
-it.
+The rows of a block are the last committed token and masks. Each row sees the whole block, and a context of all tokens
+before it: the target's residual stream after a few layers, joined by one matrix product. The context's keys and values
+are kept for each committed token. So K tokens cost one pass, where a draft model needs K passes. Row i does not depend
+on the tokens drafted before it. Its distribution is stated as it is, so every rule for chains judges drafts exactly.
+Embedding and LM head are the target's. A head of `forerun train head --method dflash` uses only the LM head's rows for
+the ids that the target writes most often. A prefix that the target finds in its cache is not run again, so the context
+begins after that prefix.
 
 With `shape=tree` the same pass drafts a tree (DDTree, Ringel and Romano 2026, arXiv 2604.12989, algorithm 1). All rows
-are known before a token is drafted, and so is the value of any path: the product of the probabilities of its tokens. A
-heap finds the paths of the largest values. With `draws=point`, as in the paper, and for greedy requests their tokens
-are point masses, which each rule for trees judges exactly. Else siblings are drawn without replacement, and a child has
-the value of its rank, whatever token it is. So whether a child is drawn depends on distributions and on tokens drawn
-before it, never on its own token, as exactness asks (docs/exactness.md).
+are known before a token is drafted, so the value of any path is known, too: the product of the probabilities of its
+tokens. A heap finds the paths with the largest values. With `draws=point`, as in the paper, and for greedy requests,
+the tokens of these paths are point masses, which each rule for trees judges exactly. Otherwise siblings are drawn
+without replacement. The value of a child is then the probability of its rank, no matter which token it is. So whether a
+child is drawn depends on distributions and on tokens drawn before it, and never on the child's own token, as exactness
+asks (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from forerun.sampling.largest import Ids, Rows, best
 from forerun.theory.trees import best_nodes
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-MOST_WAITING = 32  # tokens whose features wait for the next draft; more of them are remembered at once
+MOST_WAITING = 32  # features of so many tokens may wait for the next draft; more are written to the cache at once
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,11 @@ class Options:
 
 @dataclass
 class _Text:
-    """What is known of one sequence.
+    """The context of one sequence.
 
-    first: index of the first token with features. num_kept: tokens whose keys and values are in the cache. waiting:
-    features of the tokens behind them, each a list of the target's rows by layer. is_over: the sequence went past the
-    positions, and nothing more is kept.
+    first: index of the first token with features. num_kept: the number of tokens with keys and values in the cache.
+    waiting: features of the tokens after them: for each pass a list of the target's rows by layer. is_over: whether the
+    sequence has gone past the model's positions, so that nothing more is kept.
     """
 
     first: int = -1
@@ -91,14 +92,14 @@ class _Text:
 
     @property
     def num_known(self) -> int:
-        """How many tokens there are up to the last one with features, inclusive."""
+        """The index after the last token with features."""
         return self.first + self.num_kept + self.num_waiting
 
 
 class DFlashDrafter(Drafter):
-    """Guesses blocks, batched over sequences."""
+    """A drafter that guesses whole blocks, batched over sequences."""
 
-    drafts_behind = False  # it reads the target's rows of the committed tokens
+    drafts_behind = False  # the layers read the target's rows of the committed tokens
 
     def __init__(
         self, model: ContextModel, config: DFlashConfig, ids: Ids, cache: BlockCache, num_ids: int, options: Options
@@ -165,22 +166,25 @@ class DFlashDrafter(Drafter):
         )
 
     def _guess(self, seqs: Seq[Sequence], most: int) -> Any:
-        """Run a block behind each context; return the logits of the next `most` tokens, text by text."""
+        """Run a block after each sequence's context. Returns the logits of each sequence's next `most` tokens.
+
+        They are one array, [len(seqs) * most, ids], with one sequence after another.
+        """
         block, masks = self.config.block, [self.config.mask_id] * (self.config.block - 1)
         scores = self._runner.forward([Run(seq.id, [seq.tokens[-1], *masks], "none") for seq in seqs])
-        for seq in seqs:  # the block's own rows are of no use any more
+        for seq in seqs:  # the block's own cache rows are of no use any more
             self.cache.truncate_to(seq.id, self._texts[seq.id].num_kept)
         rows = [block * b + i for b in range(len(seqs)) for i in range(1, most + 1)]
         return self.model.logits(self.model.rows.take(scores.hidden, rows))[:, : len(self._ids)]
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the cache has the context of all tokens but the last, and the block fits the positions."""
+        """Return whether the cache has the context of all tokens but the last, and a block fits the positions."""
         text, config = self._texts[seq.id], self.config
         is_whole = not text.waiting and not text.is_over and text.num_known == len(seq.tokens) - 1
         return is_whole and text.num_kept > 0 and text.num_kept + config.block <= config.decoder.max_positions
 
     def _remember(self, seqs: Seq[Sequence]) -> None:
-        """Bring waiting features into the cache, for texts with room and positions."""
+        """Write keys and values of waiting features into the cache, for sequences with room and positions."""
         space, feeds = Space(self.cache), list[_Text]()
         runs = list[Run]()
         for seq in seqs:
@@ -204,11 +208,15 @@ class DFlashDrafter(Drafter):
             text.num_kept, text.waiting = text.num_kept + text.num_waiting, []
 
 
-Child = tuple[int, Probs, float]  # a token, what it states, and the head's confidence in it
+Child = tuple[int, Probs, float]  # a token, the distribution that it states, and the head's confidence in it
 
 
 class Law(NamedTuple):
-    """What siblings are drawn from. rates: their values by rank, best first. points: the siblings, if not drawn."""
+    """The distribution from which siblings are drawn.
+
+    rates: the values of the siblings by rank, best first. points: the siblings themselves, if they are not drawn one by
+    one.
+    """
 
     probs: Probs
     rates: Seq[float]
@@ -216,21 +224,25 @@ class Law(NamedTuple):
 
     @staticmethod
     def of(probs: Probs, kind: str, most: int, depth: int, coins: Coins) -> Law:
-        """Return the law of at most `most` siblings of a kind (shared/siblings.py)."""
+        """Return the law of at most `most` siblings. kind: see `kind_of` in shared/siblings.py."""
         if kind == "distinct" and probs.point is None:
             return Law(probs, [probs.at(token) for token in likeliest(probs, most)], ())
         points = list(children_of(probs, kind, most, depth, coins, 0))
         return Law(probs, [confidence for *_, confidence in points], points)
 
     def children(self, depth: int, coins: Coins, lane: int) -> Iterator[Child]:
-        """Return the siblings, drawn one by one on demand."""
+        """Return the siblings, which are drawn one by one on demand. lane: the lane of the first sibling's coin."""
         num = len(self.rates)
         return iter(self.points) if self.points else children_of(self.probs, "distinct", num, depth, coins, lane)
 
 
 @dataclass
 class Guess:
-    """A pass's guess for one sequence: logits [K, n] of the drafted ids [n], and by depth the logits of all ids."""
+    """The guess of one pass for one sequence.
+
+    logits [K, n]: the logits of the drafted ids, by depth. ids [n]: the ids that the head drafts. num_ids: how many ids
+    the target has. spread: by depth, the logits of all ids of the target, where they were asked for.
+    """
 
     logits: Rows
     ids: Ids
@@ -239,9 +251,9 @@ class Guess:
     laws: dict[int, Law | None] = field(default_factory=dict)  # by depth, where no path changes them
 
     def distribution(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the token behind the drafted ones; None where no token is left.
+        """Return the distribution of the token after the drafted ones; None where no token is left.
 
-        The drafted tokens only matter to penalties and masks.
+        Which tokens were drafted matters only to penalties and masks.
         """
         depth = len(drafted)
         if not self.has(depth):
@@ -252,9 +264,9 @@ class Guess:
         return None if following is None else following[0]
 
     def law(self, seq: Sequence, path: Seq[int], draws: str, most: int, coins: Coins) -> Law | None:
-        """Return what at most `most` siblings behind a path are drawn from; None where no token is left.
+        """Return the law of at most `most` siblings after a path; None where no token is left.
 
-        Without penalties and masks it is the same behind all paths of a depth.
+        Without penalties and masks, all paths of the same depth have the same law.
         """
         depth, params = len(path), replace(seq.params, logprobs=None)
         if depth not in self.laws or not only_filters(params, seq.bad_word_ids):
@@ -263,7 +275,7 @@ class Guess:
         return self.laws[depth]
 
     def has(self, depth: int) -> bool:
-        """Return whether there is a row of numbers for a depth."""
+        """Return whether there are finite logits for a depth."""
         return depth < len(self.logits) and bool(np.isfinite(self.logits[depth].max()))
 
     def whole(self, depth: int) -> Logits:
@@ -275,10 +287,10 @@ class Guess:
 
 
 def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins, draws: str) -> Draft:
-    """Draft the paths of the largest values through the rows of a guess, best first. b: index of the sequence.
+    """Draft the paths with the largest values through the rows of a guess, best first. b: index of the sequence.
 
-    The value of a path is the product of the probabilities of its ranks in the rows, so it never rises with rank or
-    depth: the heap of `best_nodes` meets the paths in order without looking at others.
+    The value of a path is the product of the probabilities of its tokens' ranks in their rows, so the value never rises
+    with rank or depth. Therefore the heap of `best_nodes` meets the paths in order, without looking at all others.
     """
     most = budget.num_tokens[b]
     tokens, parents, probs = list[int](), list[int](), list[Probs]()
@@ -318,7 +330,7 @@ def _config(path: str, tokenizer: str | None) -> DFlashConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the layers that it reads, its own cache, and what its weights take.
+    """Return the target's layers that the drafter reads, the spec of its cache, and the memory of its weights.
 
     Refuses a folder without DFlash layers, or with layers for another tokenizer.
     """

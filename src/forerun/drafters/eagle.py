@@ -1,15 +1,15 @@
 """EAGLE: one decoder layer that reads hidden states of the target and runs ahead of it (Li et al., arXiv 2503.01840).
 
-Row i pairs the features of token i (the target's residual stream behind a few layers, joined by one product) with the
-embedding of token i+1, and guesses token i+2. Where the target has not been, the head's own output of the step before
-stands for the features. After a round these rows are dropped, and the accepted tokens are run with the target's
-features (`forerun train head --method eagle` makes a head).
+Row i pairs the features of token i (the target's residual stream after a few layers, joined by one matrix product) with
+the embedding of token i+1, and guesses token i+2. For tokens that the target has not run, the head's own output of the
+step before takes the place of the features. After a round the cache rows of such tokens are dropped, and the accepted
+tokens are run with the target's features. `forerun train head --method eagle` makes a head.
 
-As in EAGLE-3 the features come from several layers, and the head learns on its own outputs. Unlike there, one product
-makes the layer's input of embedding and features, as in EAGLE-1. So the layer is an ordinary decoder layer: it can
-begin as the target's last one, and native operators run it in one call. Its LM head is a part of the target's: only the
-ids that the target writes most often are drafted. A prefix that the target finds in its cache is not run again; the
-head then begins behind it.
+As in EAGLE-3, the features come from several layers, and the head learns on its own outputs. Unlike in EAGLE-3, one
+matrix product makes the layer's input from embedding and features, as in EAGLE-1. So the layer is an ordinary decoder
+layer: training can start from the target's last layer, and native operators run the layer in one call. The head's LM
+head is a part of the target's, because only the ids that the target writes most often are drafted. A prefix that the
+target finds in its cache is not run again, so the head begins after that prefix.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Options:
 
 @dataclass
 class _Text:
-    """What the head knows of one sequence.
+    """The head's state for one sequence.
 
-    first: index of the first token with features. waiting: features that were not run yet, joined. seen: features of
-    the num_seen tokens behind them, each a list of the target's rows by layer. num_run: rows in the cache with true
-    features.
+    first: index of the first token with features. waiting: joined features that were not run yet. seen: features of the
+    `num_seen` tokens after them, not joined: for each pass a list of the target's rows by layer. num_run: the number of
+    cache rows that were run with the target's features.
     """
 
     first: int = -1
@@ -80,18 +80,18 @@ class _Text:
 
     @property
     def num_known(self) -> int:
-        """The index behind the last token with features."""
+        """The index after the last token with features."""
         return self.first + self.num_run + self.num_waiting
 
 
 class EagleDrafter(SearchingDrafter):
-    """Runs a head ahead of the target, batched over sequences."""
+    """A drafter that runs a head ahead of the target, batched over sequences."""
 
-    drafts_behind = False  # it reads the target's rows of the committed tokens
+    drafts_behind = False  # the head reads the target's rows of the committed tokens
 
     def __init__(self, model: HeadModel, config: EagleConfig, ids: Ids, cache: KVCache, num_ids: int) -> None:
         self.model, self.hidden_layers = model, config.layers
-        self._fed = None if config.norm_output else config.decoder.num_layers  # the tap whose rows stand for features
+        self._fed = None if config.norm_output else config.decoder.num_layers  # the tap with drafted tokens' features
         self.runner: Runner = Runner(model, cache, taps=() if self._fed is None else (self._fed,))
         self.tells_confidence = model.feeds_itself and self.runner.tells_confidence
         self.caught_up: dict[int, int] = {}
@@ -114,7 +114,7 @@ class EagleDrafter(SearchingDrafter):
         return self.runner.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Take the features of the kept tokens, and drop the rows of the last draft."""
+        """Take the features of the kept tokens, and drop the cache rows of the last draft."""
         for seq, view in zip(seqs, seen, strict=True):
             text = self._texts[seq.id]
             self.runner.cache.truncate_to(seq.id, text.num_run)
@@ -126,11 +126,11 @@ class EagleDrafter(SearchingDrafter):
                 text.seen.append([view.layer(k) for k in self.hidden_layers] or [view.hidden])
                 text.num_seen += len(view.kept)
             if text.num_seen > ROUND_ROWS:
-                # Joined they take less memory; joining every few rows would cost requests that never draft.
+                # Joined features take less memory; joining every few rows would be wasted where nothing is drafted.
                 self._join(text)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run waiting features, all but the last one, which a round runs."""
+        """Run the waiting features except the last one. The round itself runs the last one."""
         feeds: list[tuple[Sequence, int]] = []
         space = Space(self.runner.cache)
         self.caught_up, self.catchup_s = {}, 0.0
@@ -177,7 +177,10 @@ class EagleDrafter(SearchingDrafter):
         return self._texts[seq.id].num_waiting
 
     def _limits(self, seqs: Seq[Sequence], budget: Budget) -> list[int]:
-        """Return how many tokens to draft by sequence, within positions and room; 0 where features are missing."""
+        """Return how many tokens to draft for each sequence, within the head's positions and the room in its cache.
+
+        The number is 0 where features are missing, or where too many of them wait for one round.
+        """
         space, limits = Space(self.runner.cache), list[int]()
         for b, seq in enumerate(seqs):
             text = self._texts[seq.id]
@@ -191,9 +194,9 @@ class EagleDrafter(SearchingDrafter):
         return limits
 
     def _feed(self, feeds: Seq[tuple[Sequence, int]], wanted: str, reads_logits: bool = False) -> list[tuple[Row, Any]]:
-        """Run the first waiting features of sequences, each with the token behind it, and keep the rows.
+        """Run the first waiting features of these sequences, each with the token after it, and keep the cache rows.
 
-        Returns the logits (or best id) behind each last row, and the row's output, if wanted="last".
+        feeds: sequences, and how many features to run for each. With wanted="last", returns what `_last` returns.
         """
         if not feeds:
             return []
@@ -205,7 +208,7 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int], budget: Budget) -> Draft:
-        """Draft the likeliest tokens of all sequences in one call, with the result of the loop in `own_draft`."""
+        """Draft the likeliest tokens of all sequences in one call. The loop in `own_draft` would draft the same."""
         lengths = [limits[b] for b in fed]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in fed] if budget.stops else ()
         if fed and not any(self._texts[seqs[b].id].waiting for b in fed):
@@ -217,14 +220,17 @@ class EagleDrafter(SearchingDrafter):
             ahead = self.runner.run_ahead(runs, lengths, stops)
         for stop, confidences in zip(stops, ahead.confidences, strict=False):
             stop.confidences += confidences
-        self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})  # of drafted tokens none is needed
+        self.runner.cache.keep({run.slot: range(len(run.tokens)) for run in runs})  # and no rows of drafted tokens
         chains: list[list[int]] = [[] for _ in seqs]
         for b, guessed in zip(fed, ahead.ids, strict=True):
             chains[b] = [self._ids[i] for i in guessed]
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
     def _take(self, seq: Sequence, num: int, wanted: str, best_only: bool) -> Run:
-        """Make a run of a sequence's first waiting features, each with the token behind it, and take them off."""
+        """Return a run of a sequence's first `num` waiting features, each with the token after it.
+
+        These features no longer wait.
+        """
         text = self._texts[seq.id]
         self._join(text)
         features = self.model.rows.join(text.waiting)
@@ -235,14 +241,14 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
 
     def _take_seen(self, seq: Sequence) -> Run:
-        """Make a run of all waiting features of a sequence, none of them joined, and take them off."""
+        """Return a run of all waiting features of a sequence, where none is joined. These features no longer wait."""
         text = self._texts[seq.id]
         at = text.first + text.num_run + 1
         text.num_run, text.seen, text.num_seen = text.num_run + text.num_seen, [], 0
         return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Any]], reads_logits: bool) -> list[tuple[Row, Any]]:
-        """Run one drafted token of each sequence with the output of the step before."""
+        """Run one drafted token of each sequence, with the output of the step before as its features."""
         if not feeds:
             return []
         runs = [
@@ -254,26 +260,26 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _last(self, scores: Scores) -> list[tuple[Row, Any]]:
-        """Return the logits or best id behind the last row of each run, and what stands for the next row's features."""
+        """Return for each run the logits or best id of its last row, and the output that the next step reads."""
         lasts = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
         fed = scores.hidden if self._fed is None else scores.taps[self._fed]
         return [(row, fed[rows[-1]]) for row, rows in zip(lasts, scores.rows, strict=True)]
 
     def _by_layer(self, seen: Seq[list[Any]]) -> list[Any]:
-        """Join the target's rows of several passes, by layer [n, H]."""
+        """Return for each layer the target's rows of several passes, joined to one array [n, H]."""
         return [self.model.rows.join(rows) for rows in zip(*seen, strict=True)]
 
     def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
-        """Return whether a draw only needs the largest logit, and the runner can compute it alone."""
+        """Return whether a draw needs only the id of the largest logit, and the runner can compute only that id."""
         return self.runner.finds_best and not reads_logits and takes_the_best(seq.params, seq.bad_word_ids)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
-        """Draw one more token, unless pacing stops here or masks leave none; return whether more may follow."""
+        """Draw one more token, unless pacing stops here or masks leave no token. Returns whether another may follow."""
         following = next_of(row, seq, chain.tokens, self._ids, self._spread)
         return following is not None and chain.grow(*following, seq, b, budget, coins)
 
     def _spread(self, logits: Logits) -> Logits:
-        """Spread logits of the head's ids [n] over the target's ids [num_ids], -inf elsewhere."""
+        """Return logits of all the target's ids, [num_ids]: the head's logits [n], and -inf for all other ids."""
         whole: Logits = np.full(self._num_ids, -np.inf, float_type(self.model))
         whole[self._own_ids] = logits
         return whole
@@ -284,9 +290,9 @@ def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the layers that the head reads, its own cache, and what its weights take.
+    """Return the target's layers that the head reads, the spec of its cache, and the memory of its weights.
 
-    Refuses a folder that is no head, or one of another tokenizer.
+    Refuses a folder that holds no head, or a head of another tokenizer.
     """
     path = head_files.located(options.path, "eagle")
     published = head_layouts.find(path, "eagle", target.config.ignored_config_keys)
@@ -323,15 +329,16 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def cache_of(model: HeadModel, target: Target) -> KVCache:
-    """Make a head's cache: it keeps all rows, because the target's rows of a text cannot be had again."""
+    """Make a head's cache. It keeps all rows, because the target's hidden states of a text are seen only once."""
     return cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
 
 
 def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:
-    """Return what the weights are rounded to. is_own: whether the head is of `forerun train head`, not published.
+    """Return the format to which a head's weights are rounded; None = no rounding.
 
-    A pass of the head reads all of its weights, and 8 bits draft as well as 16. With `auto` a published head keeps its
-    weights, unless the target is packed.
+    is_own: whether the head is made by `forerun train head`, and not published by others. A pass of the head reads all
+    of its weights, and with 8 bits the head drafts as well as with 16. With `auto` a published head keeps its weights,
+    unless the target is packed.
     """
     shapes = {**input_shapes(config), **layer_shapes(config)}.values()
     return quantization_of(options.quantization, shapes, pays=is_own or is_packed)

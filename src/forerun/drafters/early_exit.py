@@ -1,9 +1,10 @@
-"""Some layers of the target as the draft model: its first ones, or those that a search has left.
+"""Some layers of the target as the draft model: its first layers, or the layers that a search has chosen.
 
-Behind the last of them come the target's final norm and LM head, as LayerSkip exits (Elhoushi et al. 2024,
-arXiv 2404.16710) and as Draft & Verify skips layers (Zhang et al. 2023, arXiv 2309.08168). The weights are the target's
-own, in memory once; the draft's cache holds the layers that it runs. The target does not use the draft's keys and
-values: skipped layers would have none, and layers behind a gap have different ones.
+After the last of these layers come the target's final norm and LM head, as in LayerSkip, which exits early (Elhoushi et
+al. 2024, arXiv 2404.16710), and in Draft & Verify, which skips layers (Zhang et al. 2023, arXiv 2309.08168). The
+weights are the target's own, so they are in memory once. The draft model has a cache for the layers that it runs. The
+target does not use the draft model's keys and values, because skipped layers have none, and layers after a gap have
+different ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from forerun.drafters.shared.model_options import TEMPERATURE, TOP_K, VOCAB, che
 from forerun.errors import BadOption, shown
 from forerun.registry import option, parse_list
 
-KIND = "skip"  # kind of the file of `forerun train skip`
+KIND = "skip"  # the kind of the file that `forerun train skip` writes
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ def _skipped(text: str) -> set[int]:
 
 
 def chosen(options: Options, num_layers: int, fingerprint: str | None = None) -> Seq[int]:
-    """Return the layers of a target of `num_layers` that draft, ascending.
+    """Return the layers that draft, ascending, out of the `num_layers` layers of a target.
 
-    fingerprint: of the target's ids, which a file must name; None = not compared. Raises BadOption for more layers than
-    the target has or for none, and for a file that was fitted for another number of layers.
+    fingerprint: identifies the target's ids, and a file must name it; None = not compared. Raises BadOption where a
+    layer does not exist in the target, where no layer is left, and for a file fitted for another number of layers.
     """
     if options.skip is not None:
         skipped = _skipped(options.skip)
@@ -83,7 +84,7 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model: layers of the target, without weights of their own. Raises what `chosen` raises."""
+    """Return the draft model: layers of the target, with the target's weights. Raises what `chosen` raises."""
     layers = chosen(options, target.num_layers, target.fingerprint)
     return Needs(makes=OwnModel(layers=tuple(layers)))
 

@@ -1,13 +1,13 @@
-"""Draft what the request's grammar leaves no choice about: keys, punctuation, what is left of a choice.
+"""Draft the text that the request's grammar forces: keys, punctuation, the rest of a choice.
 
-The draft is the tokenizer's spelling of that text, up to the last token with a sure end: where more text may follow and
-change how the end is cut into tokens, the draft stops one token short (llguidance's fast-forward tokens). The target
-gives each of these tokens probability 1, because its distribution is masked by the same grammar. So one pass writes all
-keys of an object, as it would read a prompt (as in jump-forward decoding of SGLang, Zheng et al. 2024, arXiv
-2312.07104), and no rule rejects one.
+The draft has the tokens in which the tokenizer spells that text, up to the last token with a sure end. Where more text
+may follow and change how the end is cut into tokens, the draft stops one token short (llguidance's fast-forward
+tokens). The target gives each of these tokens probability 1, because the same grammar masks its distribution. So one
+pass writes all keys of an object, as it would read a prompt, and no rule rejects a key (jump-forward decoding of
+SGLang, Zheng et al. 2024, arXiv 2312.07104).
 
-An engine asks it first for every request that has a grammar and may draft; the request's own drafter drafts where there
-is a choice. Without a grammar it drafts nothing.
+The engine asks this drafter first, for every request that has a grammar and may draft. Where there is a choice, the
+request's own drafter drafts. Without a grammar this drafter drafts nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Options:
 
 
 class ForcedDrafter(Drafter):
-    """Asks the grammar of each sequence, which stands behind its committed tokens."""
+    """A drafter that asks the grammar of each sequence for the tokens that must come next."""
 
     draws = "point"
     is_free = True

@@ -1,10 +1,11 @@
 """Hydra: Medusa's heads, which also read the tokens drafted before their own (Ankner et al. 2024, arXiv 2402.05109).
 
-Head k (from 0) reads the hidden state of the last token that the target has run, and the embeddings of the token behind
-it and of the k tokens of the path. So its guess fits its path, where a head of Medusa guesses for the average of all
-paths. The draft is Medusa's tree of point masses, which grows depth by depth: the nodes of a depth are one batch.
-`forerun train head --method hydra` makes heads; their LM head is the target's rows for the ids that it writes most
-often. Published heads bring LM heads along. The prefix layer of Hydra++ is refused.
+Head k (counted from 0) reads the hidden state of the last token that the target has run, the embedding of the next
+token, and the embeddings of the k drafted tokens on the path. So the guess fits the path, while a head of Medusa
+guesses for the average of all paths. The draft is Medusa's tree of point masses. It grows depth by depth, and the nodes
+of one depth are one batch. `forerun train head --method hydra` makes heads. Their LM head consists of the target's rows
+for the ids that the target writes most often. Published heads bring LM heads along. The prefix layer of Hydra++ is
+refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forerun.ops.model import Model
 from forerun.registry import option
 from forerun.sampling.largest import Ids
 
-FIRST = ("linear", "res_connection")  # layers of the first block, whose input is wider than its output
+FIRST = ("linear", "res_connection")  # the layers of the first block; their input is wider than their output
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def shapes(num_heads: int, num_blocks: int, width: int) -> dict[str, tuple[int, 
 
 
 class HydraHeads:
-    """The heads of one target. ids [n]: the drafted ids, ascending. weights: with LM heads, or without."""
+    """The heads of one target. ids [n]: the drafted ids, ascending. weights: with or without LM heads."""
 
     def __init__(
         self, weights: Mapping[str, HostTensor], num_heads: int, num_blocks: int, ids: Ids, target: Model
@@ -74,7 +75,7 @@ class HydraHeads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """See TreeHeads: the nodes of one depth at once."""
+        """See medusa.TreeHeads. All nodes of one depth are computed at once."""
 
         def at(depth: int, nodes: Seq[tuple[int, Seq[int]]]) -> list[list[int]]:
             paths = [(last[row], *path) for row, path in nodes]
@@ -102,7 +103,7 @@ def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the heads' weights take. Refuses a folder without heads, or with heads of another tokenizer."""
+    """Return the memory of the heads' weights. Refuses a folder without heads, or with heads of another tokenizer."""
     path = head_files.located(options.path, "hydra")
     _read_config(path, target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=True))

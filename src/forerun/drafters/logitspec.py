@@ -1,17 +1,19 @@
-"""LogitSpec: look up what the target's last logits held to be likely, one token further on (Liu et al. 2025).
+"""LogitSpec: look up continuations of the tokens that the target's last logits held to be likely (Liu et al. 2025).
 
-A search in the text finds nothing where its last tokens have not occurred before. But the logits that chose the next
-token also tell of the token behind it: what nearly came is likely to come next (arXiv 2507.01449, section 3). Here the
-next token is committed already, so the likeliest ids of the row before it, without the chosen one, are candidates for
-what follows. Before them come the ids that the target held to be likeliest when it last ran the same token, in a
-rejected guess perhaps, as in Token Recycling (Luo et al. 2024, arXiv 2408.08696).
+A search in the text finds nothing where the text's last tokens have not occurred before. But the logits that chose the
+next token also tell of the token after that: a token that was nearly chosen is likely to come next (arXiv 2507.01449,
+section 3). Here the next token is committed already. So the likeliest ids of the logits that chose this token, without
+the chosen id, are candidates for the token that follows. Before these candidates come the ids that the target held to
+be likeliest when it last ran the same token, perhaps in a rejected guess, as in Token Recycling (Luo et al. 2024, arXiv
+2408.08696).
 
-A draft is one tree: what followed the longest end of the text that occurred before, then the candidates in order, each
-with what followed where the text had gone on with it, until the budget is used up. One search serves all these queries,
-because an occurrence of the text's end that went on with a candidate is an occurrence of both together.
+A draft is one tree. It begins with the tokens that followed the longest end of the text that occurred before. Then come
+the candidates in order, until the budget is used up. Each candidate comes with the tokens that followed where the text
+had gone on with that candidate. One search serves all these queries, because an occurrence of the text's end that went
+on with a candidate is an occurrence of both together.
 
-Every node is a point mass. It depends on committed tokens and on logits of earlier passes, which no coin of this round
-has touched, so each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
+Every node is a point mass. It depends on committed tokens and on logits of earlier passes, and on no coin of this
+round. So each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from forerun.drafters.shared.continuations import Guess, Level, grow, levels
 from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
-# Of a search in the text: the defaults of suffix decoding.
+# The values of a search in the text are the defaults of suffix decoding.
 MAX_MATCH, SPEC_FACTOR, MIN_PROB, NUM_OCCURRENCES = 64, 4, 0.1, 64
 MAX_ROWS = 16384  # tokens whose likeliest followers are kept; the longest unseen go first
 
@@ -51,25 +53,28 @@ class Likely:
     def __init__(self) -> None:
         self.rivals: Seq[int] = ()  # for the token with index `place`, best first; the chosen one may be among them
         self.place = -1
-        self.behind = Matrix(MAX_ROWS)  # token -> what follows it
+        self.behind = Matrix(MAX_ROWS)  # token -> the ids that were likeliest after it
 
     def read(self, own: Seen, ids: Seq[Seq[int]], num_behind: int) -> None:
-        """Learn from a pass. ids: of each scored row, best first."""
+        """Learn from a pass.
+
+        ids: the likeliest ids at each scored row, best first. num_behind: how many followers of each token are kept.
+        """
         self.rivals, self.place = ids[own.kept[-1] - own.scored.start], own.start + len(own.kept)
         if num_behind:
             for token, row in own.rows.items():
                 self.behind.put(token, ids[row][:num_behind])
 
     def candidates(self, seq: Sequence) -> list[int]:
-        """Return what may follow the last token of a sequence, the best first."""
+        """Return the ids that may follow the last token of a sequence, best first."""
         chosen, recycled = seq.tokens[-1], self.behind.rows.get(seq.tokens[-1], ())
-        # Behind forced tokens, which are not committed yet, the row before the last is unknown.
+        # After forced tokens, which are not committed yet, the logits that chose the last token are unknown.
         rivals = self.rivals if self.place == len(seq.tokens) - 1 else ()
         return list(dict.fromkeys((*recycled, *(token for token in rivals if token != chosen))))
 
 
 class LogitSpecDrafter(TextDrafter[Tokens]):
-    """Keeps each sequence's tokens and the target's likeliest ids, and drafts trees of point masses."""
+    """A drafter that keeps each sequence's tokens and the target's likeliest ids, and drafts trees of point masses."""
 
     shape = "tree"
 
@@ -98,7 +103,7 @@ class LogitSpecDrafter(TextDrafter[Tokens]):
         if not most:
             return Guess()
         o, text = self.options, self._texts.whole(seq).ids
-        # The text's last token is left out of the search: nothing followed its end yet.
+        # The text's last token is left out of the search, because nothing has followed it yet.
         occurrences = levels(np.frombuffer(text, np.intc)[:-1], text[-MAX_MATCH:])
         guess = Guess()
         if occurrences:
@@ -117,10 +122,10 @@ class LogitSpecDrafter(TextDrafter[Tokens]):
 
 
 def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int]]:
-    """Return where each token stands behind an earlier occurrence of the text's end, the latest place first.
+    """Return, for each token that followed an earlier occurrence of the text's end, its places, the latest first.
 
-    occurrences: of the text's suffixes, the shortest first. If a token followed several suffixes, its places behind the
-    longest of them are returned.
+    occurrences: the occurrences of the text's suffixes, the shortest suffix first. If a token followed several
+    suffixes, its places after the longest of these suffixes are returned.
     """
     places: dict[int, list[int]] = {}
     for level in occurrences:
@@ -132,7 +137,7 @@ def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int
 
 
 def add(guess: Guess, nodes: dict[tuple[int, int], int], chain: Guess, most: int) -> None:
-    """Put a chain into a tree of at most `most` nodes; it branches off where it leaves an existing path.
+    """Add a chain to a tree of at most `most` nodes. The chain branches off where it leaves an existing path.
 
     nodes: (parent, token) -> node of the tree.
     """

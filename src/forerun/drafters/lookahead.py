@@ -1,13 +1,14 @@
 """Lookahead decoding: the target guesses, by Jacobi iteration beside the text (Fu et al. 2024, arXiv 2402.02057).
 
-A window of W columns and N - 1 levels of guessed tokens stands behind the last committed token. Each pass scores it as
-extra rows, and the likeliest token behind the deepest level of a column extends that column to an n-gram of N tokens.
-The n-gram goes into a pool, by its first token; the column loses its first token and gets the new one. Column 0 begins
-at the last committed token. Level 0 is a chain, and a deeper level hangs from the level above in its column: before the
-token of level l in column j stand the tokens of level 0 up to column j, and of levels 1 to l - 1 of its column.
+A window of guessed tokens, with W columns and N - 1 levels, stands after the last committed token. Each pass scores the
+window as extra rows. The likeliest token after the deepest level of a column extends that column to an n-gram of N
+tokens. The n-gram goes into a pool under its first token. Then the column loses its first token and gets the new token
+at its end. Column 0 begins with the last committed token. Level 0 is a chain over all columns, and a token of a deeper
+level follows the token above it in the same column. So the token at level l of column j follows the tokens of level 0
+up to column j, and then the tokens of levels 1 to l - 1 of column j.
 
-A draft is the pool's continuations of the last committed token, merged into a tree of point masses. The window uses the
-target's likeliest tokens whatever the temperature, and no coins.
+A draft has the pool's continuations of the last committed token, merged into a tree of point masses. The window uses
+the target's likeliest tokens at any temperature, and no coins.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Options:
 
 
 class Pool:
-    """First token -> its latest continuations, newest first, at most `guesses`."""
+    """A map from a token to its latest continuations, newest first, at most `guesses` for each token."""
 
     def __init__(self, guesses: int) -> None:
         self.ngrams: dict[int, list[tuple[int, ...]]] = {}
         self._guesses = guesses
 
     def put(self, first: int, rest: tuple[int, ...]) -> None:
-        """Add an n-gram, or make it the newest; the n-gram unseen for longest leaves."""
+        """Add an n-gram, or make it the newest. If there are too many, the one not seen for longest is dropped."""
         known = self.ngrams.setdefault(first, [])
         if rest in known:
             known.remove(rest)
@@ -51,8 +52,8 @@ class Pool:
 class Window:
     """The columns of guessed tokens of one request.
 
-    columns [W][N - 1]: level 0 first. ages [W]: how many consecutive tokens of a column the target has named; the
-    others were placed there in the beginning.
+    columns [W][N - 1]: the tokens of each column, level 0 first. ages [W]: how many tokens the target has added to each
+    column. Tokens before them were placed in the column when the request began.
     """
 
     def __init__(self, columns: list[list[int]]) -> None:
@@ -66,10 +67,10 @@ class Window:
         return Window([tokens[start : start + levels] for start in range(0, num, levels)])
 
     def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
-        """Return the first `width` columns as extra rows behind `num_nodes` nodes, and the rows of their last level.
+        """Return the first `width` columns as extra rows after `num_nodes` nodes, and the rows of their last level.
 
-        Level 0 in column 0 is the last committed token, which needs no extra row. The returned rows are indices among
-        the sequence's rows of the pass: 0 is the last committed token, and the nodes come next.
+        Level 0 in column 0 is the last committed token, which needs no extra row. The rows of the last level are
+        indices among the sequence's rows of the pass: 0 is the last committed token, and the nodes come next.
         """
         tokens, parents = list[int](), list[int]()
         above = [-1] * width
@@ -83,11 +84,14 @@ class Window:
         return Extra(tokens, parents), [index + 1 for index in above]
 
     def advance(self, likeliest: Seq[int]) -> list[tuple[int, ...]]:
-        """Extend the first columns by these tokens, and return the n-grams with only tokens that the target named."""
+        """Extend the first columns by these tokens, one each, and return the n-grams that the target has guessed.
+
+        Only the first token of such an n-gram may be from the beginning of the request.
+        """
         ngrams = []
         for j, token in enumerate(likeliest):
             column = self.columns[j]
-            if self.ages[j] >= len(column) - 1:  # level 0 is the token that the n-gram follows from
+            if self.ages[j] >= len(column) - 1:  # level 0 need not be a guess: it only leads to the other tokens
                 ngrams.append((*column, token))
             self.columns[j] = [*column[1:], token]
             self.ages[j] += 1
@@ -96,10 +100,10 @@ class Window:
 
 @dataclass
 class _State:
-    """What is known of one request.
+    """The state of one request.
 
-    ends, asked: rows of the last level in the requested pass, and the tokens of all its rows; both empty where the
-    window was left out.
+    ends: the rows of the window's last level in the pass that the last draft asked for. asked: the input tokens of all
+    rows of that pass. Both are empty where the draft had no window.
     """
 
     window: Window
@@ -110,9 +114,9 @@ class _State:
 
 
 class LookaheadDrafter(Drafter):
-    """Keeps a window and a pool per request."""
+    """A drafter with a window and a pool for each request."""
 
-    drafts_behind = False  # its window stands behind the last committed token
+    drafts_behind = False  # the window stands right after the last committed token
     draws = "point"
 
     def __init__(self, options: Options) -> None:
@@ -136,7 +140,7 @@ class LookaheadDrafter(Drafter):
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, view in zip(seqs, seen, strict=True):
             state, asked = self._states[seq.id], self._states[seq.id].asked
-            if asked and list(view.tokens) == asked:  # else another draft was scored: this one was a member's
+            if asked and list(view.tokens) == asked:  # otherwise the draft of another member of a Compound was scored
                 likeliest = [view.best[end] for end in state.ends]
                 if min(likeliest) >= 0:
                     for first, *rest in state.window.advance(likeliest):
@@ -146,14 +150,17 @@ class LookaheadDrafter(Drafter):
                 self._read(seq, state, view.start + len(view.kept) + 1)
 
     def _read(self, seq: Sequence, state: _State, stop: int) -> None:
-        """Put unread n-grams of the first `stop` tokens into the pool."""
+        """Put the unread n-grams of the first `stop` tokens into the pool."""
         num = self.options.ngram
         for i in range(state.num_read, stop - num + 1):
             state.pool.put(seq.tokens[i], tuple(seq.tokens[i + 1 : i + num]))
             state.num_read = i + 1
 
     def _draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
-        """Share the budget: guesses come first, but leave half of it to the window, which takes whole columns."""
+        """Draft guesses from the pool, followed by the window.
+
+        Guesses come first, but they leave the window half of the budget, as far as whole columns fit into that half.
+        """
         state, most = self._states[seq.id], budget.num_tokens[b]
         draft = self._guesses(seq, b, budget, most - self._num_rows(self._width(most // 2)))
         width = self._width(most - len(draft.tokens))
@@ -166,7 +173,7 @@ class LookaheadDrafter(Drafter):
         return Draft(draft.tokens, draft.parents, draft.node_starts, draft.probs, {0: rows} if rows.tokens else {})
 
     def _num_rows(self, width: int) -> int:
-        """Return the extra rows of `width` columns."""
+        """Return how many extra rows `width` columns need."""
         return max(0, width * (self.options.ngram - 1) - 1)
 
     def _width(self, num_rows: int) -> int:
@@ -188,7 +195,7 @@ class LookaheadDrafter(Drafter):
                     tokens.append(token)
                 at = children[at, token]
                 if token in seq.end_ids:
-                    break  # nothing follows the end
+                    break  # nothing follows an end id
         return Draft(tokens, parents, [0, len(tokens)], [Probs.of_point(token) for token in tokens])
 
 

@@ -1,11 +1,12 @@
 """Prompt lookup: continue as the text itself went on, the last time its final words occurred (Saxena 2023).
 
-The guess is a point mass, so it is accepted with the target's own probability for it. Of several occurrences the most
-recent one wins. A continuation that reaches the end of the text is read on from the draft itself, so a run such as "ab
-ab ab" goes on as far as the budget.
+The guess is a point mass, so it is accepted with the probability that the target gives to it. Of several occurrences
+the most recent one wins. A continuation that reaches the end of the text is read on from the draft itself, so a run
+such as "ab ab ab" goes on as far as the budget allows.
 
-There is no index: building one for a prompt of 32k tokens took 29 ms of the first drafting step, and megabytes. A
-vectorised search of so many tokens takes less than 0.1 ms, which is nothing beside the attention to them.
+There is no index. For a prompt of 32k tokens, building an index took 29 ms of the first drafting step, and megabytes of
+memory. A vectorised search of as many tokens takes less than 0.1 ms, which is nothing beside the attention to these
+tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Options:
 
 
 class LookupDrafter(TextDrafter[Tokens]):
-    """Keeps, per sequence, the committed tokens in an array that can be searched fast."""
+    """A drafter that keeps each sequence's committed tokens in an array that can be searched fast."""
 
     branches = True
 
@@ -63,16 +64,19 @@ class LookupDrafter(TextDrafter[Tokens]):
                 break
             chain.append(token)
             if token in seq.end_ids:
-                break  # nothing follows the end; admissible, for a point mass is known before it is "drawn"
+                break  # nothing follows an end id; to look at it is exact, as a point mass is not drawn
         return chain
 
     def _follow(self, text: array[int], num_tokens: int) -> list[int]:
-        """Return what followed an earlier occurrence of the end of `text`, read on from itself where the text ends."""
+        """Return the tokens that followed an earlier occurrence of the end of `text`.
+
+        Where the text ends, the tokens are read on from the returned tokens themselves.
+        """
         start = follower(np.frombuffer(text, np.intc), self.options.min_n, self.options.max_n)
         if start is None:
             return []
         chain = list(text[start : start + num_tokens])
-        if END_OF_TEXT in chain:  # the end of a source, which nothing follows
+        if END_OF_TEXT in chain:  # the end of a source; nothing follows it
             return chain[: chain.index(END_OF_TEXT)]
         while len(chain) < num_tokens:
             chain.append(chain[start + len(chain) - len(text)])
@@ -80,9 +84,9 @@ class LookupDrafter(TextDrafter[Tokens]):
 
 
 def follower(text: np.ndarray, min_n: int, max_n: int) -> int | None:
-    """Return the index behind the last earlier occurrence of the longest suffix of `text`, int [L], that has one.
+    """Return the index after the last earlier occurrence of a suffix of `text`, int [L].
 
-    Suffixes of min_n to max_n tokens count; None where no such suffix occurred before.
+    The suffix is the longest one of min_n to max_n tokens that occurred before. None where no such suffix occurred.
     """
     start = None
     matches = np.ones(len(text), dtype=bool)  # [i] = the suffix of n - 1 tokens begins at i, too

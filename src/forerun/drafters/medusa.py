@@ -1,10 +1,10 @@
 """Medusa: heads that guess several tokens ahead from the target's last hidden state (Cai et al. 2024, 2401.10774).
 
 Head k is a residual block on the hidden state of the last token that the target has run. It guesses the token k places
-behind the next one, whatever stands between. The draft is a fixed tree: the children of a node are the likeliest ids of
-the head for their depth. All are point masses, so every rule that judges them is exact; the published typical
-acceptance is a separate rule (docs/methods/typical.md). `forerun train head --method medusa` makes a head. Its LM head
-is the target's rows for the ids that the target writes most often.
+after the next one, no matter which tokens come between. The draft is a fixed tree. The children of a node are the
+likeliest ids of the head for the children's depth. All nodes are point masses, so every rule that judges them is exact;
+the published typical acceptance is a separate rule (docs/methods/typical.md). `forerun train head --method medusa`
+makes heads. Their LM head consists of the target's rows for the ids that the target writes most often.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forerun.sampling.largest import Ids
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
-# Shares of the target's choices, by rank in a head's guess: they shape the tree.
+# How often the target chooses the id of each rank in a head's guess. These shares shape the tree.
 SHARES = (0.5, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01)
 
 
@@ -43,32 +43,35 @@ class Options:
 
 
 def widths(shape: str, method: str = "medusa") -> list[int]:
-    """Return the widths by depth of a shape such as 3x2x1. Raises BadOption."""
+    """Return the numbers of children by depth in a shape such as 3x2x1. Raises BadOption."""
     numbers = [int(part) if part.isdigit() and len(part) < 3 else 0 for part in shape.split("x")]
     if not all(0 < width <= len(SHARES) for width in numbers):
         raise BadOption(f"{method}:shape={shown(shape)} is not possible: widths of 1 to {len(SHARES)}, as in 3x2x1")
     return numbers
 
 
-# (depth, for each node a row and the tokens of its path below the row) -> for each node the likeliest ids by the head
-# for that depth, best first.
+# (depth; for each node, the index of its hidden state and the tokens of its path) -> for each node, the likeliest ids
+# of the head for that depth, best first.
 Following = Callable[[int, Seq[tuple[int, Seq[int]]]], list[list[int]]]
 
 
 class TreeHeads(Protocol):
-    """Heads that guess the tokens of a tree, one for each depth."""
+    """Heads that guess the tokens of a tree. There is one head for each depth."""
 
     num_heads: int
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return what the first heads guess behind rows [B, H], `num` ids each. last [B]: the token behind each row."""
+        """Return the guesses of the first `num_heads` heads, `num` ids for each node.
+
+        hidden [B, H]: the target's last hidden state of each sequence. last [B]: the token after each hidden state.
+        """
 
 
 class Heads:
-    """The heads of one target. ids [n]: the ids that they draft.
+    """The heads of one target. ids [n]: the ids that the heads draft.
 
-    weights: by name. Each head has residual blocks. Each may bring along an LM head, `lm_head.{head}.weight` [n, H], or
-    all share one, `lm_head.weight`; without either they use the target's.
+    weights: by name. Each head has residual blocks. Each head may bring along an LM head, `lm_head.{head}.weight`
+    [n, H], or all heads may share one, `lm_head.weight`. Without an LM head, the heads use the target's.
     """
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, num_blocks: int, ids: Ids, target: Model) -> None:
@@ -91,12 +94,12 @@ class Heads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """See TreeHeads: all heads at once, because none looks at a path."""
+        """See TreeHeads. All heads are computed at once, because no head looks at a path."""
         guesses = self.guesses(hidden, num_heads, num)
         return lambda depth, nodes: [guesses[row][depth] for row, _ in nodes]
 
     def guesses(self, hidden: Any, num_heads: int, num: int) -> list[list[list[int]]]:
-        """Return the `num` likeliest ids behind hidden [B, H], by row and head, best first."""
+        """Return each head's `num` likeliest ids for each hidden state [B, H], best first, as [B][head][num]."""
         heads = self._heads[:num_heads]
         rows = [head.rows([hidden]) for head in heads]
         each = [head.logits(read) for head, read in zip(heads, rows, strict=True)] if self._has_own else []
@@ -108,7 +111,7 @@ class Heads:
 
 @dataclass
 class _Tree:
-    """A draft while it grows by depth. nodes: the fixed tree. places: node of it -> node of the draft."""
+    """A draft while it grows by depth. nodes: the fixed tree. places: node of the fixed tree -> node of the draft."""
 
     nodes: list[Node]
     tokens: list[int] = field(default_factory=list)
@@ -116,7 +119,7 @@ class _Tree:
     places: dict[int, int] = field(default_factory=dict)
 
     def families(self, depth: int) -> dict[int, list[int]]:
-        """Return the nodes of a depth whose parents are in the draft, by parent (-1 = the root), best first."""
+        """Return the fixed tree's nodes of a depth by their parent (-1 = the root), for parents in the draft."""
         families: dict[int, list[int]] = {}
         for i, node in enumerate(self.nodes):
             if node.depth == depth and (node.parent < 0 or node.parent in self.places):
@@ -132,29 +135,29 @@ class _Tree:
         return tokens[::-1]
 
     def add(self, node: int, token: int) -> None:
-        """Put a node into the draft."""
+        """Add a node of the fixed tree to the draft, with this token."""
         parent = self.nodes[node].parent
         self.places[node] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(self.places[parent] if parent >= 0 else -1)
 
     def draft(self) -> Draft:
-        """Return the draft of its sequence."""
+        """Return the draft of one sequence."""
         each_probs = [Probs.of_point(token) for token in self.tokens]
         return Draft(self.tokens, self.parents, [0, len(self.tokens)], each_probs)
 
 
 class MedusaDrafter(Drafter):
-    """Keeps the last hidden state of each sequence, and makes a tree of what heads guess from it."""
+    """A drafter that keeps each sequence's last hidden state, and drafts a tree of the heads' guesses from it."""
 
-    drafts_behind = False  # it reads the target's row of the last committed token
+    drafts_behind = False  # the heads read the target's row right before the last committed token
     draws = "point"
 
     def __init__(self, heads: TreeHeads, shape: str, rows: RowsOf) -> None:
         self._heads, self._widths = heads, widths(shape)[: heads.num_heads]
         self.shape = "chain" if max(self._widths) == 1 else "tree"
         self._rows = rows
-        self._hidden = dict[int, tuple[int, Any]]()  # by sequence: how many tokens the row has seen, and the row
+        self._hidden = dict[int, tuple[int, Any]]()  # by sequence: the number of tokens up to the row, and the row
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, view in zip(seqs, seen, strict=True):
@@ -176,11 +179,11 @@ class MedusaDrafter(Drafter):
         self._hidden.pop(seq.id, None)
 
     def _is_known(self, seq: Sequence) -> bool:
-        """Return whether the row stands at the last token but one: the last was not run yet."""
+        """Return whether the hidden state is of the last token but one. The target has not run the last token yet."""
         return self._hidden.get(seq.id, (-1, None))[0] == len(seq.tokens) - 1
 
     def _trees(self, ready: Seq[int], following: Following, budget: Budget) -> list[_Tree]:
-        """Fill the best nodes of the fixed tree for each sequence, depth by depth, as far as pacing goes on."""
+        """Fill the best nodes of the fixed tree for each sequence, depth by depth, as far as pacing allows."""
         trees = [_Tree(best_first(SHARES, budget.num_tokens[b], self._widths)) for b in ready]
         for depth in range(len(self._widths)):
             families = [(i, *family) for i, tree in enumerate(trees) for family in tree.families(depth).items()]
@@ -195,7 +198,7 @@ class MedusaDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the heads' weights take. Refuses a folder without heads, or with heads of another tokenizer."""
+    """Return the memory of the heads' weights. Refuses a folder without heads, or with heads of another tokenizer."""
     path = head_files.located(options.path, "medusa")
     if head_layouts.find(path, "medusa") is None:
         head_files.read_config(path, "medusa", target.fingerprint)

@@ -1,8 +1,8 @@
-"""Several drafters in order: the first that finds something drafts.
+"""Several drafters in order: the first one that has a guess drafts.
 
-The option gives the order. A search in the text costs next to nothing and is often right where it finds something, and
-a draft model guesses everywhere: together they are better than either. Whether a member finds something is known before
-any of its tokens is drawn, so the choice is admissible (docs/exactness.md).
+The option gives the order. A search in the text costs next to nothing, and where it has a guess, the guess is often
+right. A draft model guesses everywhere. Together they are better than either alone. Whether a member has a guess is
+known before any of its tokens is drawn, so drafts stay exact (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Options:
 
 
 class MixedDrafter(Compound):
-    """Asks its members in turn, each for the sequences where earlier members found nothing."""
+    """A drafter that asks its members in turn, until a member has a guess for the sequence."""
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
@@ -35,7 +35,7 @@ class MixedDrafter(Compound):
         left = [b for b, granted in enumerate(budget.num_tokens) if granted > 0]
         for member in self.members:
             for b, draft in zip(left, self.ask(member, left, seqs, budget, coins), strict=True):
-                if draft.num_asked(0):  # extra rows alone also cost something: a later member's nodes replace them
+                if draft.num_asked(0):  # extra rows alone count, too, until the nodes of a later member replace them
                     drafts[b] = draft
             left = [b for b in left if not drafts[b].tokens]
         return Draft.joined(drafts)

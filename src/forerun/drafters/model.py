@@ -1,11 +1,11 @@
 """An autoregressive draft model with its own cache, batched over requests (Leviathan et al. 2023; Chen et al. 2023).
 
-Its probabilities go through the same pipeline as the target's, with two options: draft_temperature and draft_top_k
-replace the request's values for the draws only. The output's distribution does not depend on them, because the verifier
-knows the distribution that each token was drawn from. With draft_vocab only the first ids of the tokenizer are drafted
-(shared/short_vocab.py); all others have probability 0 in the draft.
+The draft model's logits go through the same sampling pipeline as the target's. The options draft_temperature and
+draft_top_k replace the request's values, for the draws only. The output's distribution does not depend on these
+options, because verification knows the distribution that each token was drawn from. With draft_vocab only the first ids
+of the tokenizer are drafted (shared/short_vocab.py); all other ids have probability 0 in the draft.
 
-shared/model_drafter.py says how it runs, shared/feeding.py what its cache holds.
+shared/model_drafter.py shows how the draft model runs, and shared/feeding.py how its cache follows the text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model. Refuses a model with another tokenizer than the target's."""
+    """Return the draft model to load. Refuses a model with another tokenizer than the target's."""
     if options.path is not None and target.tokenizer is not None:
         compare(target.tokenizer, target.open(options.path).text_tokenizer, str(options.path))
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
@@ -56,9 +56,9 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Load the draft model beside the target: same device and dtype, and the best operators that compute it.
 
-    Raises VocabularyMismatch where an id has one token in the target's map and another in the draft's. Ids that only
-    one of them knows are never drafted. End-of-sequence ids may differ, as between a chat model and a base model: only
-    the target's ids end the output, and a draft goes on past them.
+    Raises VocabularyMismatch where an id means one token for the target and another token for the draft model. Ids that
+    only one of the two models knows are never drafted. End-of-sequence ids may differ, as between a chat model and a
+    base model. Only the target's ids end the output, and a draft goes on past such an id.
     """
     checkpoint = loaded("model", options, target)
     check_pair(checkpoint, target)

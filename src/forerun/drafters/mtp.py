@@ -1,9 +1,10 @@
 """MTP: the block in the target's own files that guesses further tokens (Gloeckle et al. 2024; DeepSeek-V3, 2.2).
 
-It pairs the target's row of a token behind the final norm with the embedding of the next token, and guesses the token
-behind that. For more than one guess it is fed its own rows, as EAGLE's head is; all but its weights is EAGLE's
-(eagle.py). Embedding and LM head are the target's. The LM head is most of what such a block reads, so only the first
-ids of a large vocabulary are drafted, as many as the texts at hand use (shared/short_vocab.py).
+The block pairs the target's hidden state of a token, after the final norm, with the embedding of the next token, and
+guesses the token after that one. For further guesses the block reads its own output rows, as EAGLE's head does.
+Everything but the weights is EAGLE's (eagle.py). Embedding and LM head are the target's. The LM head is the largest
+part of the weights that such a block reads. So only the first ids of a large vocabulary are drafted, as many as the
+texts at hand use (shared/short_vocab.py).
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Options:
 
 
 class MtpDrafter(EagleDrafter):
-    """Runs the target's own block ahead of it.
+    """A drafter that runs the target's own block ahead of the target.
 
-    short: chooses how many ids are drafted; None = a fixed number.
+    short: chooses how many ids are drafted; None = the number is fixed.
     """
 
     short: ShortVocabulary | None = None
@@ -79,7 +80,7 @@ class MtpDrafter(EagleDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return its own cache, and what its weights take. Refuses a target without such a block."""
+    """Return the spec of the block's cache, and the memory of its weights. Refuses a target without such a block."""
     block = _block(options, target)
     spec = spec_of(block)
     beside = beside_of(spec, rounded(block.source, spec, options.quantization, target).tensors)
@@ -87,7 +88,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the block. Raises BadOption for a target without one."""
+    """Read the block. Raises BadOption for a target without a block."""
     block, model = _block(options, target.opened), target.model
     spec = spec_of(block)
     if options.path is not None:
@@ -114,7 +115,10 @@ def spec_of(block: NextTokens) -> Spec:
 
 @dataclass(frozen=True)
 class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """The stored weights. offset: added to the norms before the product, because a head's norms have no offset."""
+    """The stored weights of a block, with `offset` added to the norms before the matrix product.
+
+    A head's norms have no offset, unlike the stored ones.
+    """
 
     stored: StoredWeights
     offset: float

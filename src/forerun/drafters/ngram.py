@@ -1,12 +1,12 @@
 """A store of n-grams that grows with the text (NASD, n-gram assisted speculative decoding).
 
-Each context of 1 to max_n - 1 tokens knows the token that followed it most often; the longest known context decides.
-Differences from the published code: a token is never drawn anew behind a rejection; contexts of one token are used,
-too; where no context is known the draft ends, because a filler token only costs rows of the target.
+For each context of 1 to max_n - 1 tokens, the store knows the token that followed most often. The longest known context
+decides. Differences from the published code: a token is never drawn anew after a rejection; contexts of one token are
+used, too; where no context is known, the draft ends, because a filler token only costs rows of the target.
 
-Of equal counts the token that reached the count first stays. Only committed tokens are counted. filler_top_k adds the
-target's other likely tokens at a place, as if each had occurred once: a context that later occurs with one of them
-changes to it at once.
+Of tokens with equal counts, the token that reached the count first stays. Only committed tokens are counted. Option
+`filler_top_k` adds the target's other likely tokens at a place, as if each had occurred once. If one of these tokens
+later follows its context, the token becomes the context's guess at once.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Options:
 
 
 class Recent(Generic[V]):
-    """A dictionary of at most `most` entries, which forgets the entries that were not set for longest.
+    """A dictionary of at most `most` entries. It forgets the entries that have not been set for the longest time.
 
-    It keeps two halves: when the new half is full the old half goes. So nothing is sorted, and no call takes long.
+    It has two halves. When the new half is full, the old half is dropped. So nothing is sorted, and no call takes long.
     """
 
     def __init__(self, most: int) -> None:
@@ -54,7 +54,7 @@ class Recent(Generic[V]):
         return len(self._new) + len(self._old)
 
     def get(self, key: Gram) -> V | None:
-        """Return the entry of a key; None without one."""
+        """Return the entry of a key; None where the key has no entry."""
         entry = self._new.get(key)
         return self._old.get(key) if entry is None else entry
 
@@ -66,9 +66,9 @@ class Recent(Generic[V]):
 
 
 class Store:
-    """The n-grams of one text: how often each occurred, and which token followed each context most often.
+    """The n-grams of one text: how often each n-gram occurred, and which token followed each context most often.
 
-    before: a text that was read to its end before, such as a source.
+    before: a text to count first, such as an encoder's source.
     """
 
     def __init__(self, options: Options, before: Seq[int] = ()) -> None:
@@ -79,28 +79,31 @@ class Store:
         self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Count the tokens up to `stop` behind their contexts."""
+        """Count the tokens up to index `stop`, exclusive, each after its contexts."""
         for i in range(self.num_read, stop):
             for context in self._contexts(tokens, i):
                 self._count(context, tokens[i])
         self.num_read = stop
 
     def make_known(self, tokens: Seq[int], stop: int, fillers: Iterable[int]) -> None:
-        """Count each filler once behind the contexts that end before `stop`, where it never occurred."""
+        """Count each filler once after every context that ends before index `stop`, unless it occurred there before."""
         for token in fillers:
             for context in self._contexts(tokens, stop):
                 if self._counts.get((*context, token)) is None:
                     self._count(context, token)
 
     def guess(self, tokens: Seq[int]) -> int | None:
-        """Return the most frequent token behind the longest known context at the end of `tokens`."""
+        """Return the most frequent token after the longest known context at the end of `tokens`.
+
+        None where no context is known.
+        """
         for length in reversed(self._lengths):
             if length <= len(tokens) and (token := self._best.get(tuple(tokens[-length:]))) is not None:
                 return token
         return None
 
     def _contexts(self, tokens: Seq[int], stop: int) -> Iterable[Gram]:
-        """Yield the contexts that end before `stop`."""
+        """Yield the contexts that end before index `stop`."""
         return (tuple(tokens[stop - length : stop]) for length in self._lengths if length <= stop)
 
     def _count(self, context: Gram, token: int) -> None:
@@ -114,7 +117,7 @@ class Store:
 
 
 class NgramDrafter(TextDrafter[Store]):
-    """Keeps a store for each text; nothing is shared between requests."""
+    """A drafter with a store for each text. Nothing is shared between requests."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(lambda seq: Store(options, seq.source_ids[-READ_TOKENS:]))
@@ -125,7 +128,7 @@ class NgramDrafter(TextDrafter[Store]):
         for seq, view in zip(seqs, seen, strict=True):
             store = self._texts.of(seq) if self.top_logits else None
             ids = [] if store is None else view.top(self.top_logits)[0].tolist()
-            # Rows that were not kept stand behind rejected tokens, and are not learnt from.
+            # Rows that were not kept follow rejected tokens, and are not learnt from.
             for i, row in enumerate(view.kept if ids else ()):
                 assert store is not None
                 store.make_known(seq.tokens, view.start + i + 1, ids[row - view.scored.start])

@@ -24,5 +24,5 @@ class NoDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Return the drafter of plain decoding."""
+    """Return the drafter for plain decoding."""
     return NoDrafter()

@@ -1,14 +1,15 @@
-"""PaSS: the target guesses several tokens at once behind trained look-ahead embeddings (Monea et al. 2023, 2311.13581).
+"""PaSS: the target guesses several tokens at once from trained look-ahead embeddings (Monea et al. 2023, 2311.13581).
 
-T trained vectors LA_1 .. LA_T stand in place of the next tokens. Behind LA_j the target computes a distribution of the
-token j places behind the next one, whatever stands between. In the paper this takes a separate pass, so that a round
-has two. Here the vectors are rows of the pass that verifies the previous draft: behind each number of tokens that may
-be accepted stands one chain of vectors, and the chain of the number that was accepted makes the next draft. So no pass
-is added, only rows; and the next token, which the paper's first pass draws, is the correction or bonus of the round.
+T trained vectors LA_1 .. LA_T take the places of the next tokens. At LA_j the target computes a distribution of the
+token j places after the next one, no matter which tokens come between. In the paper this takes a separate pass, so that
+a round has two passes. Here the vectors are rows of the pass that verifies the previous draft. There is one chain of
+vectors for each number of tokens that may be accepted. The chain for the number that is accepted makes the next draft.
+So no pass is added, only rows. The next token, which the paper's first pass draws, is the correction or bonus of the
+round.
 
-A budget is shared between drafted tokens and chains by what each row is expected to give. Tokens are drawn from the
-logits behind the vectors, with the request's temperature and filters. Keys and values of the rows are never kept.
-`forerun train head --method pass` trains the vectors.
+A budget is shared between drafted tokens and chains of vectors by the tokens that each row is expected to give. Tokens
+are drawn from the logits at the vectors, with the request's temperature and filters. Keys and values of the vectors are
+never kept. `forerun train head --method pass` trains the vectors.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ class Options:
 
 @cache
 def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int, ...], float]:
-    """Return how many vectors stand behind each number of accepted tokens, [num_nodes + 1], and what all rows may give.
+    """Return the lengths of the chains of vectors, and the value of all nodes and vectors together.
 
-    num_rows: vectors in all. depth: of one chain at most. A vector is worth the chance that exactly this number is
-    accepted, times the chance that its guess is accepted in the next round; a node, the chance that it is accepted.
+    The lengths are by number of accepted tokens, [num_nodes + 1]. num_rows: the number of vectors in all chains. depth:
+    the most vectors of one chain. The value of a vector is the chance that exactly its chain's number of tokens is
+    accepted, times the chance that the vector's guess is accepted in the next round. The value of a node is the chance
+    that the node is accepted.
     """
     reached = list(accumulate([1.0, *(RATES[min(i, len(RATES) - 1)] for i in range(max(num_nodes, depth)))], mul))
     stops = [reached[a] - (reached[a + 1] if a < num_nodes else 0.0) for a in range(num_nodes + 1)]
@@ -60,16 +63,17 @@ def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int,
 
 @cache
 def num_nodes(num_known: int, budget: int, depth: int) -> int:
-    """Return how many of the known guesses to draft, so that drafted tokens and vectors together give most."""
+    """Return how many of the known guesses to draft, so that the drafted tokens and the vectors have most value."""
     return max(range(min(num_known, budget) + 1), key=lambda n: (chain_lengths(n, budget - n, depth)[1], n))
 
 
 @dataclass
 class _Text:
-    """What is known of one sequence.
+    """The state of one sequence.
 
-    rows: what the target computed behind the vectors, for the tokens behind the first `num_tokens`. asked: tokens of
-    all rows of the requested pass. places: number of accepted tokens -> the rows of its chain.
+    rows: the target's outputs at the look-ahead vectors; they guess the tokens after the first `num_tokens`. asked: the
+    input tokens of the pass that the last draft asked for, vectors included. places: for each number of accepted
+    tokens, the rows of its chain.
     """
 
     rows: Seq[Row] = ()
@@ -79,9 +83,9 @@ class _Text:
 
 
 class PassDrafter(Drafter):
-    """Puts the vectors behind its drafts, and drafts from what came out behind them in the pass before."""
+    """A drafter that adds the vectors to each pass, and makes the next draft from the target's outputs at them."""
 
-    drafts_behind = False  # its vectors stood behind the last committed token
+    drafts_behind = False  # the outputs guess the tokens right after the last committed token
 
     def __init__(self, vectors: Rows) -> None:
         self._vectors = [vectors[i] for i in range(len(vectors))]
@@ -97,7 +101,7 @@ class PassDrafter(Drafter):
         for seq, view in zip(seqs, seen, strict=True):
             asked = self._texts[seq.id]
             text = self._texts[seq.id] = _Text(num_tokens=view.start + len(view.kept) + 1)
-            if asked.asked and view.kept and list(view.tokens) == asked.asked:  # else another draft was scored
+            if asked.asked and view.kept and list(view.tokens) == asked.asked:  # not another drafter's draft
                 place = asked.places[len(view.kept) - 1]
                 best, logits = view.scores.best[view.run], view.scores.logits[view.run]
                 text.rows = best[place.start : place.stop] if best else list(logits[place.start : place.stop].copy())
@@ -120,7 +124,10 @@ class PassDrafter(Drafter):
         return replace(drafted, extra={0: extra} if extra.tokens else {})
 
     def _extra(self, counts: Seq[int]) -> tuple[Extra, list[range]]:
-        """Return a chain of vectors behind each node, and their rows in the sequence."""
+        """Return extra rows with a chain of vectors for each number of accepted tokens, and the rows of each chain.
+
+        counts: the length of each chain. The rows of a chain are indices among the sequence's rows of the pass.
+        """
         first = len(counts) - 1  # the nodes come first
         extra, places = Extra([], [], {}), list[range]()
         vectors = dict[int, Any]()
@@ -135,7 +142,7 @@ class PassDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return what the vectors take. Refuses a folder without such vectors, or of another tokenizer."""
+    """Return the memory of the vectors. Refuses a folder without such vectors, or with vectors of another tokenizer."""
     path = head_files.located(options.path, "pass")
     head_files.read_config(path, "pass", target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=False))

@@ -1,10 +1,11 @@
 """Copy a text that the output is expected to resemble: SamplingParams.prediction, as for an edit of a file.
 
-A pointer stands in the prediction behind the part that the output has followed; the tokens behind it are drafted. Where
-the output leaves the prediction, the pointer is lost, until the last resync_n committed tokens occur in the prediction:
-then it stands behind them, at the occurrence next to where it was lost. Without a prediction the prompt is copied, and
-the pointer is lost at first. An encoder-decoder's prompt is its source, which is copied from its beginning: this is
-shallow aggressive decoding (Sun et al. 2021, arXiv 2106.04970).
+A pointer into the prediction stands after the part that the output has followed. The tokens after the pointer are
+drafted. Where the output leaves the prediction, the pointer is lost, until the last `resync_n` committed tokens occur
+in the prediction. Then the pointer stands after these tokens. Their first occurrence from the place where the pointer
+was lost counts, or else the last one before that place. Without a prediction the prompt is copied, and the pointer is
+lost at first. For an encoder-decoder the source is copied from its beginning, which is shallow aggressive decoding (Sun
+et al. 2021, arXiv 2106.04970).
 
 The guesses are point masses and cost nothing. A prediction never changes the output, however wrong it is.
 """
@@ -30,9 +31,10 @@ class Options:
 
 
 class Copy:
-    """How far an output has followed its prediction: a function of the committed tokens alone.
+    """The pointer into one prediction, which tells how far the output has followed that prediction.
 
-    at: index of the token of `prediction` that comes next; None = the output has left it.
+    The pointer depends on the committed tokens alone. at: index of the token of `prediction` that comes next; None =
+    the output has left the prediction.
     """
 
     def __init__(self, prediction: Seq[int], num_read: int, resync_n: int, is_at_start: bool) -> None:
@@ -42,12 +44,12 @@ class Copy:
         self._resync_n, self._ids = resync_n, np.array(prediction, dtype=np.int64)
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Follow the tokens up to `stop`."""
+        """Follow the committed tokens up to index `stop`, exclusive."""
         for i in range(self.num_read, stop):
             if self.at is not None and self.next_token(0) == tokens[i]:
                 self.at += 1
                 continue
-            if self.at is not None and self.at > self._found_at:  # else the place was wrong, and is no hint
+            if self.at is not None and self.at > self._found_at:  # otherwise the place was wrong, and tells nothing
                 self._lost_at = self.at
             last = tokens[max(0, i + 1 - self._resync_n) : i + 1]
             self.at = behind(self._ids, last, self._lost_at) if len(last) == self._resync_n else None
@@ -55,15 +57,16 @@ class Copy:
         self.num_read = stop
 
     def next_token(self, depth: int) -> int | None:
-        """Return the token of the prediction `depth` places behind the next one; None where there is none."""
+        """Return the token `depth` places after the prediction's next token; None where there is no such token."""
         place = None if self.at is None else self.at + depth
         return None if place is None or place >= len(self.prediction) else self.prediction[place]
 
 
 def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
-    """Return an index behind an occurrence of `last` in ids [n], with a token there; None where there is none.
+    """Return the index after an occurrence of `last` in ids [n]; None where `last` does not occur before the end.
 
-    It is the first index from `place` on, else the last before it.
+    Of several occurrences, the index is the first one from `place` on, or else the last one before `place`. There is
+    always a token at the index.
     """
     num = len(ids) - len(last)
     if num <= 0:
@@ -78,7 +81,7 @@ def behind(ids: np.ndarray, last: Seq[int], place: int) -> int | None:
 
 
 class PredictionDrafter(TextDrafter[Copy]):
-    """Keeps each sequence's place in its prediction."""
+    """A drafter that keeps a pointer into each sequence's prediction."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(self._copy)
@@ -94,10 +97,10 @@ class PredictionDrafter(TextDrafter[Copy]):
             return Copy(seq.prediction_ids, num, self.options.resync_n, is_at_start=True)
         if seq.source_ids:
             copy = Copy(seq.source_ids, 0, self.options.resync_n, is_at_start=False)
-            copy.read(seq.tokens, num)  # an answer may be begun, by decoder_prompt
+            copy.read(seq.tokens, num)  # decoder_prompt may have begun the answer
             copy.at = copy.at or 0
             return copy
-        # The last prompt token is read: with it the place of the copy is looked for the first time.
+        # The last prompt token is left to read, because reading it looks for the first place to copy from.
         return Copy(seq.tokens[:num], num - 1, self.options.resync_n, is_at_start=False)
 
 

@@ -1,4 +1,4 @@
-"""Draw each token from all that exist, with equal probability: a floor for comparisons, and a hard case for tests."""
+"""Draw each token from all tokens with equal probability: a floor for comparisons, and a hard case for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Options:
 
 
 class RandomDrafter(Drafter):
-    """Drafts from the same distribution everywhere."""
+    """A drafter that draws from the same distribution everywhere."""
 
     def __init__(self, probs: Probs) -> None:
         self._probs = probs
@@ -29,7 +29,7 @@ class RandomDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Return a drafter over the target's ids that have a token."""
+    """Return a drafter of all ids of the target that have a token."""
     weights = np.ones(target.num_ids)
     weights[list(target.holes)] = 0
     return RandomDrafter(Probs(dense=weights / mass(weights)))

@@ -1,10 +1,11 @@
-"""Token Recycling: draft what the target held to be likeliest behind the same token before (Luo et al. 2024).
+"""Token Recycling: draft the tokens that the target once held to be likeliest after the same token (Luo et al. 2024).
 
-Every pass of the target computes logits behind each row, and decoding uses one row of them. This drafter keeps the ids
-of the largest logits behind each row, rejected drafts included, in a matrix: token -> what may follow it, best first
-(arXiv 2408.08696, section 3.1). A draft is a tree over that matrix in a fixed order of ranks: best-first by the product
-of the acceptance rates of the ranks along the path. Where the rates fall with the rank, this is the tree with the most
-expected tokens for each number of nodes (Sequoia, Chen et al. 2024, arXiv 2402.12374).
+Every pass of the target computes logits at each row, and decoding uses one row of logits. This drafter keeps the ids of
+the largest logits at each row, rejected guesses included. These ids form a matrix: each token has a row of the tokens
+that may follow it, best first (arXiv 2408.08696, section 3.1). A draft is a tree of tokens from that matrix, in a fixed
+order of ranks. The value of a node is the product of the acceptance rates of the ranks along its path, and nodes with
+larger values come first. Where the rates fall with the rank, this tree has the most expected tokens for each number of
+nodes (Sequoia, Chen et al. 2024, arXiv 2402.12374).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from forerun.types import Budget, Coins, Draft, Probs, Sequence
 
 # P(the target's choice is the token of this rank), given that the parent is right. Measured; docs/methods/recycle.md.
 RANK_RATES = (0.44, 0.14, 0.05, 0.03, 0.025, 0.015, 0.01, 0.01)
-MAX_NODES = 128  # nodes of the fixed order: more than of a draft, because tokens without a row have no children
+MAX_NODES = 128  # nodes of the fixed order: more than a draft has, because tokens without a row have no children
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the matrix holds and which drafts are made from it."""
+    """What the matrix holds, and which drafts are made from it."""
 
     shape: str = option("tree", "tree, or path: the likeliest token behind each, one by one")
     top: int = option(8, "tokens kept behind each token, best first", min=1, max=len(RANK_RATES))
@@ -42,7 +43,7 @@ class Options:
 
 
 class Matrix:
-    """Token -> the ids that may follow it, best first. At most `max_rows` tokens have a row."""
+    """A matrix with a row for each of at most `max_rows` tokens: the ids that may follow the token, best first."""
 
     def __init__(self, max_rows: int) -> None:
         self.rows: dict[int, array[int]] = {}  # the row that was written last comes last
@@ -56,14 +57,14 @@ class Matrix:
             del self.rows[next(iter(self.rows))]
 
     def put_first(self, token: int, follower: int, width: int) -> None:
-        """Make `follower` the best of a token's row, which keeps at most `width` ids."""
+        """Make `follower` the first id of a token's row. The row keeps at most `width` ids."""
         row = self.rows.get(token, ())
         if not row or row[0] != follower:
             self.put(token, [follower, *(other for other in row if other != follower)][:width])
 
 
 class RecycleDrafter(Drafter):
-    """Keeps a matrix per request, or per cache salt, and drafts trees of point masses from it."""
+    """A drafter that keeps a matrix for each request or cache salt, and drafts trees of point masses from it."""
 
     draws = "point"
     is_free = True
@@ -79,7 +80,7 @@ class RecycleDrafter(Drafter):
             options.max_rows,
             is_shared=options.shared,
         )
-        self._num_read: dict[int, int] = {}  # by sequence: prompt tokens whose pairs are in its matrix
+        self._num_read: dict[int, int] = {}  # by sequence: the number of prompt tokens with pairs in its matrix
 
     def begin(self, seq: Sequence) -> None:
         matrix = self._matrices.begin(seq)
@@ -104,7 +105,7 @@ class RecycleDrafter(Drafter):
                 self._read(seq, matrix, view.start + len(view.kept))
 
     def _read(self, seq: Sequence, matrix: Matrix, stop: int) -> None:
-        """Take the unread pairs of the first `stop` tokens and the token behind them."""
+        """Put the pairs that were not read yet into the matrix, up to the pair that begins at token `stop` - 1."""
         start = self._num_read.get(seq.id, 0)
         for token, follower in pairwise(seq.tokens[start : stop + 1]):
             matrix.put_first(token, follower, self.options.top)
@@ -122,7 +123,7 @@ class RecycleDrafter(Drafter):
                 continue
             before = tokens[at] if at >= 0 else seq.tokens[-1]
             row = rows.get(before, ())
-            if rank >= len(row) or (at >= 0 and before in seq.end_ids):  # nothing follows the end
+            if rank >= len(row) or (at >= 0 and before in seq.end_ids):  # nothing follows an end id
                 continue
             if budget.go_on(b, depth, Probs.of_point(row[rank])):
                 places[node] = len(tokens)

@@ -1,8 +1,9 @@
 """The target's own weights at fewer bits as the draft model: nothing to find, to train or to match (self-speculation).
 
-Each matrix is rounded from memory when the engine starts (models/quantising.py); embedding and LM head get 8 bits. The
-rounded model agrees with the target in most tokens, and reads about a third (int4) or half (int8) of bfloat16's bytes.
-On operators without quantised products it computes with what the rounded weights stand for, which saves nothing.
+Each matrix of the target is read from memory and rounded when the engine starts (models/quantising.py). Embedding and
+LM head get 8 bits. The rounded model agrees with the target in most tokens, and reads about a third (int4) or half
+(int8) of bfloat16's bytes. On operators without quantised products, it computes with the dequantised weights, which
+saves nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from forerun.registry import option
 
 @dataclass(frozen=True)
 class Options:
-    """How the weights are rounded, and how their model draws."""
+    """How the weights are rounded, and how the rounded model draws."""
 
     quantization: str = option("int4", "int8 or int4[:group=N]: what the target's weights are rounded to")
     draft_temperature: float | None = field(default=None, metadata=TEMPERATURE)
@@ -33,15 +34,15 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model: the target once more, rounded."""
+    """Return the draft model: a rounded copy of the target."""
     return Needs(makes=OwnModel(options.quantization))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Round the target's weights to a draft model beside it, once for all drafters of one engine.
+    """Round the target's weights to make a draft model, once for all drafters of one engine.
 
-    Raises BadOption where the weights have no more bits than that, as most GGUF files in bfloat16: the same file with
-    dtype float32 is dequantised, and can be rounded.
+    Raises BadOption where the target's weights have no more bits than the rounded ones, as with most GGUF files under
+    dtype bfloat16. The same file under dtype float32 is dequantised, and can be rounded.
     """
     holes: Seq[int] = target.holes
     bits = Quantization.parse(options.quantization)

@@ -1,9 +1,9 @@
 """Several drafters feed one tree: each drafts a chain, and the chains are siblings at the root (SpecInfer, Miao et al.
 2023, arXiv 2305.09781).
 
-Each token states the distribution that its member drew it from. The chains are tested in the order of the option, which
-is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin alike the rule goes on with
-both.
+Each token states the distribution from which its member drew the token. The chains are tested in the order of the
+option. That order is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin with the
+same tokens, the rule goes on with both chains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Options:
 
 
 class SeveralDrafter(Compound):
-    """Asks all members, which share the granted nodes; a member without a guess leaves its share to the others."""
+    """A drafter that asks all members for chains. The members share the granted nodes.
+
+    A member without a guess leaves its share to the members after it.
+    """
 
     def __init__(self, members: Seq[Drafter]) -> None:
         super().__init__(members)
@@ -38,21 +41,21 @@ class SeveralDrafter(Compound):
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
-        budget.limits = []  # forced tokens within a chain would take the nodes of the others
+        budget.limits = []  # forced tokens within a chain would take nodes from the other chains
         left, chains = list(budget.num_tokens), [list[Draft]() for _ in seqs]
         for i, member in enumerate(self.members):
             num_left = len(self.members) - i
             budget.num_tokens = [-(-nodes // num_left) for nodes in left]  # a share, rounded up
             asked = [b for b, share in enumerate(budget.num_tokens) if share > 0]
             for b, chain in zip(asked, self.ask(member, asked, seqs, budget, coins), strict=True):
-                if chain.tokens:  # known before a token is drawn; the length of a chain changes no other's share
+                if chain.tokens:  # known before a token is drawn; a chain's length changes no other member's share
                     chains[b].append(chain)
                     left[b] -= budget.num_tokens[b]
         return Draft.joined([_side_by_side(own_chains) for own_chains in chains])
 
 
 def _side_by_side(chains: Seq[Draft]) -> Draft:
-    """Return a tree of one sequence's chains, level by level, so that a cut leaves the first levels."""
+    """Return one sequence's chains as a tree. Its nodes come level by level, so that a cut keeps the first levels."""
     tree = Draft([], [], [0, 0], [])
     tips = [-1] * len(chains)
     for depth in range(max((len(chain.tokens) for chain in chains), default=0)):

@@ -1,24 +1,26 @@
-"""STAND: draw guesses from the logits that the target computed behind the same tokens before (Song et al. 2025).
+"""STAND: draw guesses from the logits that the target computed earlier after the same tokens (Song et al. 2025).
 
-A table keeps the largest logits behind each context of 1 to `max_context` tokens, averaged over its occurrences (arXiv
-2506.04708, the logit-based n-gram module): of every row that the target scores, rejected guesses included. The longest
-known context counts. Its logits go through the request's own pipeline, as the target's logits do, and the guess is
-*drawn* from the resulting distribution q. So a guess is accepted with probability sum_x min(p(x), q(x)), which is 1 for
-p = q, where a point mass at the likeliest token is accepted with max_x p(x). Siblings are drawn without replacement,
-each from what the earlier ones left, which is the order of Gumbel top-k; they use the noise of the position where the
-target picks by it, too.
+A table keeps the largest logits after each context of 1 to `max_context` tokens, averaged over the context's
+occurrences (arXiv 2506.04708, the logit-based n-gram module). Every row that the target scores is an occurrence,
+rejected guesses included. A guess uses the longest known context. The context's logits go through the request's own
+sampling pipeline, as the target's logits do, and the guess is *drawn* from the resulting distribution q. So the guess
+is accepted with probability sum_x min(p(x), q(x)), which is 1 for p = q. A point mass at the likeliest token would be
+accepted with probability max_x p(x). Siblings are drawn without replacement, each from the distribution that the
+earlier siblings left, which is the order of Gumbel top-k. Where the target picks tokens by the noise of the position,
+the siblings use that noise, too.
 
-Exactness. Every token is drawn from the distribution that is stated, a function of earlier rounds and of tokens that
-were drawn before it. So by the rule's theorem the tokens of a round have the target's distribution *given all that the
-drafter has seen*: committed tokens, rejected draws, and what the table made of them. The coins of a round are new.
-Hence the distribution of the next tokens given the text is the target's, too, whatever the rejected draws were. The
-shape of a tree is fixed by counts; a node without a known context has no children, which is decided after it was drawn.
+Exactness. Every token is drawn from the distribution that it states. That distribution depends on earlier rounds and on
+tokens that were drawn before. So by the rule's theorem the tokens of a round have the target's distribution *given all
+that the drafter has seen*: committed tokens, rejected draws, and the table made of them. The coins of a round are new.
+Hence the distribution of the next tokens given the text is the target's, too, no matter which draws were rejected. The
+shape of a tree is fixed by counts. A node without a known context has no children, which is decided after the node was
+drawn.
 
-If one of two lists lacks an id, the id had at most the list's least logit, and is averaged as if it had this logit. A
-prompt is run without logits: its contexts guess the token that followed them last, until the target has computed logits
-behind them.
+An average is taken over two lists of ids. If one list lacks an id, the id had at most that list's least logit, and is
+averaged as if it had the least logit. A prompt is run without logits. A context in the prompt guesses the token that
+followed it last, until the target has computed logits after that context.
 
-The drafter runs no model, but it is not `is_free`: dropping its guess after looking at it would take a draw back.
+The drafter runs no model, but it is not `is_free`, because dropping a guess after looking at it would take a draw back.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ from forerun.sampling.largest import Ids, Rows
 from forerun.theory.trees import best_first
 from forerun.types import Budget, Coins, Draft, Probs, SamplingParams, Sequence
 
-# P(the sibling drawn as this number is the accepted one), given that the parent is. Measured; docs/methods/stand.md.
+# P(the sibling with this number in the order of draws is accepted), given that its parent is. Measured; see
+# docs/methods/stand.md.
 SHARES = (0.53, 0.11, 0.045, 0.04, 0.02, 0.01)
-MAX_NODES = 64  # of a draft
+MAX_NODES = 64  # most nodes of a draft
 PART = 256  # contexts that are learned together, at most the size of the smallest table
 
 Gram = tuple[int, ...]
@@ -71,7 +74,7 @@ class Options:
 
 
 class Table:
-    """Contexts, and the mean of the largest logits behind each: at most `max_contexts`, of `width` ids each.
+    """At most `max_contexts` contexts, each with `width` ids and the mean logits of these ids after the context.
 
     A context of the prompt without computed logits has one id and a count of 0.
     """
@@ -87,9 +90,9 @@ class Table:
         return len(self._places)
 
     def find(self, context: Seq[int], longest: int) -> tuple[Ids, Rows] | None:
-        """Return ids, ascending, and mean logits behind the longest known end of a context; None where none is known.
+        """Return the ids, ascending, and mean logits after the longest known suffix of a context.
 
-        longest: most tokens of an end.
+        None where no suffix is known. longest: the most tokens of a suffix.
         """
         for length in range(min(longest, len(context)), 0, -1):
             place = self._places.get(tuple(context[-length:]))
@@ -101,10 +104,9 @@ class Table:
         return None
 
     def learn(self, contexts: Seq[Gram], ids: Ids, logits: Rows) -> None:
-        """Add an occurrence of each context [n], with ids and values of the largest logits behind it [n, width]."""
-        for start in range(
-            0, len(contexts), PART
-        ):  # small enough that no context of a part is forgotten before it is learned
+        """Add an occurrence of each context [n]. ids, logits [n, width]: the largest logits after each context."""
+        # A part is small enough that none of its contexts is forgotten before it is learned.
+        for start in range(0, len(contexts), PART):
             part = slice(start, start + PART)
             places = np.array([self._place(context) for context in contexts[part]])
             part_ids, part_logits = ids[part], logits[part]
@@ -115,13 +117,16 @@ class Table:
                 left = np.setdiff1d(left, once, assume_unique=True) if len(once) < len(left) else left[:0]
 
     def guess(self, contexts: Seq[Gram], tokens: Seq[int]) -> None:
-        """Let tokens follow contexts without known logits; the last of several tokens stays."""
+        """Let each token follow its context, if the context has no known logits.
+
+        Of several tokens for one context, the last one stays.
+        """
         places = np.array([self._place(context) for context in contexts], np.intp)
         is_guess = self._counts[places] == 0
         self._ids[places[is_guess], 0] = np.asarray(tokens, np.int32)[is_guess]
 
     def _place(self, context: Gram) -> int:
-        """Return the row of a context, a new row if necessary."""
+        """Return a context's row in the table, which is a new row for a new context."""
         place = self._places.get(context)
         if place is not None:
             self._places.move_to_end(context)
@@ -144,7 +149,7 @@ class Table:
         )
 
     def _average(self, places: npt.NDArray[Any], ids: Ids, logits: Rows) -> None:
-        """Add one occurrence to each of these rows, which must differ."""
+        """Add one occurrence to each of these rows of the table, none of which may come twice."""
         counts, known_ids, means = self._counts[places, None], self._ids[places], self._means[places]
         is_same = known_ids[:, :, None] == ids[:, None, :]
         again = np.take_along_axis(logits, is_same.argmax(2), 1)  # the new logit of a known id
@@ -167,11 +172,11 @@ def _ends(tokens: Seq[int]) -> list[Gram]:
 
 @dataclass
 class _Request:
-    """What the drafter knows of a request.
+    """The state of one request.
 
-    params: of the pipeline for kept logits; for a greedy request, whose tokens are drafted by rank, with temperature 1
-    and without filters. only_filters: whether the pipeline runs on the kept logits alone. num_read: prompt tokens in
-    the table.
+    params: the sampling parameters for kept logits. The tokens of a greedy request are drafted by rank, so these
+    parameters have temperature 1 and no filters then. only_filters: whether the sampling pipeline needs only the kept
+    logits. num_read: the number of prompt tokens that are in the table.
     """
 
     params: SamplingParams
@@ -180,7 +185,7 @@ class _Request:
 
 
 class StandDrafter(Drafter):
-    """Keeps a table per request, or per cache salt, and draws chains or trees from it."""
+    """A drafter that keeps a table for each request or cache salt, and draws chains or trees from it."""
 
     def __init__(self, options: Options, vocab_size: int, dtype: npt.DTypeLike) -> None:
         self.options, self._vocab_size, self._dtype = options, vocab_size, dtype
@@ -226,7 +231,7 @@ class StandDrafter(Drafter):
                 request.num_read = stop
 
     def _read(self, table: Table, tokens: Seq[int], ends: range) -> None:
-        """Guess from a text what follows the contexts that end at these tokens."""
+        """Tell the table which token follows each context in a text. ends: the indices at which contexts end."""
         contexts, followers = list[Gram](), list[int]()
         for end in ends:
             known = _ends(tokens[max(0, end + 1 - self.options.max_context) : end + 1])
@@ -235,13 +240,13 @@ class StandDrafter(Drafter):
         table.guess(contexts, followers)
 
     def _learn(self, table: Table, seq: Sequence, own: Seen, ids: Ids, logits: Rows) -> None:
-        """Learn the target's logits behind each row, whose context is the path of tokens down to it."""
+        """Learn the target's logits at each row. The context of a row is the path of tokens down to that row."""
         run, longest = own.scores.runs[own.run], self.options.max_context
         before = {-1: seq.tokens[max(0, own.start + 1 - longest) : own.start]}  # by row: the last tokens up to it
         contexts, rows = list[Gram](), list[int]()
         is_number = np.isfinite(logits.sum(1)).tolist()
         for row, (token, parent) in enumerate(zip(run.tokens, run.behind(0), strict=True)):
-            if parent in before and not (run.vectors and row in run.vectors):  # else the row read a vector, not a token
+            if parent in before and not (run.vectors and row in run.vectors):  # the row read a token, and no vector
                 before[row] = [*before[parent], token][-longest:]
                 if is_number[row]:
                     contexts += _ends(before[row])
@@ -277,7 +282,7 @@ class StandDrafter(Drafter):
     def _children(
         self, seq: Sequence, b: int, path: Seq[int], num: int, budget: Budget, coins: Coins, lane: int
     ) -> Iterator[tuple[int, Probs, float]]:
-        """Yield at most `num` tokens behind a path, as `children_of` does."""
+        """Yield at most `num` tokens after a path, as `children_of` does."""
         depth, expected = len(path), self.expected(seq, path)
         if expected is not None and budget.go_on(b, depth, expected):
             # A greedy request takes the likeliest ids of the kept logits, at temperature 1.
@@ -285,9 +290,9 @@ class StandDrafter(Drafter):
             yield from children_of(expected, kind, num, depth, coins, lane)
 
     def expected(self, seq: Sequence, path: Seq[int]) -> Probs | None:
-        """Return the distribution that the request's pipeline makes of the logits kept for the end of a path.
+        """Return the distribution of the token after a path, made of kept logits by the request's sampling pipeline.
 
-        None where no context is known, or masks leave none of its ids. Filters run on the kept ids alone; bias,
+        None where no context is known, or where masks leave none of the kept ids. Filters need only the kept ids. Bias,
         penalties and masks name ids, so they need a row of the whole vocabulary.
         """
         longest, request = self.options.max_context, self._requests[seq.id]

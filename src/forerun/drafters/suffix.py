@@ -1,15 +1,15 @@
-"""Suffix decoding: continue as texts went on most often behind the longest ends of this one (Oliaro et al. 2411.04975).
+"""Suffix decoding: continue as texts most often went on after the longest ends of this text (Oliaro et al. 2411.04975).
 
 Two histories are searched: the request's own prompt and output, and the texts of finished requests. Each suffix of the
 text that occurred before makes a guess. A suffix of m tokens may draft max_spec_factor * m + max_spec_offset tokens,
-because a long match is rarely an accident. The latest NUM_OCCURRENCES of a suffix are counted: the token that followed
-most often comes next, and its share of the counts is its probability. The score of a guess is the sum of the
-probabilities of its nodes, the number of tokens accepted on average if the counts are right; the guess with the best
-score is drafted. Of equal scores the longer suffix wins, and finished texts are searched only for longer suffixes than
-the match in the request's own text.
+because a long match is rarely an accident. The latest NUM_OCCURRENCES occurrences of a suffix are counted. The token
+that followed most often comes next, and its share of the counts is its probability. The score of a guess is the sum of
+its nodes' probabilities: the number of tokens accepted on average, if the counts are right. The guess with the best
+score is drafted. Of equal scores the longer suffix wins. Finished texts are searched only for suffixes that are longer
+than the match in the request's own text.
 
-The paper keeps suffix trees. Here the tokens themselves are searched by numpy, so that nothing has to be built while a
-prompt is read and a token of history costs four bytes; docs/methods/suffix.md has the times of both.
+The paper keeps suffix trees. Here numpy searches the tokens themselves, so that nothing has to be built while a prompt
+is read, and a token of history costs four bytes. docs/methods/suffix.md has the times of both.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Options:
 
 
 class Past:
-    """The texts of finished requests, separate for each cache salt; the oldest go first.
+    """The texts of finished requests, separate for each cache salt. Above the limits the oldest texts are dropped.
 
-    max_tokens counts an END_OF_TEXT for each text.
+    max_requests, max_tokens: the limits. Each text counts as one token more, for its END_OF_TEXT.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -58,11 +58,11 @@ class Past:
         self._order: deque[tuple[str | None, int]] = deque()  # salt and length of each text, the oldest first
 
     def of(self, salt: str | None) -> array[int]:
-        """Return all texts of a salt, the oldest first, each with END_OF_TEXT behind it."""
+        """Return all texts of a salt, the oldest first, each followed by END_OF_TEXT."""
         return self._texts.get(salt, array("i"))
 
     def add(self, salt: str | None, text: array[int]) -> None:
-        """Remember a text, or only its end if it is too long."""
+        """Remember a text, or only its end if the text is too long."""
         if not self._max_requests or self._max_tokens < 2:
             return
         text = text[-(self._max_tokens - 1) :]
@@ -82,7 +82,7 @@ class Past:
 
 
 class SuffixDrafter(TextDrafter[Tokens]):
-    """Searches the text of a sequence and the texts that finished before."""
+    """A drafter that searches the text of a sequence, and the texts of finished requests."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(Tokens, is_fast=True)
@@ -98,7 +98,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
         return draft
 
     def end(self, seq: Sequence) -> None:
-        """Remember a finished text; forget a text that was aborted, or preempted and is begun again."""
+        """Remember the text of a finished request, and forget a text that was aborted or will begin again."""
         if seq.finish_reason in ("stop", "length"):
             self._past.add(seq.params.cache_salt, self._texts.whole(seq).ids)
         super().end(seq)
@@ -106,7 +106,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
     def _guess(self, seq: Sequence, most: int) -> Guess:
         text = self._texts.whole(seq).ids
         context = text[-self.options.max_match :]
-        # The text's last token is left out of the search: nothing followed its end yet.
+        # The text's last token is left out of the search, because nothing has followed it yet.
         guess = self._better(Guess(), text, len(text) - 1, context, most, seq.end_ids)
         past = self._past.of(seq.params.cache_salt)
         return self._better(guess, past, len(past), context, most, seq.end_ids)
@@ -114,11 +114,11 @@ class SuffixDrafter(TextDrafter[Tokens]):
     def _better(
         self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, end_ids: Collection[int]
     ) -> Guess:
-        """Return the best guess by the first `stop` tokens of a text, or `guess` if no score is better."""
+        """Return the best guess from the first `stop` tokens of a text, or `guess` if none has a better score."""
         o = self.options
         if most <= guess.score:
             return guess
-        least = guess.match  # an equally long match in the request's own text says more than one in other texts
+        least = guess.match  # an equally long match in the request's own text says more than a match in other texts
         for level in reversed(levels(np.frombuffer(text, np.intc)[:stop], context)):
             limit = min(most, int(o.max_spec_factor * level.length + o.max_spec_offset))
             if level.length <= least or limit <= guess.score:

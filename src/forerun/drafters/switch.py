@@ -1,15 +1,17 @@
-"""Each request is drafted for by the member that promises it the most tokens per second, chosen anew in every round.
+"""The member that promises a request the most tokens per second drafts for it, chosen anew in every round.
 
 Leviathan et al. 2023 (section 6) leave it open to vary the approximation model; here any drafters are members. The
-promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), at the granted length;
-drafting nothing competes, too. Seconds are measured; gains are learned from past rounds, by request and rank, and begin
-with the member's own average. The pacing policy alone decides how long drafts are: where they were shortened here as
-well, it saw no later ranks and granted less and less. Free members are asked in every round, which costs no rows, and
-their guesses are compared with what was committed, whoever drafted. Other members are known only where they drafted, so
-a member that looks hopeless is probed after pauses that double in length.
+promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), at the granted length.
+Plain decoding competes, too. Seconds are measured. Gains are learned from past rounds, by request and rank, starting
+from the member's average over all requests. Only the pacing policy decides how long drafts are. When drafts were
+shortened here as well, the policy saw no later ranks, and granted less and less. Free members are asked in every round,
+which costs no rows. Their guesses are compared with the committed tokens, no matter which member drafted. Other members
+are known only from rounds in which they drafted, so a member that looks hopeless is probed after pauses that double in
+length.
 
-A decision looks at past rounds and at point masses alone, so it is admissible (docs/exactness.md). It depends on
-measured seconds, so it may differ from run to run; the texts of greedy and of `match` requests do not.
+A choice looks at the tokens of past rounds and at point masses, and at no other tokens, so drafts stay exact
+(docs/exactness.md). A choice depends on measured seconds, so it may differ from run to run. The texts of greedy
+requests and of `match` requests do not differ.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from forerun.drafters.shared.compound import Compound, made, specs
 from forerun.registry import option
 from forerun.types import Budget, Coins, Draft, Sequence
 
-MOST_NODES = 16  # of a guess that is scored
+MOST_NODES = 16  # most nodes of a guess that are scored
 FIRST_GUESS = 0.6  # acceptance of a member before its first round
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512  # rounds between two probes of a member
 MEMORY = 30  # rounds until the weight of a round is 1/e
@@ -44,14 +46,17 @@ class Options:
 
 
 class _Gains:
-    """Decaying counts of guessed and accepted nodes, by rank: how likely the node of each rank is to be accepted."""
+    """Decaying counts of guessed and accepted nodes by rank. They tell how likely a node of each rank is accepted.
+
+    prior: counts to start from; None = start from FIRST_GUESS.
+    """
 
     def __init__(self, prior: _Gains | None = None) -> None:
         self.prior, self.num_rounds = prior, 0
         self.guessed, self.accepted = [0.0] * MOST_NODES, [0.0] * MOST_NODES
 
     def add(self, num_nodes: int, ranks: Seq[int]) -> None:
-        """Add a round, to the prior as well."""
+        """Add a round to these counts and to the prior. ranks: the accepted nodes out of `num_nodes`."""
         keep, self.num_rounds = 1 - 1 / MEMORY, self.num_rounds + 1
         self.guessed = [keep * weight + (rank < num_nodes) for rank, weight in enumerate(self.guessed)]
         self.accepted = [keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
@@ -63,7 +68,7 @@ class _Gains:
         return self.num_rounds > 0 or (self.prior is not None and self.prior.num_rounds > 0)
 
     def shares(self) -> list[float]:
-        """Return P(the node of rank i is accepted), [MOST_NODES]; the prior's have the weight of four rounds."""
+        """Return P(the node of rank i is accepted), [MOST_NODES]. The prior's shares have the weight of four rounds."""
         first = [FIRST_GUESS ** (rank + 1) for rank in range(MOST_NODES)]
         prior = first if self.prior is None else self.prior.shares()
         counts = zip(self.accepted, self.guessed, prior, strict=True)
@@ -71,14 +76,17 @@ class _Gains:
 
 
 class _Line:
-    """Decaying least squares of seconds over a number, with a first slope in units of the seconds at 0."""
+    """A line of seconds over a number x, fitted by least squares with decaying weights.
+
+    first_slope: the slope until different x were measured, in units of the seconds at x = 0.
+    """
 
     def __init__(self, first_slope: float) -> None:
         self.first_slope, self.weight = first_slope, 0.0
         self.x = self.y = self.xx = self.xy = 0.0
 
     def add(self, x: float, seconds: float) -> None:
-        """Add a measurement; one far above the line counts as three times the expected seconds."""
+        """Add a measurement. It counts as at most three times the seconds that the line expects."""
         if self.weight:
             seconds = min(seconds, 3 * self.at(x))
         keep = 1 - 1 / MEMORY
@@ -86,7 +94,7 @@ class _Line:
         self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * seconds
 
     def at(self, x: float) -> float:
-        """Return the seconds at x, 0 where nothing was measured."""
+        """Return the seconds at x; 0 where nothing was measured."""
         if not self.weight:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
@@ -98,13 +106,13 @@ class _Line:
 
 @dataclass
 class _Rate:
-    """Decaying average of the seconds per drafted node, 0 where nothing was measured. Sequences share passes."""
+    """A decaying average of the seconds per drafted node, over the nodes of all sequences; 0 before a measurement."""
 
     nodes: float = 0.0
     seconds: float = 0.0
 
     def add(self, num_nodes: int, seconds: float) -> None:
-        """Add a call of a member."""
+        """Add one call of a member."""
         keep = 1 - 1 / MEMORY
         self.nodes, self.seconds = keep * self.nodes + num_nodes, keep * self.seconds + seconds
 
@@ -115,9 +123,10 @@ class _Rate:
 
 @dataclass
 class _Known:
-    """What is known of one member for one request.
+    """The record of one member for one request.
 
-    guess: tokens before it, and the guess, until it was scored. pause, probe_at: in rounds of the request.
+    guess: the number of tokens before a guess, and the guess; None once it was scored. pause: the rounds between two
+    probes of the member. probe_at: the round of the next probe. Rounds are the request's.
     """
 
     gains: _Gains
@@ -128,7 +137,11 @@ class _Known:
 
 @dataclass
 class _Request:
-    """One request: what is known of each member, its rounds so far, and the member that drafts for it."""
+    """One request.
+
+    known: the record of each member. num_rounds: the request's rounds so far. now: the member that drafts for the
+    request; None = it decodes plainly.
+    """
 
     known: list[_Known]
     num_rounds: int = 0
@@ -136,7 +149,7 @@ class _Request:
 
 
 class SwitchDrafter(Compound):
-    """Chooses among its members for each request and round."""
+    """A drafter that chooses one of its members for each request in each round."""
 
     def __init__(self, members: Seq[Drafter], hysteresis: float) -> None:
         super().__init__(members)
@@ -171,7 +184,7 @@ class SwitchDrafter(Compound):
                 groups.setdefault(member, []).append(b)
         for member, chosen in groups.items():
             for b, draft in zip(chosen, self._timed(member, chosen, seqs, budget, coins), strict=True):
-                others = guesses[b].values() if not draft.tokens else ()  # a model that is behind draws nothing
+                others = guesses[b].values() if not draft.tokens else ()  # a model that must catch up draws nothing
                 drafts[b] = next((_first(guess, budget.num_tokens[b]) for guess in others), draft)
         self._ready_at = self.clock()
         return Draft.joined(drafts)
@@ -179,7 +192,7 @@ class SwitchDrafter(Compound):
     def _free_guesses(
         self, asked: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> dict[int, dict[int, Draft]]:
-        """Return the guesses of the free members by sequence and member, without empty ones."""
+        """Return the guesses of the free members by sequence and member, without empty guesses."""
         guesses: dict[int, dict[int, Draft]] = {b: {} for b in asked}
         for i, member in enumerate(self.members):
             if member.is_free:
@@ -193,7 +206,7 @@ class SwitchDrafter(Compound):
     def _timed(
         self, member: int, chosen: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Ask a member that is not free, and note its time and drafts."""
+        """Return the drafts of a member that is not free, and record them and the time that the member took."""
         drafter, begun, had = self.members[member], self.clock(), self.catchup_s
         drafts = self.ask(drafter, chosen, seqs, budget, coins)
         self._draft_s[member].add(sum(len(d.tokens) for d in drafts), self.clock() - begun - self.catchup_s + had)
@@ -202,7 +215,7 @@ class SwitchDrafter(Compound):
             if draft.tokens:
                 known.guess = (len(seqs[b].tokens), _first(draft, MOST_NODES))
             elif seqs[b].id in drafter.caught_up:
-                known.probe_at = 0  # it is behind, and asked again in the next round
+                known.probe_at = 0  # the member has not caught up, and is asked again in the next round
             else:
                 known.gains.add(1, ())
         return drafts
@@ -210,9 +223,9 @@ class SwitchDrafter(Compound):
     def _choose(
         self, request: _Request, guesses: Mapping[int, Draft], most: int, num_sequences: int
     ) -> tuple[int | None, int]:
-        """Return the member that drafts for a request, None for plain decoding, and how many nodes it may draft.
+        """Return the member that drafts for a request (None = plain decoding), and how many nodes it may draft.
 
-        guesses: of the free members, by member. most: the granted nodes.
+        guesses: the guesses of the free members, by member. most: the number of granted nodes.
         """
         request.num_rounds += 1
         rates: dict[int | None, float] = {None: 1 / self._seconds(0, 0.0, num_sequences)}
@@ -238,13 +251,13 @@ class SwitchDrafter(Compound):
         return best, lengths[best]
 
     def _promise(self, known: _Known, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the tokens per second that a member promises with so many nodes."""
+        """Return the tokens per second that a member promises with a draft of `num_nodes` nodes."""
         return (1.0 + sum(known.gains.shares()[:num_nodes])) / self._seconds(num_nodes, node_s, num_sequences)
 
     def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the seconds of a round of one sequence: its share of a pass, and its own rows and draft.
+        """Return the seconds of a round of one sequence: its share of a plain pass, its drafted rows, and its draft.
 
-        In passes of one row where nothing was measured.
+        Where nothing was measured, the result is in passes of one row instead.
         """
         plain = self._pass_s.at(num_sequences)
         if plain <= 0:
@@ -264,14 +277,14 @@ class SwitchDrafter(Compound):
 
 
 def _first(draft: Draft, num_nodes: int) -> Draft:
-    """Return the best nodes of one sequence's draft; its extra rows stay only if all nodes do."""
+    """Return the first `num_nodes` nodes of one sequence's draft. Its extra rows stay only if all nodes do."""
     if num_nodes >= len(draft.tokens):
         return draft
     return Draft(draft.tokens[:num_nodes], draft.parents[:num_nodes], [0, num_nodes], draft.probs[:num_nodes])
 
 
 def _score(known: _Known, text: Seq[int]) -> None:
-    """Compare a guess with the tokens committed since, as soon as they show how much of it was right."""
+    """Compare a guess with the tokens committed since, as soon as they show how many of its nodes were right."""
     if known.guess is None:
         return
     start, draft = known.guess

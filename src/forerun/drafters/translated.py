@@ -1,11 +1,11 @@
 """A draft model with another vocabulary than the target's.
 
-how=tokens: the draft's logits of the tokens that both vocabularies have, renormalised and stated in the target's ids
-(token-level intersection; Timor et al. 2025, arXiv 2502.05202, algorithm 4). how=text: the draft goes on greedily in
-its own vocabulary, its text is encoded with the target's tokenizer, and the ids are proposed as point masses.
+how=tokens: the draft model's logits of the tokens in both vocabularies are renormalised, and stated in the target's ids
+(token-level intersection; Timor et al. 2025, arXiv 2502.05202, algorithm 4). how=text: the draft model goes on greedily
+in its own vocabulary, its text is encoded with the target's tokenizer, and these ids are proposed as point masses.
 
 Either way the draft model reads the committed text in ids of its own tokenizer (text/translation.py). When the text
-grows only the last ids change: the cache is cut to the ids that are still the same.
+grows, only the last of these ids change, so the draft model's cache is cut to the ids that stayed the same.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class Options:
 
 
 class Intersection(ModelDrafter):
-    """A draft model that draws only tokens of both vocabularies, and states them in the target's ids.
+    """A draft model that draws only tokens in both vocabularies, and states them in the target's ids.
 
-    Its sequences hold its own ids. sources: the target's sequences, by id, for penalties and masks.
+    The sequences that it drafts for hold the draft model's ids. sources: by sequence id, the same sequences in the
+    target's ids, for penalties and masks.
     """
 
     def __init__(self, runner: Runner, options: Draws, ids: Mapping[int, int], width: int) -> None:
@@ -85,15 +86,15 @@ class Intersection(ModelDrafter):
         return self._ids[token]
 
     def forced(self, seq: Sequence, drafted: Seq[int]) -> list[int]:
-        return []  # it may have no ids for these tokens
+        return []  # the draft model may have no ids for these tokens
 
 
 class Translated(Drafter):
-    """Hands each sequence to a draft model in the ids of its tokenizer. Subclasses translate its drafts back.
+    """A drafter that hands each sequence to a draft model, in that model's ids. Subclasses translate drafts back.
 
-    tokenizers: the target's and the draft model's; None where ids are all there is, and name the same tokens. It has no
-    `free_tokens`: a text may be longer in other ids. A sequence without room in the draft's cache has no drafts, and
-    the target must not wait for it.
+    tokenizers: the target's and the draft model's; None where the models have only ids, which mean the same tokens. The
+    drafter sets no limit by `free_tokens`, because a text may be longer in other ids. A sequence without room in the
+    draft model's cache has no drafts, and the target must not wait for that room.
     """
 
     def __init__(self, own: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> None:
@@ -123,15 +124,15 @@ class Translated(Drafter):
         self.caught_up, self.catchup_s = self.own.caught_up, self.own.catchup_s
 
     def mirror(self, seq: Sequence, tokens: list[int]) -> Sequence:
-        """Return the sequence as the draft model sees it. tokens: in the draft model's ids."""
+        """Return the sequence as the draft model sees it. tokens: the committed text in the draft model's ids."""
         return dataclasses.replace(seq, tokens=tokens)
 
     def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
-        """Return how many tokens the draft model must draft for `num_tokens` of the target's."""
+        """Return how many tokens the draft model must draft for `num_tokens` tokens of the target."""
         return num_tokens
 
     def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the model's own draft behind the committed texts; nothing behind a text without a character."""
+        """Return the model's own draft after the committed texts; it is empty after a text without a character."""
         mirrors = [self._followed(seq) for seq in seqs]
         budget.num_tokens = [
             num if mirror.tokens else 0 for num, mirror in zip(budget.num_tokens, mirrors, strict=True)
@@ -141,7 +142,7 @@ class Translated(Drafter):
         return draft
 
     def _followed(self, seq: Sequence) -> Sequence:
-        """Return the mirror of a sequence, with what was committed since."""
+        """Return the mirror of a sequence, with the tokens that were committed since."""
         mirror = self._mirrors[seq.id]
         if translation := self._translations.get(seq.id):
             self.own.doubt(mirror, translation.read(seq.tokens))
@@ -149,7 +150,7 @@ class Translated(Drafter):
 
 
 class TranslatedTokens(Translated):
-    """how=tokens: the model's drafts are in the target's ids already."""
+    """The drafter of how=tokens. The model's drafts are in the target's ids already."""
 
     own: Intersection
 
@@ -162,14 +163,14 @@ class TranslatedTokens(Translated):
         self.own.sources.pop(seq.id, None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        self.own.sources |= {seq.id: seq for seq in seqs}  # which may be ahead of what is committed
+        self.own.sources |= {seq.id: seq for seq in seqs}  # these may have tokens that are not committed yet
         return self.ask(seqs, budget, coins)
 
 
 class TranslatedText(Translated):
-    """how=text: nothing is random in a draft, which is a function of the committed tokens.
+    """The drafter of how=text. Nothing in a draft is random: it depends on the committed tokens alone.
 
-    num_ids: of the target; no other ids are proposed.
+    num_ids: the number of the target's ids; no other ids are proposed.
     """
 
     draws = "point"
@@ -184,7 +185,7 @@ class TranslatedText(Translated):
         return dataclasses.replace(seq, tokens=tokens, params=params, bad_word_ids=())
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        # No policy stops the model's own draft; it stops the translated draft, which is made of point masses.
+        # The pacing policy does not stop the model's own draft. It stops the translated draft of point masses.
         model_draft = self.ask(seqs, Budget(budget.num_tokens, budget.catchup_tokens), coins)
         texts = {
             seq.id: self._text(seq, [model_draft.tokens[i] for i in model_draft.nodes(b)]) for b, seq in enumerate(seqs)
@@ -199,12 +200,15 @@ class TranslatedText(Translated):
         return draw_chains(seqs, budget, coins, expected)
 
     def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
-        """Return enough for one more token, by the lengths of the text so far in both ids; at most twice as many."""
+        """Return how many tokens the draft model must draft for `num_tokens` + 1 of the target, at most twice as many.
+
+        The text so far tells how many of the draft model's tokens stand for one of the target's.
+        """
         more = num_tokens + 1
         return min(2 * more, -(-more * len(mirror.tokens) // len(seq.tokens))) if num_tokens else 0
 
     def _text(self, seq: Sequence, drafted: Seq[int]) -> str:
-        """Return the text of tokens drafted in the draft's ids, up to a control token or an unfinished character."""
+        """Return the text of drafted tokens of the draft model, up to a control token or an unfinished character."""
         if not drafted:
             return ""
         end = next((i for i, token in enumerate(drafted) if token in self._draft.special_ids), len(drafted))

@@ -1,14 +1,15 @@
 """A draft model that guesses a tree: several tokens for each position, so that a wrong first guess is not the end.
 
-The tree grows level by level. Each level is one pass of the draft model, whose rows stay pending in its cache until the
-next level has read them; the rows of the accepted path are kept, so no node is run twice. Three ways to choose a shape:
+The tree grows level by level. Each level is one pass of the draft model. The cache rows of a level stay pending, so
+that the next level can read them. Later the rows of the accepted path are kept, so no node is run twice. There are
+three ways to choose a shape:
 
-    4x2x1        children of each node by depth; where fewer nodes are granted, the nodes that are likeliest to be
-                 accepted by the usual shares of ranks
-    sequoia      the same with shares that were measured for this pair and no fixed widths (`forerun train tree`; Chen
-                 et al. 2024, arXiv 2402.12374)
-    best_first   the nodes of the largest confidence of the draft model (EAGLE-2, Li et al. 2024, arXiv 2406.16858);
-                 that looks at tokens, which is admissible for point masses alone (docs/exactness.md)
+    4x2x1        the number of children of a node, by depth. Where fewer nodes are granted, the tree has the nodes that
+                 are likeliest to be accepted, by the usual shares of ranks
+    sequoia      the nodes that are likeliest to be accepted, by shares that were measured for this pair of models,
+                 without fixed numbers of children (`forerun train tree`; Chen et al. 2024, arXiv 2402.12374)
+    best_first   the nodes in which the draft model has most confidence (EAGLE-2, Li et al. 2024, arXiv 2406.16858).
+                 This choice looks at tokens, which is exact for point masses only (docs/exactness.md)
 
 shared/siblings.py has the ways in which the children of a node are drawn.
 """
@@ -34,9 +35,9 @@ from forerun.sampling.arithmetic import Row
 from forerun.theory.trees import Node, best_first
 from forerun.types import Budget, Coins, Draft, Next, Probs, Sequence
 
-# Accepted shares of children by rank, where none were measured.
+# How often a child is accepted, by its rank, where no shares were measured.
 USUAL_SHARES = (0.6, 0.2, 0.08, 0.04, 0.02, 0.01, 0.008, 0.006)
-KIND = "tree"  # of the file of shares
+KIND = "tree"  # the kind of the file with shares
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _widths(shape: str) -> list[int]:
 
 @dataclass
 class _Node:
-    """A drafted token. goes_on: whether it may have children. row: its pending row, -1 = it was not run."""
+    """A drafted token. goes_on: whether it may have children. row: its pending cache row; -1 = it was not run."""
 
     token: int
     probs: Probs
@@ -91,12 +92,16 @@ class _Node:
 
 @dataclass
 class _Tree:
-    """The tree of one sequence while it grows. shape: the wanted nodes; None where confidence decides."""
+    """The tree of one sequence while it grows.
+
+    limit: the most nodes of the draft. shape: the wanted nodes; None = confidence decides. num_rows: how many cache
+    rows are pending.
+    """
 
     nodes: list[_Node]
     limit: int
     shape: list[Node] | None
-    places: dict[int, int] = field(default_factory=lambda: {-1: -1})  # node of the shape -> node
+    places: dict[int, int] = field(default_factory=lambda: {-1: -1})  # node of the shape -> node of the tree
     num_rows: int = 0
 
     def path(self, node: int) -> list[int]:
@@ -109,7 +114,10 @@ class _Tree:
 
 
 class TreeDrafter(Compound):
-    """Drafts trees with `model`. shares: by rank, for greedy requests and for all others."""
+    """A drafter of trees with the draft model `model`.
+
+    shares: how often a child is accepted, by its rank: for greedy requests, and for all other requests.
+    """
 
     branches = True
 
@@ -117,14 +125,14 @@ class TreeDrafter(Compound):
         super().__init__([model])
         self.model, self.options, self.shares = model, options, shares
         self.shape, self.draws = "tree", options.draws
-        self._trees: dict[int, _Tree] = {}  # of the last round, whose rows are pending
+        self._trees: dict[int, _Tree] = {}  # by sequence id: the trees of the last round, with pending cache rows
 
     def end(self, seq: Sequence) -> None:
         self._trees.pop(seq.id, None)
         super().end(seq)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Keep the rows of the accepted path, except the last token's, which a round runs."""
+        """Keep the cache rows of the accepted path, except the last token's. The next round runs that token."""
         for seq in seqs:
             if (tree := self._trees.pop(seq.id, None)) is not None:
                 self.model.keep_pending(seq, list(_accepted(tree, seq, self.model.num_held(seq))))
@@ -161,7 +169,7 @@ class TreeDrafter(Compound):
         return best_first(shares, num_nodes, None if self.options.shape == "sequoia" else _widths(self.options.shape))
 
     def _first_rows(self, feeds: Feeds) -> dict[int, Seq[Row]]:
-        """Run the committed tokens that the model lacks; return the last row by sequence."""
+        """Run the committed tokens that the model's cache lacks. Returns each sequence's last output row."""
         runs = [Run(seq.id, tokens, "last") for seq, tokens in feeds.values()]
         scores = self.model.runner.forward(runs)
         self.model.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
@@ -181,7 +189,7 @@ class TreeDrafter(Compound):
         return sorted(sorted(level, key=lambda i: -tree.nodes[i].value)[: max(0, most)])
 
     def _rows(self, trees: dict[int, _Tree], levels: dict[int, list[int]], seqs: Seq[Sequence]) -> dict[int, Seq[Row]]:
-        """Run these nodes of each sequence, whose rows stay pending. Returns the row behind each."""
+        """Run these nodes of each sequence. Their cache rows stay pending. Returns the output row of each node."""
         runs = []
         for b, level in levels.items():
             nodes = trees[b].nodes
@@ -221,7 +229,7 @@ class TreeDrafter(Compound):
                 tree.nodes.append(_Node(token, stated, at, depth, value, goes_on))
 
     def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
-        """Return a node's children in the shape; without a shape, `top_k` new nodes."""
+        """Return the numbers of a node's children in the shape; without a shape, the numbers of `top_k` new nodes."""
         if tree.shape is None:
             return range(len(tree.nodes), len(tree.nodes) + self.options.top_k)
         return [
@@ -230,7 +238,10 @@ class TreeDrafter(Compound):
 
 
 def _draft(tree: _Tree) -> Draft:
-    """Return the best nodes, best first; values never rise along a path, so their parents are among them."""
+    """Return a draft of the best nodes, best first.
+
+    Values never rise along a path, so the parents of the best nodes are among the best nodes, too.
+    """
     nodes = tree.nodes
     if tree.shape is not None:
         order = [tree.places[i] for i in range(len(tree.shape)) if i in tree.places]
@@ -242,7 +253,7 @@ def _draft(tree: _Tree) -> Draft:
 
 
 def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
-    """Yield the pending rows of committed tokens that the model holds already, behind the first `num_held`."""
+    """Yield the pending rows of the committed tokens after the first `num_held`, as far as the tree has their rows."""
     at = -1
     for token in seq.tokens[num_held : len(seq.tokens) - 1]:
         run = (i for i, node in enumerate(tree.nodes) if node.parent == at and node.token == token and node.row >= 0)
@@ -253,13 +264,13 @@ def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the spec of the model. Refuses a file of shares that cannot be used."""
+    """Return the spec of the draft model. Refuses a file of shares that cannot be used."""
     _shares(options, target.fingerprint)
     return Needs(parts=(options.of,))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the model and, for sequoia, the shares. Raises what `artifacts.load` raises."""
+    """Load the draft model and, for sequoia, the shares. Raises what `artifacts.load` raises."""
     shares = _shares(options, artifacts.fingerprint(target.tokenizer, target.num_ids))
     (model,) = made([options.of], target)
     if not isinstance(model, ModelDrafter):
@@ -268,7 +279,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def _shares(options: Options, fingerprint: str | None) -> tuple[list[float], list[float]]:
-    """Return the shares in a file, for greedy requests and for all others; without a file the usual shares."""
+    """Return the shares in a file, for greedy requests and for all others. Without a file, return the usual shares."""
     if options.file is None:
         return list(USUAL_SHARES), list(USUAL_SHARES)
     arrays, _ = artifacts.load(options.file, KIND, fingerprint)

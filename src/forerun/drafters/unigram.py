@@ -1,6 +1,7 @@
-"""Guess the token that is most frequent at all, or draw one by its frequency: the least that any drafter can know.
+"""Guess the most frequent token, or draw one by its frequency: the least that any drafter can know.
 
-It is the floor that other methods are compared with (Leviathan et al. 2023, arXiv 2211.17192, section 3.6, use tables).
+This is the floor that other methods are compared with. Leviathan et al. 2023, arXiv 2211.17192, section 3.6, use such
+tables.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from forerun.drafters.shared.tables import TableOptions, needs as needs
 
 @dataclass(frozen=True)
 class Options(TableOptions):
-    """Where the frequencies are from, and how they are used."""
+    """Where the frequencies come from, and how they are used."""
 
     method = "unigram"
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Make a drafter with a fitted table or none. Raises UserError for a file of another target."""
+    """Make the drafter, with or without a fitted table. Raises UserError for a file of another target."""
     return tables.drafter(options, target, order=1)
