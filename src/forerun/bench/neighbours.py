@@ -39,4 +39,6 @@ class Moment:
         num_busy = (self.busy_s - begun.busy_s - self.process_s + begun.process_s) / wall_s
         if num_busy < _FEW or (self.idle_s - begun.idle_s) / wall_s > _FEW:
             return None
-        return f"Other programs kept {num_busy:.1f} processors busy, so drafting gained less: run it again without them."
+        return (
+            f"Other programs kept {num_busy:.1f} processors busy, so drafting gained less: run it again without them."
+        )

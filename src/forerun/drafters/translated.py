@@ -127,10 +127,6 @@ class Translated(Drafter):
         """Return the sequence as the draft model sees it. tokens: the committed text in the draft model's ids."""
         return dataclasses.replace(seq, tokens=tokens)
 
-    def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
-        """Return how many tokens the draft model must draft for `num_tokens` tokens of the target."""
-        return num_tokens
-
     def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         """Return the model's own draft after the committed texts; it is empty after a text without a character."""
         mirrors = [self._followed(seq) for seq in seqs]
@@ -198,14 +194,6 @@ class TranslatedText(Translated):
             return Probs.of_point(token) if token < self._num_ids else None
 
         return draw_chains(seqs, budget, coins, expected)
-
-    def num_own(self, seq: Sequence, mirror: Sequence, num_tokens: int) -> int:
-        """Return how many tokens the draft model must draft for `num_tokens` + 1 of the target, at most twice as many.
-
-        The text so far tells how many of the draft model's tokens stand for one of the target's.
-        """
-        more = num_tokens + 1
-        return min(2 * more, -(-more * len(mirror.tokens) // len(seq.tokens))) if num_tokens else 0
 
     def _text(self, seq: Sequence, drafted: Seq[int]) -> str:
         """Return the text of drafted tokens of the draft model, up to a control token or an unfinished character."""
