@@ -15,14 +15,14 @@ Q = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
 def test_alpha_loss_by_hand() -> None:
     # Row 1: min sums to 0.2 + 0.3 + 0.2 = 0.7; row 2 is equal: 1. Mean overlap 0.85.
     assert losses.overlap(Q.log(), P.log()).tolist() == pytest.approx([0.7, 1.0])
-    assert float(losses.rejection(Q.log(), P.log())) == pytest.approx(0.15)
+    assert float(losses.by_row("alpha", Q.log(), P.log()).mean()) == pytest.approx(0.15)
 
 
 def test_alpha_loss_is_total_variation() -> None:
     torch.manual_seed(0)
     draft, target = torch.randn(50, 9), torch.randn(50, 9)
     variation = 0.5 * (draft.softmax(-1) - target.softmax(-1)).abs().sum(-1).mean()
-    assert float(losses.rejection(draft, target)) == pytest.approx(float(variation), abs=1e-6)
+    assert float(losses.by_row("alpha", draft, target).mean()) == pytest.approx(float(variation), abs=1e-6)
 
 
 def test_kl_is_zero_at_equality_and_right_by_hand() -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from forerun.text.parts import CallArguments, CallBegin, CallEnd, Scanner, Steps, Text
+from forerun.text.parts import CallArguments, CallBegin, CallEnd, Scanner, Steps
 from forerun.text.tools import Tools, inside, json_of, no_number
 
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function"), ("arguments", "parameters")
@@ -147,12 +147,6 @@ def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
     """
     if is_call is False or not scan.is_over:
         scan.put_back(before + scan.log)
-
-
-def marked(scan: Scanner, opening: tuple[str, ...], read: Callable[[str], Steps]) -> Steps:
-    """Yield text up to an opening mark, then the pieces that `read` yields after the mark, again and again."""
-    while (mark := (yield from scan.until(opening, Text))) is not None:
-        yield from read(mark)
 
 
 def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) -> Steps:

@@ -67,11 +67,6 @@ def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return torch.minimum(draft_logits.softmax(-1), target_logits.softmax(-1)).sum(-1)
 
 
-def rejection(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the mean over rows of 1 - sum_x min(p(x), q(x)): the `alpha` loss, in [0, 1]."""
-    return by_row("alpha", draft_logits, target_logits).mean()
-
-
 def agreement(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return the share of rows where both argmaxes are the same: the chance of acceptance at temperature 0."""
     return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
