@@ -149,7 +149,7 @@ class Table:
         )
 
     def _average(self, places: npt.NDArray[Any], ids: Ids, logits: Rows) -> None:
-        """Add one occurrence to each of these rows of the table, none of which may come twice."""
+        """Add one occurrence to each of these rows of the table. No row may come twice."""
         counts, known_ids, means = self._counts[places, None], self._ids[places], self._means[places]
         is_same = known_ids[:, :, None] == ids[:, None, :]
         again = np.take_along_axis(logits, is_same.argmax(2), 1)  # the new logit of a known id

@@ -345,7 +345,7 @@ def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified
 
 
 def oracle_operations(alpha: float, c_hat: float, *, is_verified: bool = True) -> float:
-    """Return the oracle's operations per token / those of plain decoding: 1 + c_hat alpha.
+    """Return the oracle's operations per token / plain decoding's: 1 + c_hat alpha.
 
     Without verification it is 1 - alpha + c_hat alpha.
     """

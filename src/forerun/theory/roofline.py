@@ -241,7 +241,7 @@ def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
 
 
 def encoder_operations(spec: Spec, num_tokens: int) -> float:
-    """Return the operations of an encoder of this size over `num_tokens` tokens, each of which attends to all.
+    """Return the operations of an encoder of this size over `num_tokens` tokens that all attend to each other.
 
     One round over gamma + 1 rows after a context does at most as many operations as one run of the encoder over context
     and rows (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and no row attends to later

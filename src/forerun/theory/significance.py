@@ -149,7 +149,7 @@ def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
 def weissman(num_samples: int, num_cells: int, eta: float) -> float:
     """Return a bound on the total variation distance between a sample's shares and the distribution it was drawn from.
 
-    The bound holds with probability 1 - eta. It is that of Weissman et al. 2003, in the simpler form
+    The bound holds with probability 1 - eta. It is the bound of Weissman et al. 2003, in the simpler form
     sqrt((cells ln 2 + ln(1 / eta)) / (2 N)).
     """
     if num_samples < 1:

@@ -55,7 +55,7 @@ def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
 
 
 def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) -> list[Node]:
-    """Return the nodes of the best tree, those of the largest values, best first. `a` must not rise with the rank.
+    """Return the nodes of the best tree, which have the largest values, best first. `a` must not rise with the rank.
 
     widths: the most children of a node, by the depth of the children. The tree has at most len(widths) levels.
     None = up to len(a) children at any depth.

@@ -166,7 +166,7 @@ class FeatureFile:
         return self.path.stat().st_size // self._record.itemsize if self.path.exists() else 0
 
     def write(self, start: int, features: Features) -> None:
-        """Write the features of a text, after those of the first `start` tokens."""
+        """Write the features of a text from token `start` on."""
         rows = np.empty(len(features.best), dtype=self._record)
         rows["layers"], rows["hidden"] = _bits(features.layers), _bits(features.hidden)
         rows["best"] = features.best.numpy()

@@ -289,7 +289,7 @@ def num_ids_of(teacher: str) -> int:
 
 
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
-    """Return random weights, or those of config.init_from, deepened where that model has fewer layers.
+    """Return random weights, or the weights of config.init_from, deepened where that model has fewer layers.
 
     Raises BadOption as `read_shape` and `deepen` do.
     """

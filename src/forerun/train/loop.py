@@ -74,7 +74,7 @@ def train(
     """Train until config.steps, save along the way, and export. Returns the last validation's numbers.
 
     prepare: reads the data and makes the task, which may take long. resume: go on from the state in the out folder, or
-    begin where it has none. Every loss of a resumed run is bit for bit that of an uninterrupted run, on the same
+    begin where it has none. Every loss of a resumed run equals an uninterrupted run's bit for bit, on the same
     machine with the same number of threads. Raises BadOption where the out folder's state is of another run, and where
     there is a state and resume is False.
     """

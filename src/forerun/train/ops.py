@@ -30,7 +30,7 @@ class TrainingOps(ReferenceOps):
         self.imbalances: list[Tensor] = []
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """See `ReferenceOps`. Records the imbalance of passes with gradients, and so not those of a teacher."""
+        """See `ReferenceOps`. Records the imbalance of passes with gradients, so of no teacher's."""
         if scores.requires_grad:
             self.imbalances.append(losses.imbalance(scores, chosen))
 

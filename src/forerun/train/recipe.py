@@ -86,7 +86,7 @@ class State:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """The head in `folder` that a recipe has trained. numbers: those of the last validation."""
+    """The head in `folder` that a recipe has trained. numbers: of the last validation."""
 
     folder: Path
     target: OpenedCheckpoint

@@ -225,7 +225,7 @@ def _records(file: BinaryIO, path: Path, width: int) -> Iterator[Sample]:
         crc = file.read(4)
         if kind >= len(KINDS) or crc != struct.pack("<I", zlib.crc32(head + body)):
             if file.tell() >= size and num <= MOST_IDS:
-                return  # the last record, of which some pages did not reach the disk
+                return  # the last record: some of its pages did not reach the disk
             raise UnsupportedModel(
                 f"{shown(str(path))} is damaged behind sample {number}: cut it there, or sample into another file"
             )

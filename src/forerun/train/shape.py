@@ -47,7 +47,7 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": True},
     "qwen3_5_text": {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4},
 }
-# The config.json keys for the number and size of heads with states; both are those of the query heads.
+# The config.json keys for the number and size of heads with states; both are as for the query heads.
 STATE_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 STATE_DIMS = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
 INTERVAL = 4  # layers from one with attention to the next, in a family with states

@@ -60,7 +60,7 @@ def measure(
 
     Row 0 is greedy: how often the target's likeliest id has this rank in the draft model. Row 1 is at temperature 1:
     the probability that the child of this rank, drawn without replacement, is the accepted child (recursive rejection).
-    The positions are those of the texts (ids), which are cut at `longest` ids.
+    The positions are places in the texts (ids), which are cut at `longest` ids.
     """
     rng, shares, num = np.random.default_rng(seed), np.zeros((2, num_ranks)), 0
     runners = [_runner(checkpoint, longest) for checkpoint in (target, draft)]

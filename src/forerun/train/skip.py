@@ -52,7 +52,7 @@ class Scored:
 class Scorer:
     """Scores sets of layers of one model on texts.
 
-    windows: pieces of the texts as ids, each of which is run as one sequence. Raises BadOption for a model in which
+    windows: pieces of the texts as ids; each is run as one sequence. Raises BadOption for a model in which
     layers read the keys of others.
     """
 

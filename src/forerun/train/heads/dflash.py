@@ -187,7 +187,7 @@ def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
 
 
 def _visible(batch: Batch, anchors: Tensor) -> Tensor:
-    """Return which tokens an anchor's block may attend to: those of its text before the anchor, [S, A, L] bool."""
+    """Return which tokens an anchor's block may attend to: its text before the anchor, [S, A, L] bool."""
     before = torch.arange(batch.ids.shape[1]) < anchors.unsqueeze(1)
     return (batch.text[:, anchors].unsqueeze(2) == batch.text.unsqueeze(1)) & before
 

@@ -108,7 +108,7 @@ def stepping_block(target: Spec, **changes: Any) -> Spec:
 class SteppingHead:
     """A head of one layer that goes on from its own outputs, in float32, with gradients.
 
-    decoder: the spec of the head. weights: those of the layer, its norms, and the projection `input`, which joins the
+    decoder: the spec of the head. weights: the layer's, its norms', and the projection `input`, which joins the
     embedding of a token with the features of the token before. fitted: among the layers that are read, the index of the
     input of the target's own layer; None where this input is not read.
     """
