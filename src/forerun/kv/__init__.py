@@ -1,12 +1,13 @@
 """The KV cache: `KVCache` is the engine's interface to a cache; kv/cache.py has the cache that ships.
 
-A sequence has a *slot*: a number that its owner chose. The slot holds one row for each token that was run: first the
-*kept* rows in order, then *pending* rows (written but not kept, as a tree that a drafter grows level by level), then
-the rows of the run that is being written. A model's forward pass writes each run behind the rows that are there.
-Afterwards the rows of the run are kept, held as pending, or overwritten by the next run.
+A sequence has a *slot*: a number that its owner chose. The slot holds one cache row for each token that was run. The
+*kept* rows come first, in order. Then come *pending* rows, which are written but not kept yet, such as the nodes of a
+tree that a drafter grows level by level. The rows of the run that is being written come last. A model's forward pass
+writes each run after the rows that the slot already has. Afterwards the rows of the run are kept, made pending, or
+overwritten by the next run.
 
-Sequences have slots from 0 on. Slots below 0 are SCRATCH_SLOT, for passes that measure, and two more for each sequence
-(`fetch_slot`, `source_slot`).
+Sequences have slots from 0 on. The slots below 0 are SCRATCH_SLOT, for passes that measure, and two further slots for
+each sequence (`fetch_slot`, `source_slot`).
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ SCRATCH_SLOT = -1
 
 
 def fetch_slot(slot: int) -> int:
-    """Return the slot that holds a sequence's blocks on their way from disk."""
+    """Return the slot that holds a sequence's blocks while they are read from disk."""
     return -2 - 2 * slot
 
 
 def source_slot(slot: int) -> int:
-    """Return the slot of a sequence's source, in the cache of an encoder-decoder. SCRATCH_SLOT has one, too."""
+    """Return the slot of a sequence's source, in the cache of an encoder-decoder. SCRATCH_SLOT has such a slot, too."""
     return -5 - 2 * slot
 
 
 class Room(NamedTuple):
-    """How much a slot holds, and may still take.
+    """How much a slot holds, and how much more it may take.
 
-    length: kept tokens. slack: free rows in the slot's own blocks, behind everything that it holds; below 0 where the
-    slot must copy its last block before it may write. next_blocks: blocks that one more token takes.
+    length: the number of kept tokens. slack: the number of free rows in the slot's own blocks, after all rows that the
+    slot holds. It is below 0 where the slot must copy its last block before it may write. next_blocks: the number of
+    blocks that one more token takes.
     """
 
     length: int
@@ -40,9 +42,10 @@ class Room(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Rows that stay pending while others are kept: ascending, behind the kept ones.
+    """Rows that stay pending while other rows are kept.
 
-    parents: of each, an index among these rows; -1 = the kept rows.
+    rows: their indices, as in `KVCache.keep`; they ascend, and come after the rows that are kept. parents: the parent
+    of each row, as an index into `rows`; -1 = the kept rows.
     """
 
     rows: Seq[int]
@@ -50,9 +53,9 @@ class Held(NamedTuple):
 
 
 class KVCache(Protocol):
-    """The interface of a model's KV cache for Runner, Scheduler and drafters. The model itself reads it differently.
+    """The interface of a model's KV cache for Runner, Scheduler and drafters. The model itself uses other methods.
 
-    Memory is handed out in num_blocks blocks of block_tokens tokens.
+    Memory is handed out in whole blocks. There are `num_blocks` blocks of `block_tokens` tokens.
     """
 
     @property
@@ -63,19 +66,19 @@ class KVCache(Protocol):
     # The life of a slot.
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with the rows that other sequences published of `tokens`, at most all but the last.
+        """Begin a sequence with the rows that other sequences have published for the beginning of `tokens`.
 
-        Returns the number of these rows, 0 where nothing is shared. tokens: the committed ones, from the beginning.
-        salt: only rows that were published under the same salt are found.
+        Returns the number of these rows: less than len(tokens), and 0 where nothing is shared. tokens: the committed
+        tokens, from the beginning. salt: only rows that were published under the same salt are found.
         """
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another; both may go on. Raises CapacityError without room."""
+        """Begin a sequence with the kept rows of another one. Both may go on. Raises CapacityError without room."""
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let later sequences find the kept rows of `tokens`; a cache that shares nothing does nothing.
+        """Let later sequences find the kept rows of `tokens`. A cache that shares nothing does nothing.
 
-        tokens: the committed ones, from the beginning.
+        tokens: the committed tokens, from the beginning.
         """
 
     def release(self, slot: int) -> None:
@@ -84,43 +87,48 @@ class KVCache(Protocol):
     # Lengths and room.
 
     def length(self, slot: int) -> int:
-        """Return the kept tokens of the slot; 0 for a slot that is not open."""
+        """Return the number of kept tokens of the slot; 0 for a slot that is not open."""
 
     def pending(self, slot: int) -> Seq[int]:
         """Return the parent of each pending row: an index among the pending rows, -1 = the kept rows."""
 
     def room(self, slot: int) -> Room:
-        """Return how much an open slot holds, and may still take."""
+        """Return how much an open slot holds, and how much more it may take."""
 
     def free_tokens(self, without: Collection[int] = ()) -> int:
-        """Return how many tokens fit into blocks that no slot uses; slots in `without` count as released."""
+        """Return how many tokens fit into the blocks that no slot uses. Slots in `without` count as released."""
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
         """Return how many blocks `reserve` would take."""
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Make room for a run of `num_tokens` rows. Raises CapacityError, and reserves nothing, where there is none."""
+        """Make room for a run of `num_tokens` rows.
+
+        Raises CapacityError, and reserves nothing, where there is no room.
+        """
 
     # After a pass.
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = ...) -> list[int]:
-        """Keep some of the pending rows and of the rows just written of each slot, and drop the others.
+        """In each slot, keep some of the pending rows and of the rows just written, and drop the other rows.
 
-        kept: by slot, ascending indices that count the pending rows and then the rows of the run. held: by slot, rows
-        that stay pending, which beam searches ask for. Returns the slots that have something new to publish once their
-        kept tokens are committed.
+        kept: for each slot, the indices of the rows to keep, ascending. An index counts the pending rows first, and
+        then the rows of the run. held: for each slot, the rows that stay pending; beam searches need them. Returns the
+        slots that have something new to publish once their kept tokens are committed.
         """
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """Make the rows of the run just written pending, behind earlier pending rows.
+        """Make the rows of the run just written pending, after earlier pending rows.
 
-        parents: of each row, an index that counts the pending rows and then the rows of the run; -1 = the kept rows.
+        parents: the parent of each row, as an index that counts the pending rows first, and then the rows of the run;
+        -1 = the kept rows.
         """
 
     def truncate_to(self, slot: int, length: int) -> int:
-        """Keep the first `length` tokens only, and drop pending rows. Raises InternalError where fewer are kept.
+        """Keep only the first `length` tokens, and drop pending rows. Raises InternalError where fewer tokens are kept.
 
-        Returns how many are kept: fewer where layers with a window have given back what the next row would see.
+        Returns the number of tokens that stay kept. It is less than `length` where layers with a window have given back
+        blocks that the next row would see.
         """
 
     def check_integrity(self) -> None:

@@ -1,10 +1,11 @@
 """The KV cache of the models in models/: block tables on the host, and a pool of rows for each layer.
 
-Layers with the same window are of one *kind* and share block tables: a kind with a window gives old blocks back. The
-room of the widest kind is the room of the cache, because no other kind runs out of blocks before it: each has as many
-blocks, and a kind with a window has some more for each sequence, since two sequences that share a beginning in one kind
-may hold separate blocks of it in another. Most blocks of a kind with a window are never written, and on a CPU memory
-that is never written takes no room.
+Layers with the same window are of one *kind* and share block tables. A kind with a window gives old blocks back.
+
+The widest kind alone decides how many tokens fit, because no other kind runs out of blocks before it. Each other kind
+has as many blocks as the widest, and some more for each sequence: two sequences may share the blocks of a common
+beginning in one kind, and hold separate ones in another. Most blocks of a kind with a window are never written. On a
+CPU such memory takes no room.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from forerun.types import CacheView, RaggedBatch
 
 Backend = Literal["paged", "contiguous"]
 PAGED_BLOCK_TOKENS = 16
-FOUND_TOKENS = 8192  # kept behind windows for later sequences that begin alike, beyond what running ones see
-WRITTEN_TOKENS = 512  # that a sequence is assumed to run in one pass, for the blocks that a window needs
-LEAST_SNAPSHOTS = 8  # states of recurrent layers that are kept for later sequences, or as many as run at once
+FOUND_TOKENS = 8192  # tokens before the windows, kept for later sequences that begin with them
+WRITTEN_TOKENS = 512  # how many a sequence is assumed to run in one pass, to count the blocks that a window needs
+LEAST_SNAPSHOTS = 8  # states of recurrent layers kept for later sequences; max_batch_size of them if that is more
 
 
 class Cached(Protocol):
@@ -57,11 +58,12 @@ class HasShape(Protocol):
 
 
 class BlockCache(BlockTables):
-    """The keys and values of every sequence of one model, in blocks; for the paged and the contiguous backend alike.
+    """The keys and values of all sequences of one model, in blocks; for the paged and the contiguous backend alike.
 
-    pools: the rows of each layer, see kv/pool.py. kinds: the block tables of each kind of layers, the widest first,
-    which is the cache itself. states: of recurrent layers, None = there are none. max_batch_size: sequences at once; it
-    decides how many blocks of kinds with windows are written, and how many states there are.
+    pools: the rows of each layer, see kv/pool.py. kinds: the block tables of each kind of layers, the widest kind
+    first. The tables of the widest kind are this cache itself. states: the states of recurrent layers; None = the model
+    has none. max_batch_size: how many sequences run at once. It decides how many blocks of kinds with windows are
+    written, and how many states there are.
     """
 
     def __init__(
@@ -122,10 +124,10 @@ class BlockCache(BlockTables):
         prefix_caching: bool = True,
         pools: MakePools = HostPools,
     ) -> BlockCache:
-        """Allocate a pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` in all.
+        """Allocate a pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` tokens in all.
 
-        pools: makes the pools of the backend that computes the model (Model.make_pools).
-        Raises BadOption where `num_tokens` is less than one block, CapacityError where there is no memory.
+        pools: makes the pools of the backend that computes the model (Model.make_pools). Raises BadOption where
+        `num_tokens` is less than one block, and CapacityError where there is no memory.
         """
         shape = shape_of(shape, backend, max_seq_len, device)
         block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
@@ -158,7 +160,10 @@ class BlockCache(BlockTables):
         shape: CacheShape | None = None,
         dtype: str | None = None,
     ) -> BlockCache:
-        """Allocate the cache of a model, where its backend keeps it; see `create`. shape, dtype: None = the model's."""
+        """Allocate a model's cache in the pools of the model's backend. shape, dtype: None = the model's own.
+
+        The other parameters are those of `create`.
+        """
         return cls.create(
             shape or model.config.cache_shape,
             backend,
@@ -174,7 +179,7 @@ class BlockCache(BlockTables):
     # ------------------------------------------------------------------------------------------------- of every kind
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with the published rows of `tokens` that the layers of all kinds have, see KVCache."""
+        """Begin a sequence with the published rows of `tokens` that all kinds of layers have; see KVCache."""
         keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
         keys = self._beginning(keys)
         for kind in self.kinds:
@@ -184,15 +189,15 @@ class BlockCache(BlockTables):
         return self._counted(slot, len(tokens))
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
-        """Let later sequences begin at these positions of an open slot, or up to a block before.
+        """Let later sequences begin at these positions of an open slot, or up to a block before each position.
 
-        It is for recurrent layers: where there are none, sequences may begin behind any block.
+        Only recurrent layers need marks. In a model without such layers, sequences may begin after any block.
         """
         if self.states is not None and self.prefix_caching:
             self.states.mark(slot, positions)
 
     def keep_on_disk(self, keeper: Keeper) -> None:
-        """From now on, write blocks to a shelf and fetch them from there."""
+        """Write published blocks to the keeper's shelf on disk from now on, and fetch blocks from there."""
         for number, kind in enumerate(self.kinds):
             kind.keeper, kind.kind = keeper, number
         if self.states is not None:
@@ -200,14 +205,14 @@ class BlockCache(BlockTables):
 
     @property
     def record_bytes(self) -> list[int]:
-        """The bytes of a shelf's records: of a block for each kind of layers, then of a state."""
+        """The bytes of the records on a shelf: of a block, for each kind of layers, and of a state if there are any."""
         return [self.pools.record_bytes(kind) for kind in range(len(self.kinds) + (self.states is not None))]
 
     def fetch(self, slot: int, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
-        """Begin to read the rows of `tokens` that are on disk and not in memory; None where there are none.
+        """Begin to read the rows of `tokens` that are on disk and not in memory; return None where there are none.
 
-        The slot holds their blocks until the fetch is over or given up and `arrived` was called; then `open` finds
-        them.
+        The slot holds the blocks of these rows until the fetch has ended or was given up, and `arrived` was called.
+        Then `open` finds the blocks.
         """
         keeper = self.keeper
         if keeper is None or not self.prefix_caching:
@@ -241,12 +246,12 @@ class BlockCache(BlockTables):
         return keeper.fetch(slot, missing)
 
     def _lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks these keys lack; 1 where only a state finds no place."""
+        """Return how many blocks the cache lacks for these keys; 1 where only the place for a state is lacking."""
         few = max(kind.lacks_blocks(keys) for kind in self.kinds)
         return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
 
     def arrived(self, fetch: Fetch) -> int:
-        """Publish what a finished or given-up fetch has read, and return how many tokens these are."""
+        """Publish the rows that a fetch has read, once it is over or given up, and return their number of tokens."""
         for number, kind in enumerate(self.kinds):
             kind.publish_awaited(fetch.slot, {one.key: one.block for one in fetch.loaded if one.kind == number})
         if self.states is not None:
@@ -255,9 +260,9 @@ class BlockCache(BlockTables):
         return self.block_tokens * sum(one.kind == 0 for one in fetch.loaded)
 
     def _beginning(self, keys: list[Key], others: Seq[Collection[Key]] | None = None) -> list[Key]:
-        """Return the keys with whose blocks a sequence can begin.
+        """Return the leading keys whose blocks a sequence can begin with: no layer lacks a block that it needs.
 
-        others: for each kind, and then for states, keys that count as present.
+        others: further keys that count as present, for each kind of layers, and then for states.
         """
         num, more = None, others or [()] * (len(self.kinds) + 1)
         while num != len(keys):
@@ -269,7 +274,7 @@ class BlockCache(BlockTables):
         return keys
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another, see KVCache."""
+        """Begin a sequence with the kept rows of another sequence, see KVCache."""
         super().fork(slot, new_slot)
         for kind in self.kinds[1:]:
             kind.fork(slot, new_slot)
@@ -293,7 +298,7 @@ class BlockCache(BlockTables):
             kind.release(slot)
 
     def clear_prefixes(self) -> None:
-        """Free every published block that no slot uses."""
+        """Free every published block that no slot uses, and withdraw every published state."""
         super().clear_prefixes()
         for kind in self.kinds[1:]:
             kind.clear_prefixes()
@@ -323,9 +328,10 @@ class BlockCache(BlockTables):
             self.states.hold(slot, len(parents))
 
     def truncate_to(self, slot: int, length: int) -> int:
-        """Keep the first `length` tokens only, see KVCache.
+        """Keep only the first `length` tokens, see KVCache.
 
-        Fewer are kept where a kind's window has lost them, or the state of recurrent layers has gone beyond them.
+        Fewer tokens are kept where a kind with a window has given back blocks that the next row would see, or where the
+        state of recurrent layers already contains later tokens.
         """
         if length <= self.length(slot):
             length = self._cut_length(slot, length)
@@ -336,7 +342,7 @@ class BlockCache(BlockTables):
         return super().truncate_to(slot, length)
 
     def _cut_length(self, slot: int, length: int) -> int:
-        """Return the length, at most `length`, that all layers of a slot can be cut to."""
+        """Return a length, at most `length`, to which all layers of a slot can be cut."""
 
         def can_cut(length: int) -> bool:
             return all(kind.can_cut(slot, length) for kind in self.kinds)
@@ -360,7 +366,8 @@ class BlockCache(BlockTables):
     def rows(self, slot: int, start: int, stop: int, kind: int = 0) -> npt.NDArray[np.int64]:
         """Return the physical rows of the logical positions start .. stop-1 in layers of a kind, int64 [stop - start].
 
-        Positions that were given back map to rows of other blocks, which hold numbers that no row may see.
+        Positions whose blocks were given back map to rows of other blocks. No token of the batch may attend to these
+        rows.
         """
         table, block = self.kinds[kind].table(slot), self.block_tokens
         if not table or table == list(range(table[0], table[0] + len(table))):
@@ -370,7 +377,7 @@ class BlockCache(BlockTables):
         return (heads + np.arange(block)).reshape(-1)[start:stop]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the rows that one pass writes and reads. Raises InternalError where batch and cache disagree."""
+        """Return the cache rows that a pass writes and reads. Raises InternalError where batch and cache disagree."""
         reads, writes = [], []
         self.kinds[kind].tables(batch)
         for b, slot in enumerate(batch.slots):
@@ -383,9 +390,10 @@ class BlockCache(BlockTables):
 
 
 def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
-    """Return the room for the states and inputs of recurrent layers; None where there are none.
+    """Return the room for the states and inputs of recurrent layers; None where the model has no such layers.
 
-    Each sequence has the state that it stands on and the state that its pass writes, and so has a measuring pass.
+    Each sequence needs two states, the state that it continues from and the state that its pass writes. A measuring
+    pass needs two, too.
     """
     if not shape.states:
         return None
@@ -394,20 +402,21 @@ def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
 
 
 def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> CacheShape:
-    """Return the shape of the cache that `BlockCache.create` makes: without windows where nothing is given back."""
+    """Return the shape of the cache that `BlockCache.create` makes: without windows if no block is given back."""
     if backend == "paged" and device == "cpu":
         return shape.within(max_seq_len)
-    return replace(shape, windows=None)  # a block is a whole text, or kernels read one table for all layers
+    return replace(shape, windows=None)  # a block is a whole sequence, or kernels read one table for all layers
 
 
 def written_blocks(
     window: int | None, block_tokens: int, num_blocks: int, max_batch_size: int, pass_tokens: int = 0
 ) -> int:
-    """Return how many blocks of a kind of layers are written, if no search has many rows pending; all without a window.
+    """Return how many blocks of one kind of layers are ever written; all blocks where the kind has no window.
 
-    They are the blocks that running sequences see, and blocks kept for later sequences that begin alike; a sequence
-    that runs more than WRITTEN_TOKENS of its prompt takes the latter first. pass_tokens: in the largest pass; 0 = no
-    more.
+    These are the blocks that running sequences see, and blocks that are kept for later sequences that begin alike. A
+    sequence that runs more than WRITTEN_TOKENS tokens of its prompt in a pass takes blocks of the second sort first.
+    The count assumes that no beam search has many rows pending. pass_tokens: the number of tokens in the largest pass;
+    0 = no sequence runs more than WRITTEN_TOKENS in a pass.
     """
     if window is None:
         return num_blocks

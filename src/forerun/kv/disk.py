@@ -1,14 +1,15 @@
-"""Blocks of KV caches in a folder: a prompt that one process has run, the next process need not run again.
+"""Blocks of KV caches in a folder, so that a prompt that one process has run need not be run by the next process.
 
-A folder belongs to one user and may serve several processes. It holds a secret, and a *shelf* for each model that wrote
-there, under a hash of everything that decides the bits of a row. A shelf has segments (kv/segments.py). A process
-writes to its own segments and reads all of them, and may be killed at any moment: the block that it was writing is
-lost, and nothing else. A full segment is not written to again; where the folder has outgrown its limit, the segment
-that was written longest ago is removed. Its blocks that were used since, read from the folder or found in memory, are
-first carried to another segment: so the common beginning of many texts outlives their ends.
+A folder belongs to one user and may serve several processes. It holds a secret, and one *shelf* for each model. The
+shelf's name is a hash of everything that decides the bits of the model's cache rows. A shelf has segments
+(kv/segments.py). A process writes only to its own segments, and reads all segments. It may be killed at any moment:
+only the block that it was writing is lost. A full segment is not written to again. Where the folder has outgrown its
+limit, the segment that was written longest ago is removed. Before that, those of its blocks that were used since (read
+from the folder or found in memory) are carried to another segment. So the common beginning of many texts outlives their
+different ends.
 
-Rows are found under a keyed BLAKE2b hash of the salt and of all tokens up to the block's end (kv/prefix.py has the
-chain), and the block's tokens are compared, too. Whoever can read the folder can learn what was asked: only its owner
+A block is found under a keyed BLAKE2b hash of the salt and of all tokens up to the block's end (kv/prefix.py has the
+chain). The block's tokens are compared, too. Whoever can read the folder can learn what was asked, so only its owner
 can read it.
 
 Rows are read by `preadv` and not through a memory map, because a file that is cut while it is mapped ends the process
@@ -56,10 +57,10 @@ from forerun.kv.segments import (
 )
 
 LOG = logging.getLogger(__name__)
-FORM = 1  # of the files; others are not read
+FORM = 1  # the version of the files' format; a shelf of another version is not found
 SECRET, ABOUT = "secret", "about.json"
-SEGMENT_BYTES = 256 << 20  # of rows, at most
-LEAST_BYTES = 64 << 20  # of a folder
+SEGMENT_BYTES = 256 << 20  # of a segment's rows, at most
+LEAST_BYTES = 64 << 20  # the smallest limit of a folder
 AHEAD_S = 60.0  # a file's time that lies further in the future is wrong
 REFRESH_S = 0.2  # between two looks at what other processes wrote
 BLOCK_TOKENS = 16
@@ -67,7 +68,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 class Limit(NamedTuple):
-    """The option kv_disk: how many bytes a folder may hold, and where it is."""
+    """The option kv_disk: how many bytes a folder may hold, and where the folder is."""
 
     num_bytes: int
     path: Path
@@ -89,13 +90,16 @@ class Limit(NamedTuple):
 
 
 def default_path() -> Path:
-    """Return the folder that is used where none is named, in the user's cache."""
+    """Return the folder that is used where the user names none. It lies in the user's cache."""
     return native.cache_folder() / "kv"
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a block is: its segment, and its entry there. uses: all known uses, written to disk or not."""
+    """Where a block lies on disk: its segment, the number of its entry there, and the entry itself.
+
+    uses: the number of known uses, including those that are not written to disk yet.
+    """
 
     segment: Segment
     number: int
@@ -105,7 +109,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Kept:
-    """The contents of a shelf. used_at: the last use, in seconds since 1970. num_damaged: blocks, if all were read."""
+    """The contents of a shelf. used_at: the time of the last use, in seconds since 1970.
+
+    num_damaged: the number of damaged blocks; 0 where the rows were not read.
+    """
 
     model: str
     path: Path
@@ -117,9 +124,9 @@ class Kept:
 
 
 def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
-    """Return what each shelf of a folder holds. verifies: whether all rows are read, and compared with their hashes.
+    """Return the contents of each shelf of a folder. Raises BadOption where the folder is not a folder of kv_disk.
 
-    Raises BadOption where the folder is none of forerun's.
+    verifies: whether to read all rows and compare them with their hashes.
     """
     shelves = []
     for shelf in sorted(_shelves(path)):
@@ -141,7 +148,7 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
 
 
 def clear(path: Path, model: str | None = None) -> int:
-    """Remove the shelves of a model, None = all, and return how many bytes they had. Raises as `kept`."""
+    """Remove the shelves of a model, and return how many bytes they had. Raises as `kept`. model: None = all models."""
     num_bytes = 0
     for one in kept(path):
         if model is None or one.model == model:
@@ -159,8 +166,8 @@ def _shelves(path: Path) -> list[Path]:
 class Folder:
     """A folder of shelves, no larger than `num_bytes`, and the thread that writes there.
 
-    Raises BadOption for a folder that others can read, or that holds other files. A folder that cannot be written to is
-    read; that is said once.
+    Raises BadOption for a folder that other users can read, or that holds other files. Where writing fails later, the
+    folder is still read, and a warning says so once.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -212,13 +219,14 @@ class Folder:
     def shelf(self, about: Seq[object], record_bytes: Seq[int], model: str = "") -> Shelf:
         """Return the shelf of a model.
 
-        about: all that decides the bits of its rows. record_bytes: of a block of each kind of layers. model: its name.
+        about: everything that decides the bits of the model's cache rows. record_bytes: see BlockCache.record_bytes.
+        model: the model's name.
         """
         name = blake2b(repr((FORM, tuple(about), tuple(record_bytes))).encode(), key=self.secret, digest_size=16)
         return Shelf(self, self.path / name.hexdigest(), list(record_bytes), model)
 
     def say(self, what: str) -> None:
-        """Log a sentence, once for each process."""
+        """Log a warning, unless the same text was logged before."""
         if what not in self._said:
             self._said.add(what)
             LOG.warning("kv_disk %s: %s", self.path, what)
@@ -226,15 +234,15 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def add(self, job: Callable[[], bool]) -> None:
-        """Let the thread call `job` when it is woken, again and again until it returns False."""
+        """Let the writing thread call `job` when it is woken, again and again until `job` returns False."""
         self._jobs.append(job)
 
     def wake(self) -> None:
-        """Tell the thread that there is something to write."""
+        """Tell the writing thread that there is something to write."""
         self._woken.set()
 
     def close(self, within_s: float = 20.0) -> None:
-        """Write waiting blocks, for at most `within_s` seconds, and end the thread."""
+        """Write the waiting blocks, for at most `within_s` seconds, and end the thread."""
         self._is_open = False
         self._woken.set()
         self._thread.join(within_s)
@@ -255,20 +263,20 @@ class Folder:
             self._woken.wait(1.0)
 
     def failed(self, error: OSError) -> None:
-        """Write nothing more: there is no room, or no permission."""
+        """Stop writing to the folder, because of an error such as a full disk or a lack of permission."""
         self.is_writable = False
         self.say(f"nothing more is written there ({error.strerror}); what is there is read")
 
     # ------------------------------------------------------------------------------------------------- what there is
 
     def segments(self) -> list[tuple[Path, int, float]]:
-        """Return each segment's path without ending, its bytes, and when it was written last, longest ago first.
+        """Return each segment's path without ending, its bytes, and the time of its last write, longest ago first.
 
-        A time in the future comes from a wrong clock and counts as 0: else such a segment would stay for ever, and new
-        segments would be removed in its place.
+        A time in the future comes from a wrong clock and counts as 0. Otherwise such a segment would stay for ever, and
+        new segments would be removed in its place.
         """
         segments, latest = [], time.time() + AHEAD_S
-        for rows in self.path.glob(f"*/*{ROWS}"):  # a killed process may have left one without entries
+        for rows in self.path.glob(f"*/*{ROWS}"):  # a killed process may have left rows without entries
             with suppress(OSError):
                 state, num_bytes = rows.stat(), 0
                 with suppress(FileNotFoundError):
@@ -278,9 +286,9 @@ class Folder:
         return sorted(segments, key=lambda segment: segment[2])
 
     def shrink(self, room: int = 0) -> None:
-        """Remove segments, the longest ago written first, until the folder has `room` bytes left.
+        """Remove the segments that were written longest ago, until `room` more bytes fit into the folder.
 
-        Their used blocks, at most as many as one segment holds, are first carried to another one.
+        Their used blocks are first carried to new segments, at most as many blocks as one segment holds.
         """
         segments = self.segments()
         excess = sum(size for _, size, _ in segments) + room - self.num_bytes
@@ -298,9 +306,9 @@ class Folder:
 
 
 class Shelf:
-    """The blocks of one model: where each is, by its kind of layers and its key.
+    """The blocks of one model on disk, found by their kind of layers and their key.
 
-    Any thread may ask; one thread writes.
+    Any thread may look blocks up; one thread writes.
     """
 
     def __init__(self, folder: Folder, path: Path, record_bytes: list[int], model: str = "") -> None:
@@ -317,11 +325,11 @@ class Shelf:
         return len(self._places)
 
     def key(self, chain: bytes) -> bytes:
-        """Return the key of a block on disk: without the secret nobody can tell which texts are here."""
+        """Return the key of a block on disk. Without the secret, nobody can tell from a key which text is here."""
         return blake2b(chain, key=self.folder.secret, digest_size=32).digest()
 
     def use(self, kind: int, chain: bytes) -> bool:
-        """Count a use of a block, and return whether it is here."""
+        """Count one use of a block if it is on the shelf, and return whether it is."""
         place = self._places.get((kind, self.key(chain)))
         if place is None:
             return False
@@ -330,12 +338,15 @@ class Shelf:
         return True
 
     def find(self, kind: int, chain: bytes, tokens: Seq[int]) -> Place | None:
-        """Return where the rows of a block are, None where it is not here. tokens: of the block."""
+        """Return where the rows of a block are; None where the shelf lacks the block. tokens: the block's tokens."""
         place = self._places.get((kind, self.key(chain)))
         return place if place is not None and place.entry.tokens == _packed(tokens) else None
 
     def refresh(self, within_s: float = REFRESH_S) -> None:
-        """Look for blocks that other processes have written or removed, if the last look is `within_s` seconds ago."""
+        """Look for blocks that other processes have written or removed.
+
+        Does nothing where the last look is less than `within_s` seconds ago.
+        """
         if time.monotonic() - self._looked_at < within_s:
             return
         with self._lock:
@@ -375,14 +386,14 @@ class Shelf:
                 self._places[entry.kind, entry.key] = Place(segment, number, entry, entry.uses)
 
     def _can_read(self, entry: Entry, end: int) -> bool:
-        """Return whether an entry's rows have the length of its kind, and lie before the end of their file."""
+        """Return whether an entry's rows have the length of their kind, and lie before the end of their file."""
         is_known = entry.kind < len(self.record_bytes) and entry.num_bytes == self.record_bytes[entry.kind]
         return is_known and entry.start + entry.num_bytes <= end
 
     # ---------------------------------------------------------------------------------------------------------- rows
 
     def read(self, kind: int, chain: bytes, place: Place, out: memoryview) -> bool:
-        """Read the rows of a block, and return whether they are intact."""
+        """Read the rows of a block into `out`, and return whether they are intact."""
         entry = place.entry
         try:
             num = os.preadv(place.segment.rows, [out], entry.start)
@@ -400,11 +411,14 @@ class Shelf:
         return False
 
     def write(self, kind: int, chain: bytes, tokens: Seq[int], rows: memoryview, uses: int = 0) -> None:
-        """Add a block, or count a use if it is here. Only for the writing thread, as `write_uses` is."""
+        """Add a block, or count a use of the block if the shelf has it already.
+
+        Only the writing thread may call this method and `write_uses`.
+        """
         if not self.folder.is_writable or self.use(kind, chain):
             return
         try:
-            writer = self._writer  # another thread may clear it when it sees that the files are gone
+            writer = self._writer  # another thread may clear self._writer when it sees that the files are gone
             if writer is None or writer.is_removed or writer.num_bytes + rows.nbytes > self.folder.segment_bytes:
                 writer = self._writer = self._begun()
             self._add(writer, self.key(chain), _packed(tokens), kind, min(uses, MOST_USES), rows)
@@ -415,14 +429,15 @@ class Shelf:
     def _add(self, writer: Writer, key: bytes, tokens: bytes, kind: int, uses: int, rows: memoryview) -> None:
         entry, number = writer.add(key, tokens, kind, uses, rows), writer.segment.num_read - 1
         with self._lock:
-            if self._writer is writer:  # else another process has removed its files just now
+            if self._writer is writer:  # else another process has removed the writer's files just now
                 self._places[kind, key] = Place(writer.segment, number, entry, uses)
 
     def _begun(self) -> Writer:
-        """Make room, and begin a segment."""
+        """Make room in the folder, and begin a new segment."""
         self._writer = None
         self.write_uses()
-        self.folder.shrink(2 * self.folder.segment_bytes)  # for its blocks, and those that the next one has carried
+        # For this segment's blocks, and for blocks that the next `shrink` carries.
+        self.folder.shrink(2 * self.folder.segment_bytes)
         self.refresh(0)
         writer = Writer(self.path)
         if not (about := self.path / ABOUT).exists():
@@ -435,7 +450,7 @@ class Shelf:
         return writer
 
     def write_uses(self) -> None:
-        """Write the uses of blocks for other and later processes."""
+        """Write the blocks' numbers of uses to disk, for other processes and later ones."""
         entries = dict[Segment, dict[int, bytes]]()
         while self._used:
             place = self._used.popleft()

@@ -1,14 +1,14 @@
-"""Between a KV cache and its shelf on disk: published blocks are written, and fetched before a request runs.
+"""The link between a KV cache and its shelf on disk: writes published blocks, and fetches blocks before a request runs.
 
-Publishing a block notes it here, and the folder's thread copies its rows and writes them later: the rows of a published
-block do not change. Where the block is withdrawn before that (evicted, or made private), its rows are copied at once.
-Whoever uses a published block later is noted, too, for what is used stays on disk; and where it is not there any more,
-it is written again.
+When a block is published, this is noted here. The folder's thread copies the block's rows and writes them later,
+because the rows of a published block do not change. Where the block is withdrawn before that (evicted, or made
+private), its rows are copied at once. Later uses of a published block are noted, too, because used blocks stay on disk.
+If a used block is no longer on disk, it is written again.
 
-A *fetch* takes blocks of the cache for what is on disk and not in memory, lets threads read the rows into them while
-steps go on, and then publishes them, so that `open` finds them as if another sequence had left them. It can be given up
-at any moment: what was read until then is published, and the other blocks are free at once, however long the disk
-takes.
+A *fetch* takes blocks of the cache for the rows that are on disk and not in memory. Threads read the rows into these
+blocks while steps go on. Then the cache publishes the blocks, so that `open` finds them as if another sequence had
+published them. A fetch can be given up at any moment. The blocks that were read until then are published, and the other
+blocks are free at once, however long the disk takes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from forerun.kv.pool import Pools
 
 LOG = logging.getLogger(__name__)
-MOST_COPIED_BYTES = 256 << 20  # that wait to be written, of blocks that are withdrawn already; more are not written
+MOST_COPIED_BYTES = 256 << 20  # of withdrawn blocks that wait to be written; further such blocks are not written
 NUM_READERS = 2
 
 
 class _Waiting(NamedTuple):
-    """A published block that is not written yet. uses: since it was published."""
+    """A published block that is not written yet. uses: the number of its uses since it was published."""
 
     key: Key
     tokens: Seq[int]
@@ -40,7 +40,10 @@ class _Waiting(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A block that is fetched."""
+    """A block to be fetched. block: the block of the cache that takes its rows. place: where its rows are on disk.
+
+    A state of recurrent layers is fetched like a block of one more kind, after the last kind of layers.
+    """
 
     kind: int
     key: Key
@@ -51,7 +54,8 @@ class Missing(NamedTuple):
 class Fetch:
     """Blocks on their way from disk.
 
-    slot: in which the cache holds them until they are there. loaded: those whose rows are there.
+    slot: the slot in which the cache holds the blocks until their rows are read. loaded: the blocks whose rows were
+    read. readers: the reads that run, one for each thread.
     """
 
     def __init__(self, slot: int, pools: Pools) -> None:
@@ -62,15 +66,15 @@ class Fetch:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that could be read was read."""
+        """Whether all threads have finished reading."""
         return all(reader.done() for reader in self.readers)
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Wait until all threads have finished reading."""
         wait(self.readers)
 
     def load(self, reader: int, missing: Missing, rows: memoryview) -> bool:
-        """Write the rows of a block to it, and return whether the fetch goes on."""
+        """Write rows to their block unless the fetch was given up, and return whether the fetch goes on."""
         with self._loading[reader]:
             if not self._is_given_up:
                 self._pools.load(missing.kind, missing.block, rows)
@@ -78,17 +82,20 @@ class Fetch:
             return not self._is_given_up
 
     def give_up(self) -> None:
-        """Write to no block from now on. A thread that is reading is not waited for: it reads to memory of its own."""
+        """Write to no block from now on.
+
+        Threads that are reading are not waited for, because each thread reads to memory of its own.
+        """
         self._is_given_up = True
         for lock in self._loading:
             with lock:
-                pass  # behind a block that is written just now
+                pass  # until the block that is being written just now is whole
         for reader in self.readers:
             reader.cancel()
 
 
 class Keeper:
-    """Writes the published blocks of one cache to a shelf, and reads them from there."""
+    """Writes the published blocks of one cache to a shelf, and reads blocks from the shelf."""
 
     def __init__(self, pools: Pools, shelf: Shelf) -> None:
         self.shelf, self._pools = shelf, pools
@@ -108,7 +115,7 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def used(self, kind: int, block: int, key: Key, tokens: Seq[int]) -> None:
-        """Take note of a published block that a sequence has: the first that does has it written."""
+        """Note that a sequence uses a published block, and have the block written if it is not on disk."""
         if not self.folder.is_writable or self.shelf.use(kind, key):
             return
         with self._lock:
@@ -117,7 +124,7 @@ class Keeper:
         self.folder.wake()
 
     def withdrawn(self, kind: int, block: int) -> None:
-        """Copy the rows of a block that is about to be written to, if they are not written yet."""
+        """Copy the rows of a block that is about to be overwritten, if they are not written to disk yet."""
         with self._lock:
             waiting = self._waiting.pop((kind, block), None)
             if waiting is not None and self._copied_bytes < MOST_COPIED_BYTES:
@@ -127,7 +134,7 @@ class Keeper:
                 self._copied_bytes += rows.nbytes
 
     def _write_some(self) -> bool:
-        """Write a block, or where none waits what was used. Returns whether there was a block."""
+        """Write one waiting block and return True. Where no block waits, write the numbers of uses and return False."""
         with self._lock:
             block = self._next()
         if block is None:
@@ -138,7 +145,10 @@ class Keeper:
         return True
 
     def _next(self) -> tuple[int, _Waiting, memoryview] | None:
-        """Return the kind and the rows of a block that is to be written, of those first that memory has lost."""
+        """Return the kind, the description and the rows of the next block to write; None where no block waits.
+
+        Blocks that the cache has withdrawn come first.
+        """
         if self._copied:
             kind, waiting, rows = self._copied.popleft()
             self._copied_bytes -= rows.nbytes
@@ -154,7 +164,7 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def fetch(self, slot: int, blocks: Seq[Missing]) -> Fetch:
-        """Begin to read the rows of these blocks, which nothing else writes to or reads until the fetch is over."""
+        """Begin to read the rows of these blocks. Nothing else may read or write the blocks until the fetch is over."""
         share = -(-len(blocks) // NUM_READERS)
         parts = [blocks[first : first + share] for first in range(0, len(blocks), share)]
         fetch = Fetch(slot, self._pools)
@@ -169,7 +179,7 @@ class Keeper:
                 is_right = self.shelf.read(missing.kind, missing.key, missing.place, rows)
                 if is_right and not fetch.load(reader, missing, rows):
                     return
-        except Exception:  # what is not there is computed
+        except Exception:  # the model computes the rows that were not read
             LOG.exception("kv_disk %s: rows were not read", self.folder.path)
 
 

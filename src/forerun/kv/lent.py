@@ -1,8 +1,8 @@
-"""A target's keys and values, lent to a drafter whose blocks keep none.
+"""A target's KV cache, lent to a drafter whose layers keep no keys and values of their own.
 
-A drafter's row stands behind all tokens that its target has run, and sees them. Nothing is written: such a row poses as
-the last kept row, so that a pass may read blocks that requests share. Its position is given separately (RaggedBatch),
-so rotary positions belong to the token that it stands for.
+A token that the drafter runs comes after all tokens that its target has run, and attends to them. Nothing is written:
+the token poses as the last kept row, so that a pass may read blocks that requests share. The token's position is given
+separately (RaggedBatch), so its rotary position is that of the token that it stands for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class LentCache:
-    """A cache as another model reads it, block by block.
+    """The target's cache as another model reads it.
 
-    cache: the target's. layers: for each block of the reader, the target's layer whose keys and values it reads.
+    cache: the target's cache. layers: for each layer of the reading model, the target's layer that lends its keys and
+    values.
     """
 
     states = None
@@ -34,29 +35,29 @@ class LentCache:
         self.kinds = [_LentTables(cache, kind) for kind in range(len(cache.kinds))]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the rows that a pass reads, and the last kept rows in place of rows to write.
+        """Return the cache rows that a pass reads, and the last kept rows in place of rows to write.
 
-        Raises InternalError for a run that is not one row posing as the last kept one.
+        Raises InternalError for a run that is not a single row posing as the last kept row.
         """
         self.kinds[kind].tables(batch)
         reads = [self._cache.rows(slot, 0, batch.end(b), kind) for b, slot in enumerate(batch.slots)]
         return CacheView(batch, np.concatenate([rows[-1:] for rows in reads]), reads)
 
     def through(self, pools: Any) -> LentCache:
-        """Return this cache with its rows read through other pools, by block."""
+        """Return a copy of this cache that reads its rows through other pools. pools: by layer of the reading model."""
         seen = copy.copy(self)
         seen.pools = pools
         return seen
 
     def behind(self, slots: Seq[int], tokens: Seq[int], positions: Seq[int]) -> RaggedBatch:
-        """Return a pass over one row of each slot that sees all of its kept rows."""
+        """Return a pass with one token for each slot. Each token attends to all kept rows of its slot."""
         cached = [self._cache.length(slot) - 1 for slot in slots]
         return RaggedBatch(list(tokens), list(positions), list(range(len(slots) + 1)), list(slots), cached)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Which kind of the target's layers a block reads."""
+    """The cache's shape for the model that reads it: the kind of the target layer that each of its own layers reads."""
 
     cache: BlockCache
     layers: Seq[int]
@@ -66,13 +67,16 @@ class _Shape:
 
 
 class _LentTables:
-    """The block tables of one kind of layers."""
+    """The block tables of one kind of the target's layers."""
 
     def __init__(self, cache: BlockCache, kind: int) -> None:
         self._cache, self._kind = cache, kind
 
     def tables(self, batch: RaggedBatch) -> list[list[int]]:
-        """Return the block table of each run's slot. Raises InternalError for a row that is not the last kept one."""
+        """Return the block table of each run's slot.
+
+        Raises InternalError for a run that is not a single row posing as the last kept row.
+        """
         for b, slot in enumerate(batch.slots):
             if batch.end(b) != self._cache.length(slot) or len(batch.run(b)) != 1:
                 raise InternalError(f"a reader of slot {slot} must be one row that poses as the last kept one")
@@ -80,7 +84,7 @@ class _LentTables:
 
 
 class _LentPools:
-    """The pools of the target's layers, by the blocks that read them."""
+    """The pools of the target's layers, indexed by the layers of the reading model."""
 
     def __init__(self, pools: Pools, layers: Seq[int], shape: _Shape) -> None:
         self._pools = [pools[layer] for layer in layers]

@@ -1,7 +1,7 @@
 """The rows of keys and values that a KV cache holds: one pool for each layer.
 
-Which row holds which token is said by kv/tables.py alone. Nothing outside of this room and the backends sees how a row
-is stored. A backend makes the pools of its models: those here are the host's.
+Only kv/tables.py knows which row holds which token. Only this package and the backends know how a row is stored. Each
+backend makes the pools of its models; the pools in this file are for the host.
 """
 
 from __future__ import annotations
@@ -25,28 +25,32 @@ Rows = npt.NDArray[np.int64] | slice
 
 
 def type_number(dtype: str) -> int:
-    """Return the native operators' name for a cache's type; a type that they do not compute with counts as float32."""
+    """Return the number that native operators have for a cache's dtype.
+
+    A dtype that native operators do not compute with counts as float32.
+    """
     return {"bfloat16": 1, "int8": 2}.get(dtype, 0)
 
 
 class StateRoom(NamedTuple):
-    """How many states and how many rows of inputs the recurrent layers have, all of them alike."""
+    """How many states, and how many rows of inputs, each recurrent layer has."""
 
     num_states: int
     num_rows: int
 
 
 class Pools(Protocol):
-    """The pools of all layers, where their backend keeps them.
+    """The pools of all layers, in the memory of their backend.
 
-    native: as native operators take them; None = not. states: of recurrent layers, by layer.
+    native: the pools in the form that native operators take; None = there is no such form. states: the states of each
+    recurrent layer, by layer.
     """
 
     native: Any
     states: Mapping[int, StatePool]
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
-        """Copy rows in all layers of a kind, one after the other."""
+        """Copy rows `sources` to rows `targets` in all layers of a kind, one row after the other."""
 
     def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows of inputs in all recurrent layers."""
@@ -55,22 +59,26 @@ class Pools(Protocol):
         """Put zeros into these rows in all layers."""
 
     def record_bytes(self, kind: int) -> int:
-        """Return the bytes of one block in all layers of a kind; for the kind behind the last, of one state."""
+        """Return the bytes of one block in all layers of a kind.
+
+        Where `kind` is the number after the last kind, return the bytes of one state in all recurrent layers.
+        """
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
-        """Copy the rows of a block in all layers of a kind into `out`: record_bytes, keys then values of each layer.
+        """Copy the rows of a block into `out`, record_bytes in all: of each layer of the kind keys, then values.
 
-        Of the kind behind the last it is a state, and then the inputs before it, of each recurrent layer.
+        Where `kind` is the number after the last kind, `block` is a state. Then each recurrent layer's state is copied,
+        and the last inputs before it.
         """
 
     def load(self, kind: int, block: int, rows: memoryview) -> None:
-        """Write what `save` copied into a block."""
+        """Fill a block with bytes that `save` has copied."""
 
     def __getitem__(self, layer: int) -> Any:
         """Return the pool of a layer, which has write(rows, keys, values) and read(rows)."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the pool of each layer that is kept, in order."""
+        """Yield the pools of the layers that keep keys and values, in the order of the layers."""
 
 
 # (shape, tokens of a block, blocks of each kind, type, room of recurrent layers) -> pools
@@ -79,9 +87,10 @@ MakePools = Callable[[CacheShape, int, Seq[int], str, StateRoom | None], Pools]
 
 @dataclass(frozen=True)
 class Pool:
-    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the type of the cache.
+    """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the dtype of the cache.
 
-    In 8 bits a head is as wide as kv/rounded.py stores it. head_dim, refined: as there, of a pool in 8 bits.
+    In 8 bits, the last size is larger than head_dim, because heads are stored as in kv/rounded.py. head_dim and refined
+    are only set for such a pool, and mean the same as in that file.
     """
 
     keys: HostTensor
@@ -90,7 +99,7 @@ class Pool:
     refined: bool = False
 
     def write(self, rows: Rows, keys: Array, values: Array) -> None:
-        """Put keys and values [n, num_kv_heads, head_dim] into these rows [n]."""
+        """Write keys and values [n, num_kv_heads, head_dim] to these rows [n]."""
         if self.keys.dtype == "int8":
             self.keys.values[rows] = rounded_keys(keys, refined=self.refined)
             self.values.values[rows] = rounded_values(values)
@@ -99,9 +108,10 @@ class Pool:
             part.values[rows] = HostTensor.of(numbers).to(part.dtype).values
 
     def read(self, rows: Rows) -> tuple[Array, Array]:
-        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; float32 where numpy lacks the type.
+        """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; float32 for bfloat16 and 8 bits.
 
-        Those in 8 bits are in the order of kv/rounded.py. Where nothing is converted a slice is not copied.
+        The dimensions of keys in 8 bits have their stored order, see kv/rounded.py. Where nothing is converted, a slice
+        is not copied.
         """
         if self.keys.dtype == "int8":
             keys = plain_keys(self.keys.values[rows], self.head_dim, refined=self.refined)
@@ -110,7 +120,7 @@ class Pool:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """The bytes of a row of keys and of one of values."""
+        """The bytes of a row of keys, and the bytes of a row of values."""
         return self.keys[:1].nbytes, self.values[:1].nbytes
 
 
@@ -120,10 +130,11 @@ def _plain(numbers: HostTensor) -> Floats | Array:
 
 @dataclass(frozen=True)
 class StatePool:
-    """The states of one recurrent layer, and the inputs of tokens behind them; where each is, kv/states.py says.
+    """The states of one recurrent layer, and the inputs of tokens after them. kv/states.py knows where each of them is.
 
-    states [states, heads, key_dim, value_dim], float32. history [states, conv - 1, width]: the last inputs before each.
-    inputs [rows, width], gates [rows, num_gates]: of tokens; gates are float32, the others of the type of the cache.
+    states [states, heads, key_dim, value_dim]: float32. history [states, conv - 1, width]: the inputs of the last
+    tokens in each state. inputs [rows, width], gates [rows, num_gates]: a row for each token after a state. gates are
+    float32. history and inputs have the dtype of the cache, or bfloat16 where the cache is in 8 bits.
     """
 
     states: Any
@@ -133,7 +144,7 @@ class StatePool:
 
 
 def state_sizes(shape: StateShape, room: StateRoom) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a StatePool's parts."""
+    """Return the shapes of the tensors of a StatePool, in the order of its fields."""
     return (
         (room.num_states, shape.heads, shape.key_dim, shape.value_dim),
         (room.num_states, shape.conv - 1, shape.width),
@@ -143,10 +154,10 @@ def state_sizes(shape: StateShape, room: StateRoom) -> tuple[tuple[int, ...], ..
 
 
 class LayerPools:
-    """The base of all backends' pools: maps layers to pools. A layer that is not kept has another layer's pool.
+    """The base of all backends' pools: a map from layers to pools.
 
-    num_blocks: of each kind of layers (CacheShape.kinds). pools: of the layers that are kept. A layer that is not kept
-    must not be run. states: of recurrent layers.
+    pools: the pools of the layers that keep keys and values (CacheShape.kept), in order. Any other layer must not be
+    run; it maps to the first of these pools. states: the states of recurrent layers, by layer.
     """
 
     def __init__(
@@ -171,15 +182,15 @@ class LayerPools:
         return self.by_layer[layer]
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the pool of each layer that is kept, in order."""
+        """Yield the pools of the layers that keep keys and values, in the order of the layers."""
         return iter(self._kept.values())
 
     def tensors(self) -> list[Any]:
-        """Return all that is allocated: the keys of each kept layer, then the values."""
+        """Return the key tensors of all layers that keep keys and values, then their value tensors."""
         return [pool.keys for pool in self] + [pool.values for pool in self]
 
     def record_parts(self, kind: int, block: int) -> Iterator[Any]:
-        """Yield what `save` copies, in order."""
+        """Yield the tensors that `save` copies, in order."""
         if kind == len(self.of_kind):
             for states in self.states.values():
                 yield from (states.states[block : block + 1], states.history[block : block + 1])
@@ -196,7 +207,7 @@ class LayerPools:
 
 
 class HostPools(LayerPools):
-    """Pools in numpy's arrays, which native operators read, too."""
+    """Pools in numpy arrays, which native operators read, too."""
 
     def __init__(
         self, shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, room: StateRoom | None = None
@@ -251,9 +262,9 @@ class HostPools(LayerPools):
             start += part.nbytes
 
     def for_native(self, pools: Seq[Pool], kinds: Seq[int] = ()) -> Any:
-        """Return some of these pools as native operators take them; None where there are none. kinds: of their layers.
+        """Return some of these pools in the form that native operators take; None where there are no native operators.
 
-        The pools must stay in memory for as long as it is used.
+        kinds: the kind of each pool's layer. The pools must stay in memory for as long as the result is used.
         """
         extension = native.extension()
         if extension is None:
@@ -270,7 +281,7 @@ class HostPools(LayerPools):
 
 
 def _places(pool: StatePool) -> tuple[list[int], list[int]]:
-    """Return the addresses of a pool's parts, and the bytes of one state, one history, one input and its gates."""
+    """Return the addresses of a pool's tensors, and the bytes of a single item (a state or a row) of each tensor."""
     parts = [part.values for part in (pool.states, pool.history, pool.inputs, pool.gates)]
     return list(map(address, parts)), [part.itemsize * math.prod(part.shape[1:]) for part in parts]
 
@@ -278,7 +289,7 @@ def _places(pool: StatePool) -> tuple[list[int], list[int]]:
 def pool_sizes(
     shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
-    """Yield the shapes of keys and values of each kept layer, and the size of a head."""
+    """Yield, for each layer that keeps keys and values, their shapes and the size of a head."""
     for layer in shape.kept:
         rows, (heads, dim) = block_tokens * num_blocks[shape.kind_of(layer)], shape.size_of(layer)
         keys, values = shape.widths_of(layer, dtype)
@@ -286,7 +297,7 @@ def pool_sizes(
 
 
 def no_room_for_pools(sizes: Seq[Seq[int]], dtype: str, device: str) -> CapacityError:
-    """Return the error for a cache that there is no memory for."""
+    """Return the error for a cache that is too large for the memory."""
     num_gb = sum(map(math.prod, sizes)) * itemsize(dtype) / 1e9
     return CapacityError(
         f"there is no memory for a KV cache of {num_gb:.1f} GB on {device}: lower max_batch_size, max_seq_len "
@@ -295,9 +306,9 @@ def no_room_for_pools(sizes: Seq[Seq[int]], dtype: str, device: str) -> Capacity
 
 
 def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str) -> list[Pool]:
-    """Allocate the pool of each layer that is kept. Raises CapacityError where there is no memory for them.
+    """Allocate the pool of each layer that keeps keys and values. Raises CapacityError without enough memory.
 
-    They are not zeroed: no row is read before it is written, and untouched pages take no memory.
+    The pools are not zeroed, because no row is read before it is written, and untouched pages take no memory.
     """
     sizes = list(pool_sizes(shape, block_tokens, num_blocks, dtype))
     try:
@@ -310,7 +321,7 @@ def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype
 
 
 def _allocated_states(shape: CacheShape, room: StateRoom | None, dtype: str) -> dict[int, StatePool]:
-    """Allocate the states and inputs of recurrent layers; raises as `_allocated`."""
+    """Allocate the states and inputs of recurrent layers. Raises as `_allocated`."""
     if room is None:
         return {}
     kinds = ("float32", inputs_of(dtype), inputs_of(dtype), "float32")

@@ -1,14 +1,14 @@
 """The prefix index finds full blocks by the tokens that they hold and by all tokens before them.
 
-The key of a block is a SHA-256 digest of its tokens and of the key of the block before it; the request's salt stands
-before the first block. So a key means one salt and one chain of tokens, whatever became of the earlier blocks, and
-nobody can find two chains with the same key. Caches of several kinds of layers (kv/cache.py) have an index each, and
-look for the same keys.
+The key of a block is a SHA-256 digest of its tokens and of the key of the block before it. The chain begins with a key
+of the request's salt. So a key means one salt and one chain of tokens, whatever became of the earlier blocks, and
+nobody can find two chains with the same key. A cache with several kinds of layers (kv/cache.py) has an index for each
+kind, and looks for the same keys in all of them.
 
 A published block that no sequence uses is *evictable*: it can be found until its rows are needed. The longest unused
-block is evicted first, and of one sequence's blocks the deepest first. Blocks that a window has passed wait in a second
-queue, and the longer queue loses its first block: else one long text would evict the ends of all other texts, although
-a few last blocks are enough to go on with a text of any length.
+block is evicted first, and among the blocks of one sequence the deepest block. Blocks that a window has passed wait in
+a second queue, and the longer queue loses its first block. With a single queue, one long text would evict the ends of
+all other texts, although the last few blocks are enough to continue a text of any length.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Key = bytes
 
 
 def root(salt: str | None) -> Key:
-    """Return the key that stands before a sequence's first block; None = no salt, which differs from an empty salt."""
+    """Return the key before a sequence's first block. salt: None = no salt, which differs from an empty salt."""
     return b"" if salt is None else sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def extended(before: Key, tokens: Seq[int]) -> Key:
-    """Return the key of a block of these tokens behind another block."""
+    """Return the key of a block. before: the key of the block before it. tokens: the block's own tokens."""
     return sha256(before + array("q", tokens).tobytes()).digest()
 
 
 def keys_of(tokens: Seq[int], salt: str | None, block_tokens: int) -> list[Key]:
-    """Return the key of each full block of `tokens` without the last one.
+    """Return the key of each full block of `tokens`, not counting the last token.
 
     The last token must be run in any case, because a cache does not hold the logits after it.
     """
@@ -45,7 +45,7 @@ def keys_of(tokens: Seq[int], salt: str | None, block_tokens: int) -> list[Key]:
 
 
 class PrefixIndex:
-    """Published blocks by key and by block, and the evictable ones, longest unused first."""
+    """The published blocks by key and by block, and the evictable blocks, longest unused first."""
 
     def __init__(self) -> None:
         self._block_of: dict[Key, int] = {}
@@ -65,11 +65,14 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------------ finding and publishing
 
     def find(self, key: Key) -> int | None:
-        """Return the block that is published under a key, if one is."""
+        """Return the block that is published under a key; None where there is no such block."""
         return self._block_of.get(key)
 
     def publish(self, key: Key, block: int) -> bool:
-        """Let later sequences find a block; where an equal one is published already, this one stays private."""
+        """Let later sequences find a block under a key. Returns False where another block has the key already.
+
+        The block then stays private.
+        """
         if key in self._block_of:
             return False
         self._block_of[key], self._key_of[block] = block, key
@@ -84,7 +87,7 @@ class PrefixIndex:
     def rest(self, block: int, *, is_passed: bool = False) -> bool:
         """Make a block without users evictable, as the last of its queue. Returns False where it is not published.
 
-        is_passed: whether its last user goes on without it.
+        is_passed: whether its last user goes on without the block, because a window has passed it.
         """
         if block not in self._key_of:
             return False
@@ -92,14 +95,14 @@ class PrefixIndex:
         return True
 
     def wake(self, block: int) -> None:
-        """Remove a block that has a user again from the evictable ones."""
+        """Remove a block from the evictable blocks, because it has a user again."""
         self._evictable.pop(block, None)
         self._passed.pop(block, None)
 
     def touch(self, key: Key) -> None:
-        """Count the block of a key as used just now, where it is evictable.
+        """Count the block of a key as used just now, if it is evictable.
 
-        A sequence calls it at its end for tokens that it held in an equal private block.
+        A sequence calls this at its end, for tokens that it held in a private block equal to the published one.
         """
         block = self._block_of.get(key, -1)
         if block in self._evictable or block in self._passed:
@@ -107,7 +110,7 @@ class PrefixIndex:
             self._evictable[block] = None
 
     def evict(self) -> int:
-        """Withdraw the longest unused block of the longer queue and return it. There must be one."""
+        """Withdraw the longest unused block of the longer queue, and return it. There must be an evictable block."""
         queue = self._passed if len(self._passed) > len(self._evictable) else self._evictable
         block, _ = queue.popitem(last=False)
         self.remove(block)
@@ -120,7 +123,7 @@ class PrefixIndex:
         return [*self._evictable, *self._passed]
 
     def check_integrity(self) -> None:
-        """Raise InternalError where the two directories disagree, or an evictable block is not published."""
+        """Raise InternalError where the two maps of blocks disagree, or an evictable block is not published."""
         if len(self._block_of) != len(self._key_of) or any(b not in self._key_of for b in self.evictable()):
             raise InternalError("the prefix index lost a published block")
         for block, key in self._key_of.items():

@@ -1,11 +1,13 @@
-"""Keys and values in 8 bits: a row of a cache that depends on itself alone, at half to two thirds of bfloat16's bytes.
+"""Keys and values in 8 bits: each row is rounded by itself, and takes half to two thirds of the bytes of bfloat16.
 
-A head is stored as int8 codes, and behind them the bfloat16 scale of each group of codes: 32 dimensions of keys share a
-scale, and 64 of values. A number is scale * code, with scale = the largest magnitude of the group / 127 and code = the
-nearest integer, ties to even. Keys of models with a bias have a few dimensions that are a hundred times as large as the
-others, and dimensions that share a scale with them would lose their bits (KIVI, Liu et al. 2024, finds such channels).
-So the kernels put dimensions with biases of similar size side by side, and the rounding error of the first 32 is stored
-as a further group of codes (`CacheShape.refined_keys`). Here dimensions are in their stored order.
+A head is stored as int8 codes, followed by the bfloat16 scale of each group of codes. In keys, 32 dimensions share a
+scale; in values, 64 do. A number is scale * code. The scale is the largest magnitude of the group / 127, and the code
+is the nearest integer, ties to even.
+
+Keys of models with a bias have a few dimensions that are a hundred times as large as the others. Dimensions that share
+a scale with them would lose their bits (KIVI, Liu et al. 2024, finds such channels). So the kernels put dimensions with
+biases of similar size side by side, and store the rounding error of the first 32 dimensions as a further group of codes
+(`CacheShape.refined_keys`). In this file, dimensions are in their stored order.
 
 The kernels do the same operations (csrc/rounding.h).
 """
@@ -19,11 +21,11 @@ from forerun.blocks import KEY_GROUP, REFINED, VALUE_GROUP
 from forerun.host_tensor import Floats, HostTensor
 
 Stored = npt.NDArray[np.int8]
-LEAST_SCALE = 1e-36  # a group whose scale is less counts as zeros
+LEAST_SCALE = 1e-36  # a group with a smaller scale counts as zeros
 
 
 def rounded_keys(keys: Floats, *, refined: bool) -> Stored:
-    """Return keys [..., head_dim] as they are stored, int8 [..., width]."""
+    """Return keys [..., head_dim] in the form in which they are stored, int8 [..., width]."""
     scales, codes = _groups(keys, KEY_GROUP)
     if refined:
         left = keys[..., :REFINED] - codes[..., :REFINED].astype(np.float32) * scales.float32()[..., :1]
@@ -33,13 +35,13 @@ def rounded_keys(keys: Floats, *, refined: bool) -> Stored:
 
 
 def rounded_values(values: Floats) -> Stored:
-    """Return values [..., head_dim] as they are stored, int8 [..., width]."""
+    """Return values [..., head_dim] in the form in which they are stored, int8 [..., width]."""
     scales, codes = _groups(values, VALUE_GROUP)
     return np.concatenate([codes, _bytes_of(scales)], -1)
 
 
 def plain_keys(stored: Stored, head_dim: int, *, refined: bool) -> Floats:
-    """Return the float32 keys [..., head_dim] that stored ones stand for."""
+    """Return the float32 keys [..., head_dim] that stored keys stand for."""
     keys = _plain(stored, head_dim + REFINED * refined, KEY_GROUP)
     if refined:
         keys[..., :REFINED] += keys[..., head_dim:]
@@ -47,7 +49,7 @@ def plain_keys(stored: Stored, head_dim: int, *, refined: bool) -> Floats:
 
 
 def plain_values(stored: Stored, head_dim: int) -> Floats:
-    """Return the float32 values [..., head_dim] that stored ones stand for."""
+    """Return the float32 values [..., head_dim] that stored values stand for."""
     return _plain(stored, head_dim, VALUE_GROUP)
 
 
@@ -56,7 +58,10 @@ def _bytes_of(scales: HostTensor) -> Stored:
 
 
 def _groups(x: Floats, group: int) -> tuple[HostTensor, Stored]:
-    """Return scales, bfloat16 [..., groups], and codes [..., dim] of float32 numbers; NaN for what is not finite."""
+    """Return the scales of float32 numbers, bfloat16 [..., groups], and their codes, int8 [..., dim].
+
+    The scale is NaN for a group with a number that is not finite.
+    """
     dim = x.shape[-1]
     padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -dim % group)])
     groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)

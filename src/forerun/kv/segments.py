@@ -1,10 +1,12 @@
 """The files of blocks on disk: a *segment* is a pair, NAME.kv with the rows and NAME.idx with an entry for each block.
 
-An entry of 128 bytes is written when its rows are, and says what they must hash to: whoever is killed while writing
-leaves nothing that is read as something else. It counts, too, how often its block was *used*: by sequences that began
-with it, or that ran the same tokens again. A segment is removed as a whole, and blocks of it that were used are
-*carried* to another one before, with half of their count: they go when nobody uses them for as long as their next
-segment lasts.
+An entry has 128 bytes. It is written after its rows, and holds their hash. So a process that is killed while writing
+leaves nothing that could be read as another block. An entry also counts how often its block was *used*: by sequences
+that began with the block, or that ran the same tokens again.
+
+A segment is removed as a whole. Before that, its used blocks are *carried* to another segment. Their number of uses is
+then halved, and rounded down. So a carried block that is not used again is lost together with its next segment, or with
+the one after that.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from typing import NamedTuple
 import xxhash
 
 ROWS, ENTRIES = ".kv", ".idx"
-MOST_USES = 3  # that are counted: a text of many turns is worth no more than what a few texts begin with
+MOST_USES = 3  # more are not counted: a text of many turns is worth no more than the common beginning of a few texts
 _ENTRY = struct.Struct("<32s64sBB2xIQQ")
-_SUM = struct.Struct("<Q")  # of the entry itself
+_SUM = struct.Struct("<Q")  # the hash of the entry itself
 ENTRY_BYTES = _ENTRY.size + _SUM.size
 
 
 class Entry(NamedTuple):
-    """One block of a segment: what it is, how often it was used, and where its rows are and what they hash to."""
+    """One block of a segment: its key, tokens and kind of layers, how often it was used, and where its rows are.
+
+    start: the offset of the rows in their file. sum: the hash of the rows.
+    """
 
     key: bytes
     tokens: bytes
@@ -39,19 +44,19 @@ class Entry(NamedTuple):
     sum: int
 
     def packed(self) -> bytes:
-        """Return the bytes of a file."""
+        """Return the bytes of the entry in its file."""
         packed = _ENTRY.pack(*self)
         return packed + _SUM.pack(xxhash.xxh3_64_intdigest(packed))
 
     def rows(self, descriptor: int) -> memoryview | None:
-        """Read the rows from their file; None where they are damaged, or not all there."""
+        """Read the rows from their file; None where they are damaged or incomplete."""
         rows = os.pread(descriptor, self.num_bytes, self.start)
         is_whole = len(rows) == self.num_bytes and xxhash.xxh3_64_intdigest(rows) == self.sum
         return memoryview(rows) if is_whole else None
 
 
 def entries_in(data: bytes) -> Iterator[Entry | None]:
-    """Yield each entry; None for one that is not there, or damaged."""
+    """Yield each entry in the bytes of a file; None in place of an entry that was erased or is damaged."""
     for at in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
         packed, total = data[at : at + _ENTRY.size], _SUM.unpack_from(data, at + _ENTRY.size)[0]
         yield Entry._make(_ENTRY.unpack(packed)) if total == xxhash.xxh3_64_intdigest(packed) else None
@@ -59,10 +64,10 @@ def entries_in(data: bytes) -> Iterator[Entry | None]:
 
 @dataclass(eq=False)
 class Segment:
-    """Two files, and how far their entries were read."""
+    """A file of rows and the file of their entries, and how many entries were read."""
 
     path: Path  # without an ending
-    rows: int  # a descriptor, which is closed when nobody knows the segment any more
+    rows: int  # a file descriptor, which is closed when no reference to the segment is left
     num_read: int = 0
 
     def __del__(self) -> None:
@@ -70,18 +75,18 @@ class Segment:
 
     @classmethod
     def opened(cls, path: Path) -> Segment:
-        """Open a segment that is there."""
+        """Open an existing segment."""
         return cls(path, os.open(path.with_suffix(ROWS), os.O_RDONLY | os.O_CLOEXEC))
 
     @property
     def entries(self) -> Path:
-        """The file of its entries."""
+        """The path of the file of entries."""
         return self.path.with_suffix(ENTRIES)
 
     def rewrite(self, entries: Mapping[int, bytes]) -> None:
-        """Write entries anew, by their numbers, where the file is still there and may be written to.
+        """Overwrite entries, given by number, where their file still exists and may be written to.
 
-        The file's time then counts as the last use, even where no entry changes.
+        This sets the file's time, which counts as the last use, even where no entry changes.
         """
         with suppress(OSError), open(self.entries, "r+b") as file:
             for number, entry in entries.items():
@@ -90,7 +95,7 @@ class Segment:
 
 
 class Writer:
-    """A new segment in a folder, which is made where it is not there: only its owner can read either."""
+    """A new segment in a folder. The folder is made if it does not exist. Only its owner can read folder and files."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -105,7 +110,7 @@ class Writer:
 
     @property
     def is_removed(self) -> bool:
-        """Whether another process has removed the files: what is written there is lost."""
+        """Whether another process has removed the files, so that anything written to them is lost."""
         return os.fstat(self._entries).st_nlink == 0
 
     def add(self, key: bytes, tokens: bytes, kind: int, uses: int, rows: memoryview) -> Entry:
@@ -126,12 +131,12 @@ class Carried(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it will take in both files."""
+        """The bytes that the block takes in both files of a segment."""
         return self.entry.num_bytes + ENTRY_BYTES
 
 
 def used_blocks(path: Path) -> list[Carried]:
-    """Return the blocks of a segment that were used, none where it cannot be read any more."""
+    """Return the used blocks of a segment; no blocks where the segment cannot be read any more."""
     with suppress(OSError):
         segment = Segment.opened(path)
         return [
@@ -143,10 +148,10 @@ def used_blocks(path: Path) -> list[Carried]:
 
 
 def carry(blocks: Iterable[Carried], num_bytes: int) -> None:
-    """Write blocks to new segments of their shelves, as many as so many bytes hold.
+    """Write blocks to new segments of their shelves, as many as fit into `num_bytes` bytes in all.
 
-    Those that were used most often come first, and of these the first that were written: a text's beginning stays at
-    least as long as what goes on behind it.
+    The blocks that were used most often come first, and among these the blocks that were written first. So the
+    beginning of a text stays at least as long as its continuation.
     """
     writers = dict[Path, Writer]()
     for block in sorted(blocks, key=lambda block: -block.entry.uses):

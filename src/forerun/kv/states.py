@@ -1,22 +1,23 @@
-"""Where the states of recurrent layers are: which state a sequence stands on, and which rows hold the inputs behind it.
+"""The places of recurrent layers' states: which state a sequence stands on, and which rows hold the inputs after it.
 
-A recurrent layer cannot be cut back: the effect of a token on a state cannot be undone. So a state is only written
-where its tokens are known to stay, and the inputs of later tokens are kept raw, a row for each. A pass begins with the
-state, runs these inputs again in order, and then its own rows; a rejection only forgets rows. States are written at
-whole blocks of STATE_TOKENS tokens: a pass that finds one more block of committed tokens leaves its state on the way,
-so that a state is read once a pass and written once a block, whatever was drafted.
+A recurrent layer cannot be cut back, because the effect of a token on a state cannot be undone. So a state is only
+written when its tokens are known to stay. The inputs of later tokens are kept raw, in a row for each token. A pass
+begins with the state that its sequence *stands on*, runs these inputs again in order, and then runs its own rows. A
+rejection only forgets rows. States are written at whole blocks of STATE_TOKENS tokens. A pass that sees one more block
+of committed tokens writes the state at the end of that block on its way. So a state is read once a pass and written
+once a block, whatever was drafted.
 
     [0, start)                          in the state
-    [start, length)                     rows of kept tokens, fewer than a block and what one pass has kept
+    [start, length)                     rows of kept tokens: less than a block, and the tokens that one pass has kept
     [length, length + p), then the run  as in kv/tables.py
 
-A run whose rows nobody will judge (a prompt's) leaves the states of its whole blocks at once, and only the inputs
-behind them as rows. A state is always written to an unused place, and a sequence stands on it when the rows of that
-pass are kept: a pass that fails, or whose rows nobody keeps, has changed nothing.
+A run whose rows nobody will judge, such as a prompt's, writes the state at the end of its last whole block at once, and
+only the inputs after that state get rows. A state is always written to an unused place. The sequence stands on the new
+state when the rows of that pass are kept. So a pass that fails, or whose rows nobody keeps, has changed nothing.
 
-States that other sequences may begin with are *published* under the key of their tokens' last block (kv/prefix.py): the
-states of marked positions, such as the ends of messages, and the last state of a sequence that ends. A published state
-that no sequence stands on is evicted when its place is needed, the longest unused first.
+States that other sequences may begin with are *published* under the key of their tokens' last block (kv/prefix.py).
+These are the states at marked positions, such as the ends of messages, and the last state of a sequence that ends. When
+a place is needed, a published state that no sequence stands on is evicted, the longest unused one first.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ from forerun.types.batch import bits
 if TYPE_CHECKING:
     from forerun.kv.keeping import Keeper
 
-NOWHERE = -1  # the state of no token, which is zeros; the row of an input that nobody keeps
-MOST_JUDGED = 128  # rows of a run that may have rejections; a longer run is kept as a whole
+NOWHERE = -1  # in place of a state: no tokens yet, so zeros; in place of a row: the input is not kept
+MOST_JUDGED = 128  # rows of a run in which tokens may be rejected; a longer run is kept as a whole
 MOST_CUT = 80  # the most kept tokens that may be taken back: a draft model's guesses
-ROWS_EACH = STATE_TOKENS + MOST_CUT + 2 * 65  # of one sequence: waiting for a state, kept by a pass, and a run
+ROWS_EACH = STATE_TOKENS + MOST_CUT + 2 * 65  # of one sequence: not in a state yet, kept by one pass, and a run
 
 
 class StateRun(NamedTuple):
-    """What the recurrent layers read and write for one run.
+    """The states and rows that recurrent layers read and write for one run.
 
-    first: the state that it begins with, NOWHERE = zeros. before: rows of the kept tokens behind that state, in order.
-    pending: rows of pending tokens. rows: where the run's inputs are written, NOWHERE = they are not kept. paths: for
-    each row of a tree, the pending tokens and tokens of the run before it, counted as in RaggedBatch.ancestors; () = a
-    chain behind all others. saves: for each state written on the way, its tokens behind `first` and its place.
+    first: the state that the run begins with; NOWHERE = zeros. before: the rows of the kept tokens after that state, in
+    order. pending: the rows of the pending tokens. rows: the rows that the run's inputs are written to; NOWHERE = the
+    input is not kept. paths: for each row of a tree, the tokens before it on its path, as indices that count the
+    pending tokens first, and then the run (as in RaggedBatch.ancestors); () = the run is a chain after all other
+    tokens. saves: for each state that is written on the way, its number of tokens after `first`, and its place.
     """
 
     first: int
@@ -61,17 +63,19 @@ class StateRun(NamedTuple):
 
 
 def runs_alone(batch: RaggedBatch) -> list[StateRun]:
-    """Return the StateRuns of a pass without a cache: each begins with no token, and leaves nothing."""
+    """Return the StateRuns of a pass without a cache. Each run begins without earlier tokens, and leaves no state."""
     return [StateRun(NOWHERE, (), (), [NOWHERE] * len(batch.run(b)), (), ()) for b in range(len(batch.slots))]
 
 
 @dataclass(slots=True)
 class _Line:
-    """One sequence. start: the tokens in its state. sure: the tokens that are known to stay, in whole blocks.
+    """The states and rows of one sequence.
 
-    rows: of kept tokens behind `start`; run: of the run that is being written. saves: by position, the states that the
-    run leaves; snapshots: the states that wait for the keys of their blocks. marks: positions whose states are to be
-    published. ends: by position, the tokens of the block that ends there, for `start` and `sure`.
+    state: the state that the sequence stands on. start: the number of tokens in that state. rows: the rows of kept
+    tokens after `start`. pending: the rows of pending tokens. run: the rows of the run that is being written. saves: by
+    position, the states that the run writes. snapshots: by position, the states that wait for the keys of their blocks.
+    marks: the positions whose states are to be published. sure: how many tokens are known to stay, in whole blocks.
+    ends: for the positions `start` and `sure`, the tokens of the block that ends there.
     """
 
     state: int = NOWHERE
@@ -87,15 +91,16 @@ class _Line:
 
     @property
     def length(self) -> int:
-        """The kept tokens."""
+        """The number of kept tokens."""
         return self.start + len(self.rows)
 
 
 class StateTables:
-    """The states and input rows of every sequence of one model; all of it is on the host, without tensors.
+    """The places of the states and input rows of all sequences of one model. All of it is on the host, without tensors.
 
-    copy: copies input rows to others, in all recurrent layers. block_tokens: tokens of a block, whose keys states are
-    published under. keeper: notified of states that are published, found and withdrawn, as blocks of kind `kind`.
+    copy: copies input rows to other rows, in all recurrent layers. block_tokens: the number of tokens of a block;
+    states are published under the keys of blocks. keeper: is notified of states that are published, found and
+    withdrawn, as if they were blocks of kind `kind`.
     """
 
     def __init__(
@@ -104,11 +109,11 @@ class StateTables:
         self.block_tokens, self.num_states, self.num_rows = block_tokens, num_states, num_rows
         self.keeper: Keeper | None = None
         self.kind = 0
-        self._unit = math.lcm(block_tokens, STATE_TOKENS)  # of the tokens of states that are published
+        self._unit = math.lcm(block_tokens, STATE_TOKENS)  # published states have a multiple of so many tokens
         self._copy = copy
         self._free = list(range(num_states - 1, -1, -1))
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._num_users: Counter[int] = Counter()  # lines that stand on a state, or hold it for later
+        self._num_users: Counter[int] = Counter()  # of each state: lines that stand on it, or hold it for later
         self._lines: dict[int, _Line] = {}
         self._state_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
@@ -117,14 +122,20 @@ class StateTables:
     # ------------------------------------------------------------------------------------------------ life of a slot
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return with how many of these keys' blocks a sequence can begin: the last of them has a state behind it."""
+        """Return how many of these keys, from the first on, have blocks that a sequence can begin with.
+
+        A state must be published after the last of these blocks. others: further keys whose states count as published.
+        """
         for num in range(len(keys), 0, -1):
             if keys[num - 1] in self._state_of or keys[num - 1] in others:
                 return num
         return 0
 
     def begin(self, slot: int, keys: Seq[Key], tokens: Seq[int] = ()) -> None:
-        """Begin a sequence of these tokens with the state behind these keys' blocks, which must be published."""
+        """Begin a sequence of these tokens with the published state after the blocks of these keys.
+
+        Without keys, the sequence begins without a state.
+        """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
         self._lines[slot] = line = _Line()
@@ -136,13 +147,16 @@ class StateTables:
             self._used(state, keys[-1], line.ends[line.start])
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
-        """Publish the states that a sequence reaches before these positions, at whole blocks, once it passes them."""
+        """Have states published near these positions, once the sequence has passed them.
+
+        For each position, this is the state at the end of the last whole block up to the position.
+        """
         line = self._lines[slot]
         whole = {position // self._unit * self._unit for position in positions}
         line.marks |= {position for position in whole if position > line.start}
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the state and the kept rows of another. Raises CapacityError without room for rows."""
+        """Begin a sequence with the state and the kept rows of another one. Raises CapacityError without free rows."""
         line = self._lines[slot]
         copies = self._take_rows(len(line.rows))
         self.begin(new_slot, ())
@@ -153,9 +167,10 @@ class StateTables:
             self._copy(line.rows, copies)
 
     def publish(self, slot: int, tokens: Seq[int], keys: Seq[Key]) -> None:
-        """Count these tokens as known to stay, and let others find the states that are reached within them.
+        """Count these tokens as known to stay, and let other sequences find the states that were reached within them.
 
-        tokens: the committed ones, from the beginning. keys: of their blocks that are published, from the first on.
+        tokens: the committed tokens, from the beginning. keys: the keys of the sequence's published blocks, from the
+        first block on.
         """
         line = self._lines[slot]
         line.sure = max(line.sure, min(len(tokens), line.length) // STATE_TOKENS * STATE_TOKENS)
@@ -169,7 +184,7 @@ class StateTables:
                 line.ends[position] = tokens[position - self.block_tokens : position]
 
     def _publish(self, state: int, num_tokens: int, keys: Seq[Key], last: Seq[int]) -> None:
-        """Publish a state of `num_tokens` tokens, if their keys are known. last: the tokens of their last block."""
+        """Publish a state of `num_tokens` tokens, if its blocks have known keys. last: the tokens of its last block."""
         num_blocks = num_tokens // self.block_tokens
         if num_tokens % self._unit or not 0 < num_blocks <= len(keys):
             return
@@ -183,7 +198,7 @@ class StateTables:
             self.keeper.used(self.kind, state, key, last)
 
     def release(self, slot: int, keys: Seq[Key] = ()) -> None:
-        """End a sequence, and publish the state that it stands on; unknown slots are ignored."""
+        """End a sequence, and publish the state that it stands on. Unknown slots are ignored."""
         line = self._lines.pop(slot, None)
         if line is None:
             return
@@ -208,13 +223,13 @@ class StateTables:
 
     @property
     def has_place(self) -> bool:
-        """Whether there is a place for one more state."""
+        """Whether there is a place for one more state, free or taken by a state that can be evicted."""
         return bool(self._free or self._evictable)
 
     def await_state(self, slot: int, key: Key) -> int | None:
-        """Hold the state of a key in a slot; return a newly taken place where nobody has published the state.
+        """Hold the state of a key in a slot. If the state is not published, return a place that was taken for it.
 
-        The caller writes the state there, then calls `publish_awaited`.
+        The caller writes the state there, then calls `publish_awaited`. Returns None for a published state.
         """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
@@ -226,7 +241,10 @@ class StateTables:
         return line.state
 
     def publish_awaited(self, slot: int, states: Mapping[Key, int]) -> None:
-        """Publish the state that `await_state` took a place for, if it was written; end the slot."""
+        """Publish the state that `await_state` took a place for, if it was written, and end the slot.
+
+        states: the written state, by key; empty where it was not written.
+        """
         for key, state in states.items():
             if key not in self._state_of:
                 self._state_of[key], self._key_of[state] = state, key
@@ -237,8 +255,9 @@ class StateTables:
     def plan(self, batch: RaggedBatch, counts: Seq[int] | None = None) -> list[StateRun]:
         """Return what each run reads and writes. Raises CapacityError where rows or states run out.
 
-        Rows that an earlier run of the same slot wrote, and nobody kept, are forgotten. counts: for runs that go on by
-        themselves, how many rows they begin with; these stay, and of the rows behind them the first ones may.
+        Rows that an earlier run of the same slot has written are forgotten, unless they were kept. counts: where a
+        model drafts several tokens in one call, how many rows each run begins with. These rows stay. Of the drafted
+        rows after them, the first ones may stay.
         """
         for slot in batch.slots:
             self._forget_run(self._line(slot))
@@ -270,9 +289,9 @@ class StateTables:
         return StateRun(line.state, before, pending, list(line.run), paths, saves)
 
     def _save(self, line: _Line, end: int) -> None:
-        """Take places for the states that a pass leaves up to a position: the last one, and the marked ones.
+        """Take places for the states that a pass writes: at position `end`, and at each mark before that position.
 
-        A mark without a free place gets no state.
+        A mark for which no place is left gets no state.
         """
         if end <= line.start:
             return
@@ -289,14 +308,15 @@ class StateTables:
         line.saves, line.run = {}, []
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held]) -> list[int]:
-        """Keep some of the pending rows and of the rows just written, as KVCache.keep; the states of the pass stay.
+        """Keep some of the pending rows and of the rows just written, as KVCache.keep does.
 
-        Returns the slots that have reached the end of a block.
+        The states that the pass wrote stay, too. Returns the slots that have reached the end of a block of STATE_TOKENS
+        tokens.
         """
         reached = list[int]()
         for slot, rows in kept.items():
             line = self._line(slot)
-            if slot == SCRATCH_SLOT and not line.run and rows:  # a measuring pass, behind no real tokens
+            if slot == SCRATCH_SLOT and not line.run and rows:  # a measuring pass: it follows no real tokens
                 line.start += len(rows)
                 continue
             all_rows, before = [*line.pending, *line.run], line.length
@@ -317,7 +337,7 @@ class StateTables:
         return reached
 
     def _arrive(self, line: _Line) -> None:
-        """Stand on the last state that the pass left, and hold the marked ones until they have keys."""
+        """Let a line stand on the last state that its pass wrote, and hold the states of marks, which wait for keys."""
         for position, state in sorted(line.saves.items()):
             if position in line.marks:
                 line.marks.discard(position)
@@ -334,7 +354,7 @@ class StateTables:
         line.saves = {}
 
     def hold(self, slot: int, num_rows: int) -> None:
-        """Make the rows of the run just written pending, behind earlier pending rows."""
+        """Make the rows of the run just written pending, after earlier pending rows."""
         line = self._line(slot)
         if len(line.run) != num_rows or NOWHERE in line.run:
             raise InternalError(f"slot {slot} cannot hold {num_rows} rows of a run of {len(line.run)}")
@@ -343,9 +363,9 @@ class StateTables:
         self._arrive(line)
 
     def cut_length(self, slot: int, length: int, keys: Seq[Key], can_cut: Callable[[int], bool]) -> int:
-        """Return the length, at most `length`, that a slot can be cut to: there must be a state, or no token.
+        """Return `length` if a slot can be cut to it; otherwise the largest length with a published state, or 0.
 
-        keys: of the slot's published blocks. can_cut: whether other layers can be cut to a length.
+        keys: the keys of the slot's published blocks. can_cut: returns whether the other layers can be cut to a length.
         """
         if self._line(slot).start <= length and can_cut(length):
             return length
@@ -354,7 +374,7 @@ class StateTables:
         return next(filter(can_cut, here), 0)
 
     def truncate_to(self, slot: int, length: int, keys: Seq[Key]) -> None:
-        """Keep only the first `length` tokens, a result of `cut_length`, and drop pending rows."""
+        """Keep only the first `length` tokens, and drop pending rows. length: a result of `cut_length`."""
         line = self._line(slot)
         self._forget_run(line)
         self._free_rows += line.pending
@@ -385,7 +405,11 @@ class StateTables:
         return [self._free_rows.pop() for _ in range(num)]
 
     def _take(self) -> int:
-        """Take a place for a state, with one user: a free one, else the place of the longest unused published state."""
+        """Take a place for a state, and count one user of it.
+
+        Where no place is free, the published state that has been unused for the longest time is evicted. Raises
+        CapacityError where there is no such state.
+        """
         if not self._free and self._evictable:
             self._withdraw(next(iter(self._evictable)))
         if not self._free:
@@ -403,7 +427,7 @@ class StateTables:
             self._free.append(state)
 
     def _stand(self, line: _Line, state: int, start: int) -> None:
-        """Let a line stand on a state of `start` tokens, and leave its earlier state."""
+        """Let a line stand on a state of `start` tokens, and leave the state that it stood on before."""
         before, line.state, line.start = line.state, state, start
         if state != NOWHERE:
             self._num_users[state] += 1
@@ -411,7 +435,7 @@ class StateTables:
         self._leave(before)
 
     def _leave(self, state: int) -> None:
-        """Remove one user of a state. Without users, a published state becomes evictable, any other free."""
+        """Remove one user of a state. Without users, a published state becomes evictable, any other becomes free."""
         if state == NOWHERE:
             return
         self._num_users[state] -= 1
@@ -426,7 +450,7 @@ class StateTables:
 
     @property
     def num_published(self) -> int:
-        """How many states others may begin with."""
+        """The number of states that other sequences may begin with."""
         return len(self._key_of)
 
     def check_integrity(self) -> None:

@@ -1,35 +1,39 @@
 """The block tables of a KV cache: which physical rows hold which tokens. All of it is on the host, without tensors.
 
-A slot owns a table of blocks. Its logical position j lives in physical row
-`table[j // block_tokens] * block_tokens + j % block_tokens` of a pool (kv/pool.py). "paged" has blocks of 16 tokens,
-"contiguous" one block that is as long as the longest sequence; operators see physical rows and know neither.
+A slot owns a table of blocks. Its logical position j lives in this physical row of a pool (kv/pool.py):
 
-Half-open ranges everywhere, of a slot with `length` kept and p pending rows:
+    table[j // block_tokens] * block_tokens + j % block_tokens
+
+In the backend "paged", a block has 16 tokens. In the backend "contiguous", a slot has one block, as long as the longest
+sequence. Operators see physical rows only, so they need not know the backend.
+
+All ranges are half-open. A slot with `length` kept rows and p pending rows, which runs n rows, has these:
 
     [0, length)                     kept rows, read by every run of the slot
     [length, length + p)            pending rows: nodes of a tree, read by their descendants
     [length + p, length + p + n)    the run being verified, owned by the step
     [.., len(table)*block)          reserved, unused
 
-Sequences that begin with the same tokens share blocks (kv/prefix.py). `publish` lets others find the full blocks of
-committed tokens, `open` finds them, and `fork` shares a slot's blocks with another slot. Each block is in one of three
-states: free (used by no slot and not findable), evictable (findable, used by no slot) or referenced by one slot or
-several. Only a block with one reference that is not published is written to, which `view` and `keep` assert. Two cases
-look as if they could break that:
+Sequences that begin with the same tokens share blocks (kv/prefix.py). `publish` lets other sequences find the full
+blocks of committed tokens, `open` finds them, and `fork` shares a slot's blocks with another slot. Each block is in one
+of three states: free (used by no slot, and not findable), evictable (used by no slot, but findable) or referenced by
+one or more slots. A block is only written to if one slot refers to it and it is not published. `view` and `keep` assert
+this. Two cases look as if they could break the rule:
 
-*A slot is cut inside a block that is published or shared.* `truncate_to` leaves the block as it is: its rows are still
-right, and other slots may be reading them. A slot must call `reserve` before it writes behind the cut, and `reserve`
-makes the block private: it withdraws the block where this slot is its only user, else it copies the kept rows into a
-new block. So a cut never needs memory and cannot fail, and a slot that is cut again or released copies nothing.
+*A slot is cut inside a block that is published or shared.* `truncate_to` leaves the block as it is, because its rows
+are still right, and other slots may be reading them. A slot must call `reserve` before it writes after the cut.
+`reserve` makes the block private. If this slot is its only user, the block is withdrawn. Otherwise the kept rows are
+copied into a new block. So a cut never needs memory and cannot fail, and a slot that is cut again or released copies
+nothing.
 
-*Two slots computed the same block.* Later sequences find the block that was published first, and the other block
-stays private. What its slot publishes later is found behind the first block, as long as that one is not evicted.
+*Two slots computed the same block.* Later sequences find the block that was published first, and the other block stays
+private. Blocks that its slot publishes later are found after the first block, until that block is evicted.
 
-*Layers with a window.* Where all layers of the tables see no further than a window, a slot gives back blocks that no
-later row sees when it reserves its next rows. It keeps the last SPARE_TOKENS of them, so that it may be cut by as
-many. Blocks that were given back can be found until they are evicted, and a sequence is begun wherever the blocks of
-its window are found. In the table, the first block that is left stands in for the earlier ones: its rows are written,
-so a kernel that reads them under a mask reads numbers.
+*Layers with a window.* Where all layers of the tables have a window, no later row of a slot sees the slot's old blocks.
+The slot gives them back when it reserves its next rows. It keeps the blocks of the last SPARE_TOKENS tokens before the
+window, so that it may be cut by as many tokens. Blocks that were given back can be found until they are evicted. A
+sequence can begin wherever the blocks of its window are found. In the table, the first remaining block stands in for
+the earlier blocks. Its rows are written, so a kernel that reads them under a mask reads valid numbers.
 """
 
 from __future__ import annotations
@@ -49,15 +53,16 @@ if TYPE_CHECKING:
     from forerun.kv.keeping import Keeper
 
 _NONE_HELD: Mapping[int, Held] = {}
-SPARE_TOKENS = 128  # two tiles of keys: a pass may read the masked lanes of one, and a cut takes hardly more than 64
+SPARE_TOKENS = 128  # two tiles of keys: a pass may read masked lanes of one tile, and a cut hardly takes more than 64
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One sequence.
+    """The blocks and rows of one sequence.
 
-    table: its blocks; the blocks before `first` were given back. keys: of its published blocks, or of equal blocks
-    that other slots published. root: the key before the first. length: kept rows. pending: parents of pending rows.
+    table: its blocks. Those before index `first` were given back. root: the key before the first block. keys: the keys
+    of its published blocks, or of equal blocks that other slots have published. length: the number of kept rows.
+    pending: the parents of the pending rows.
     """
 
     table: list[int]
@@ -79,13 +84,13 @@ class _Slot:
 
 
 class BlockTables:
-    """The blocks of every sequence of one model, shared where sequences begin alike.
+    """The blocks of all sequences of one model, shared where sequences begin alike.
 
     copy: copies physical rows, sources [n] to targets [n], one after the other, in every layer of these tables.
     prefix_caching: whether sequences share blocks. window: how many positions a row sees, its own included; None = all.
-    touched_blocks: when so many blocks were written, a block is evicted rather than a fresh one taken, because the
-    operating system has not yet given memory to a block that was never written; None = all. prefix_queries_tokens,
-    prefix_hit_tokens: total tokens that `open` was asked for, and that it found.
+    touched_blocks: once so many blocks have been written, a block is evicted before a fresh block is taken, because the
+    operating system has given no memory yet to a block that was never written; None = num_blocks.
+    prefix_queries_tokens, prefix_hit_tokens: how many tokens `open` was asked for in all, and how many it found.
     """
 
     def __init__(
@@ -117,18 +122,20 @@ class BlockTables:
     # ------------------------------------------------------------------------------------------------ life of a slot
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with the published rows of `tokens`, at most all but the last, and return their count.
+        """Begin a sequence with the published rows for the beginning of `tokens`, and return their number.
 
-        tokens: the committed ones, from the beginning. Only blocks that were published under the same salt are found.
+        The number is less than len(tokens). tokens: the committed tokens, from the beginning. salt: only blocks that
+        were published under the same salt are found.
         """
         keys = keys_of(tokens, salt, self.block_tokens) if self.prefix_caching else []
         self.begin(slot, keys[: self.num_found(keys)], tokens, salt)
         return self._counted(slot, len(tokens))
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return with how many of these keys' blocks a sequence can begin: its next row must see no absent block.
+        """Return how many of these keys, from the first on, have blocks that a sequence can begin with.
 
-        keys: of a sequence's blocks, from the first on. others: keys that count as present.
+        The sequence's next row must see no absent block. keys: the keys of a sequence's blocks, from the first block
+        on. others: further keys that count as present.
         """
         most = present = 0
         for num, key in enumerate(keys, 1):
@@ -140,7 +147,7 @@ class BlockTables:
         return most
 
     def begin(self, slot: int, keys: list[Key], tokens: Seq[int], salt: str | None) -> None:
-        """Begin a sequence of these tokens with the blocks of these keys, as many as `num_found` allows."""
+        """Begin a sequence of these tokens with the blocks of these keys. keys: no more than `num_found` allows."""
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
         length = len(keys) * self.block_tokens
@@ -154,7 +161,7 @@ class BlockTables:
             self._used(block, keys[i], tokens[i * self.block_tokens : (i + 1) * self.block_tokens])
 
     def _counted(self, slot: int, num_tokens: int) -> int:
-        """Count the tokens that `open` was asked for and found; return how many it found."""
+        """Count the tokens that `open` was asked for and the tokens that it found; return how many it found."""
         num_hits = self._slots[slot].length
         if self.prefix_caching:
             self.prefix_queries_tokens += num_tokens
@@ -162,16 +169,16 @@ class BlockTables:
         return num_hits
 
     def _first_seen(self, length: int, spare: int = 0) -> int:
-        """Return the index of the first block that rows at `length` and later see, or from `spare` tokens earlier.
+        """Return the index of the first block that rows from position `length - spare` on see.
 
-        At least one kept block counts as seen.
+        The last full block always counts as seen.
         """
         if self.window is None:
             return 0
         return max(0, min((length + 1 - self.window - spare) // self.block_tokens, length // self.block_tokens - 1))
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another. Full blocks are shared; rows of the last block are copied.
+        """Begin a sequence with the kept rows of another one. Full blocks are shared, and the last block's rows copied.
 
         Raises CapacityError, and begins nothing, where there is no block for the copy.
         """
@@ -189,10 +196,10 @@ class BlockTables:
         self._slots[new_slot] = _Slot(table, parent.root, list(parent.keys), parent.length, parent.first)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let other sequences find the slot's full blocks. It costs nothing where no block was added (see `keep`).
+        """Let other sequences find the slot's full blocks. This costs nothing where no block was filled (see `keep`).
 
-        tokens: the committed ones, from the beginning. The kept rows below len(tokens) must belong to these tokens, so
-        a drafter's cache must be cut to what was accepted first; rows behind the last committed token may hold
+        tokens: the committed tokens, from the beginning. The kept rows below len(tokens) must belong to these tokens,
+        so a drafter's cache must first be cut to the accepted tokens. Rows after the last committed token may hold
         anything. Raises InternalError for a slot that is not open.
         """
         entry = self._slots.get(slot)
@@ -222,21 +229,24 @@ class BlockTables:
         return self._prefixes.find(key) is not None
 
     def absent(self, keys: Seq[Key]) -> list[int]:
-        """Return the indices of `keys` whose blocks nobody has published and the row behind them sees."""
+        """Return the indices of the keys whose blocks are not published.
+
+        Blocks that the row after the last block does not see are left out.
+        """
         first = self._first_seen(len(keys) * self.block_tokens)
         return [i for i in range(first, len(keys)) if self._prefixes.find(keys[i]) is None]
 
     def lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks `await_blocks` lacks; 0 where there are enough."""
+        """Return how many more blocks `await_blocks` would need than there are; 0 where there are enough."""
         first = self._first_seen(len(keys) * self.block_tokens)
         found = [self._prefixes.find(key) for key in keys[first:]]
         unused = sum(block is not None and self._num_users[block] == 0 for block in found)
         return max(0, found.count(None) + unused - self._num_available())
 
     def await_blocks(self, slot: int, keys: list[Key]) -> list[int]:
-        """Hold the blocks of these keys in a slot; return the blocks newly taken for the keys that are `absent`.
+        """Hold the blocks of these keys in a slot. For keys that are `absent`, take blocks and return them.
 
-        The caller writes their rows, then calls `publish_awaited`.
+        The caller writes the rows of the returned blocks, then calls `publish_awaited`.
         """
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
@@ -254,15 +264,15 @@ class BlockTables:
         return taken
 
     def publish_awaited(self, slot: int, blocks: Mapping[Key, int]) -> None:
-        """Publish these blocks that `await_blocks` took, whose rows are written now, and end the slot."""
+        """Publish blocks that `await_blocks` took, after their rows were written, and end the slot."""
         for key, block in blocks.items():
             self._prefixes.publish(key, block)
         BlockTables.release(self, slot)
 
     def release(self, slot: int) -> None:
-        """End a sequence and give its blocks back; unknown slots are ignored.
+        """End a sequence and give its blocks back. Unknown slots are ignored.
 
-        Blocks are given back deepest first, so that the end of a sequence is evicted before its beginning.
+        The deepest block is given back first, so that the end of a sequence is evicted before its beginning.
         """
         entry = self._slots.pop(slot, None)
         if entry is None:
@@ -279,7 +289,7 @@ class BlockTables:
         self._free.sort(reverse=True)  # blocks are handed out from block 0 on, as in a new pool
 
     def length(self, slot: int) -> int:
-        """Return the kept tokens of the slot; 0 for a slot that is not open."""
+        """Return the number of kept tokens of the slot; 0 for a slot that is not open."""
         entry = self._slots.get(slot)
         return 0 if entry is None else entry.length
 
@@ -289,20 +299,21 @@ class BlockTables:
         return () if entry is None else entry.keys
 
     def pending(self, slot: int) -> Seq[int]:
-        """Return the parent of each pending row of an open slot: an index among them, -1 = the kept rows."""
+        """Return the parent of each pending row of an open slot, as an index among pending rows; -1 = the kept rows."""
         return self._slots[slot].pending
 
     def free_tokens(self, without: Collection[int] = ()) -> int:
-        """Return how many tokens fit into blocks that no slot uses, evictable ones included.
+        """Return how many tokens fit into the blocks that no slot uses, evictable blocks included.
 
-        without: slots that count as released; blocks shared with others stay in use. Unknown slots are ignored.
+        without: slots that count as released. Blocks that they share with other slots stay in use. Unknown slots are
+        ignored.
         """
         released = Counter(block for slot in without if slot in self._slots for block in self._slots[slot].live)
         num_freed = sum(self._num_users[block] == num for block, num in released.items())
         return (self._num_available() + num_freed) * self.block_tokens
 
     def room(self, slot: int) -> Room:
-        """Return how much an open slot holds and may still take. Raises KeyError for a slot that is not open."""
+        """Return how much an open slot holds, and how much more it may take. Raises KeyError for a slot not open."""
         entry = self._slots[slot]
         copies, num_own = self._num_copies(entry), len(entry.table)
         slack = (num_own - copies) * self.block_tokens - entry.end
@@ -335,7 +346,7 @@ class BlockTables:
         entry.table += [self._take() for _ in range(missing)]
 
     def _give_back(self, own: _Slot) -> None:
-        """Give back the blocks that no later row sees; in the table, the first one left stands in for them."""
+        """Give back the blocks that no later row sees. In the table, the first remaining block stands in for them."""
         first = self._first_seen(own.length, SPARE_TOKENS)
         if first > own.first:
             for block in own.table[own.first : first]:
@@ -353,7 +364,7 @@ class BlockTables:
         )
 
     def _cut_block(self, own: _Slot) -> int | None:
-        """Return the block that the slot's kept rows end in, if other slots may read that block too."""
+        """Return the block inside which the slot's kept rows end, if other slots may read it too; None otherwise."""
         i, inside = divmod(own.length, self.block_tokens)
         if not inside:
             return None
@@ -361,14 +372,14 @@ class BlockTables:
         return block if self._num_users[block] > 1 or self._prefixes.holds(block) else None
 
     def _num_copies(self, own: _Slot) -> bool:
-        """Return whether the slot must copy its last block before it may write, counted as 0 or 1 blocks."""
+        """Return the number of blocks, 0 or 1, that the slot must copy before it may write."""
         block = self._cut_block(own)
         return block is not None and self._num_users[block] > 1
 
     def _make_private(self, own: _Slot, block: int) -> bool:
-        """Make the block that the slot was cut in private; return whether a block was taken for a copy.
+        """Make private the block in which the slot was cut, and return whether a block was taken for a copy.
 
-        A published block without other users is withdrawn; a shared one is replaced by a copy of its kept rows.
+        A published block without other users is withdrawn. A shared block is replaced by a copy of its kept rows.
         """
         if self._num_users[block] == 1:
             self._prefixes.remove(block)
@@ -387,9 +398,10 @@ class BlockTables:
         return copy
 
     def _take(self) -> int:
-        """Take a free block for one user, else the longest unused evictable one.
+        """Take a free block for one user. Where no block is free, evict the longest unused one.
 
-        Evicts, too, where the free blocks were never written and `touched_blocks` have been.
+        A block is evicted, too, where the next free block was never written and `touched_blocks` blocks have been
+        written.
         """
         is_new = bool(self._free) and self._free[-1] >= self._num_touched
         spares = is_new and self._num_touched >= self.touched_blocks and self._prefixes.num_evictable > 0
@@ -410,7 +422,7 @@ class BlockTables:
     def _drop(self, block: int, *, is_passed: bool = False) -> None:
         """Remove one user of a block. Without users, a published block becomes evictable, any other becomes free.
 
-        is_passed: whether the user goes on without it, as behind a window.
+        is_passed: whether the user goes on without the block, because the user's window has passed it.
         """
         self._num_users[block] -= 1
         if self._num_users[block] == 0 and not self._prefixes.rest(block, is_passed=is_passed):
@@ -423,11 +435,14 @@ class BlockTables:
         return self._slots[slot].table
 
     def tables(self, batch: RaggedBatch) -> list[list[int]]:
-        """Return the block table of each run's slot. Raises InternalError where batch and cache disagree."""
+        """Return the block table of each run's slot. Raises InternalError where the batch and the cache disagree."""
         return [self._checked(batch, b).table for b in range(len(batch.slots))]
 
     def _checked(self, batch: RaggedBatch, b: int) -> _Slot:
-        """Return the slot of run b. Raises InternalError where its length differs or its rows may not be written."""
+        """Return the slot of run b.
+
+        Raises InternalError where its length is not the batch's, or the rows of the run may not be written.
+        """
         slot, end = batch.slots[b], batch.end(b)
         entry, start = self._slots.get(slot), end - len(batch.run(b))
         if entry is None or start != entry.end:
@@ -445,14 +460,14 @@ class BlockTables:
                 raise InternalError(f"slot {slot} would write into block {block}, which others may read: reserve first")
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = _NONE_HELD) -> list[int]:
-        """Keep some of the pending rows and of the rows just written of each slot, in order, and drop the others.
+        """In each slot, keep some of the pending rows and of the rows just written, in order, and drop the other rows.
 
-        kept: by slot, ascending indices that count the pending rows and then the rows of the run. held: by slot, rows
-        behind the kept ones that stay pending. Returns the slots in which a block has become full; it can be published
-        when all kept tokens are committed.
+        kept: for each slot, the indices of the rows to keep, ascending. An index counts the pending rows first, and
+        then the rows of the run. held: for each slot, rows after the kept ones that stay pending. Returns the slots in
+        which a block has become full. Such a block can be published when all kept tokens are committed.
 
-        A path through a tree is copied down to consecutive rows. A source is never before its destination, so
-        ascending copies are safe (Miao et al. 2023). One call copies for all slots and layers; a chain moves nothing.
+        A path through a tree is copied down to consecutive rows. A source is never before its destination, so ascending
+        copies are safe (Miao et al. 2023). One call copies for all slots and layers. A chain moves nothing.
         """
         sources, targets = list[int](), list[int]()
         for slot, first in kept.items():
@@ -478,10 +493,11 @@ class BlockTables:
         return full
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """Make the rows of the run just written pending, behind earlier pending rows.
+        """Make the rows of the run just written pending, after earlier pending rows.
 
-        parents: of each row, an index that counts the pending rows and then the rows of the run; -1 = the kept rows.
-        Raises InternalError for a parent that does not come before its child, and where no such rows were reserved.
+        parents: the parent of each row, as an index that counts the pending rows first, and then the rows of the run;
+        -1 = the kept rows. Raises InternalError for a parent that does not come before its child, and where too few
+        rows are reserved.
         """
         own = self._slots[slot]
         if any(not -1 <= parent < i for i, parent in enumerate(parents, len(own.pending))):
@@ -493,26 +509,27 @@ class BlockTables:
     def truncate_to(self, slot: int, length: int) -> int:
         """Set the kept length, drop pending rows, and give back every block at index >= ceil(length / block_tokens).
 
-        Returns the kept length: 0 where a row behind it would see blocks that were given back behind a window. Raises
-        InternalError for a length beyond the kept one, because the rows there may hold anything.
+        Returns the kept length. It is 0 where the next row would see blocks that were given back because of a window.
+        Raises InternalError where `length` is more than the slot's kept length, because the rows after it may hold
+        anything.
         """
-        own = self._slots[slot]
-        if length > own.length:
-            raise InternalError(f"slot {slot} holds {own.length} tokens and cannot be extended to {length}")
+        entry = self._slots[slot]
+        if length > entry.length:
+            raise InternalError(f"slot {slot} holds {entry.length} tokens and cannot be extended to {length}")
         if not self.can_cut(slot, length):
             length = 0
-            self._empty(own)
-        self._set_length(own, length)
-        del own.keys[length // self.block_tokens :]
+            self._empty(entry)
+        self._set_length(entry, length)
+        del entry.keys[length // self.block_tokens :]
         return length
 
     def can_cut(self, slot: int, length: int) -> bool:
-        """Return whether the slot still has all rows that a row behind `length` kept ones sees."""
+        """Return whether the slot still has all rows that the next row would see after a cut to `length`."""
         own = self._slots[slot]
         return not own.first or self._first_seen(length) >= own.first
 
     def _empty(self, own: _Slot) -> None:
-        """Give back all blocks, so that no block of the table stands in for others."""
+        """Give back all blocks, so that no block of the table stands in for other blocks."""
         for block in reversed(own.live):
             self._drop(block)
         own.table.clear()
@@ -520,7 +537,10 @@ class BlockTables:
         own.pending = []
 
     def _set_length(self, own: _Slot, length: int, pending: Seq[int] = ()) -> None:
-        """Set the kept length, which is never below the published one, and the parents of pending rows."""
+        """Set the kept length and the parents of pending rows, and give back the blocks after these rows.
+
+        A caller that sets less than the published length cuts `keys`, too.
+        """
         own.length, own.pending = length, list(pending)
         needed = -(-own.end // self.block_tokens)
         for block in reversed(own.table[needed:]):
@@ -534,7 +554,7 @@ class BlockTables:
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """Check every promise about blocks. Raises InternalError where one is broken; the time grows with the pool.
+        """Check every promise about blocks, and raise InternalError where one is broken. The time grows with the pool.
 
         Each block is free, evictable or used, and its count of users agrees with the tables. The index has each
         published block under the tokens that it holds. Tables are long enough for their slots. No slot can write into a
