@@ -1,1 +1,1 @@
-"""The command `forerun`: flags, inputs, and what a terminal shows. Only what computes is slow to import."""
+"""The command `forerun`: its flags, its inputs and what it prints. Only modules that compute are slow to import."""

@@ -1,4 +1,4 @@
-"""The command `forerun batch`, which parses and calls. The engine is imported when it runs, not to print help."""
+"""The command `forerun batch`: parses its arguments and calls the engine, which is not imported to print help."""
 
 from __future__ import annotations
 

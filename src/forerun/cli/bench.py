@@ -1,4 +1,4 @@
-"""The commands `forerun bench ...`, which parse and call. The engine is imported when one runs, not to print help."""
+"""The commands `forerun bench ...`: parse their arguments and call benchmarks, which are not imported to print help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forerun.cli.help import App
 from forerun.cli.signatures import STANDARD_OUTPUT, Fields, Given, writable
 from forerun.registry import parse_specs
 
-# Benchmarks of developers, which are no longer commands.
+# Benchmarks for developers, which are no longer commands.
 MOVED = (
     *("attacks", "bits", "gaps", "newcomers", "grammars", "kernels", "kv_disk", "peers", "peers_t5", "quality"),
     *("random_file", "replicas", "schemas", "hostile", "serving", "throughput", "tools"),
@@ -31,7 +31,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_de
 
 
 def keep(record: Mapping[str, Any], file: Path | None) -> None:
-    """Write the record to a file, or to standard output for `-`, if that was asked for."""
+    """Write the record to a file, or to standard output for `-`. file: None = write nothing."""
     if file == STANDARD_OUTPUT:
         print(json.dumps(record), flush=True)
     elif file is not None:
@@ -87,7 +87,7 @@ def suite(
 
 
 def _once_each(plan: Given) -> Given:
-    """Return a plan whose temperatures, policies and rules are there once."""
+    """Return a plan without repeated temperatures, policies and rules."""
     reading: dict[str, Any] = {"temperatures": dict.fromkeys, "pacings": parse_specs, "acceptances": parse_specs}
     return plan | {name: tuple(read(plan[name])) for name, read in reading.items() if name in plan}
 

@@ -1,4 +1,4 @@
-"""`forerun cache`: what --kv-disk keeps in its folder: list it, verify it, clear it."""
+"""The commands `forerun cache ...`, which list, verify and clear what --kv-disk keeps in its folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def clear(
 
 
 def _folder(given: Path | None, kv_disk: str | None) -> Path:
-    """Return the folder that is meant. Raises BadOption where it is named twice, or --kv-disk is malformed."""
+    """Return the folder of blocks. Raises BadOption where it is named twice, or --kv-disk is malformed.
+
+    Ends the command where no folder is named and the folder in the user's cache does not exist.
+    """
     from forerun.kv.disk import Limit, default_path
 
     if kv_disk is None and given is None and not default_path().exists():

@@ -1,4 +1,4 @@
-"""A certificate for people: a line for each check, what failed, the verdict, and what it does not prove."""
+"""Prints a certificate for people: a line for each check, what failed, the verdict, and what is not proven."""
 
 from __future__ import annotations
 

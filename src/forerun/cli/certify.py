@@ -1,4 +1,7 @@
-"""The command `forerun certify`, which parses, shows progress and calls. The engine is imported when it runs."""
+"""The command `forerun certify`: parses its arguments, shows progress and calls the checks.
+
+The engine is imported when the command runs, not to print help.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def certify(
 
 @contextmanager
 def _progress() -> Iterator[Tell]:
-    """Show a bar on standard error where that is a terminal, else lines."""
+    """Yield a function that shows progress on standard error: as a bar in a terminal, otherwise as lines."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from forerun.cli.waiting import Waiting

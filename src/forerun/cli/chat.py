@@ -50,9 +50,9 @@ Alt-Enter, or a backslash at the end of a line, begins a new line; a pasted text
 A message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
-MOST_CALLS = 32  # different ones in one answer
+MOST_CALLS = 32  # different calls in one answer
 HOT = 2.0  # temperature above which any model writes noise
-LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # at least so many tokens, so often in a row, are a loop
+LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # a loop: the same 8 to 128 tokens, 6 times in a row
 LOOPED = "stopped, for it repeats itself: /retry asks again, /set repetition_penalty 1.1 may help"
 KEPT = "The conversation is kept: forerun chat --continue, with the same options, goes on with it."
 NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its first answer"
@@ -97,11 +97,11 @@ class Numbers:
         verbose: bool = False,
         plain_token_s: float | None = None,
     ) -> str:
-        """Return [12 tokens, first after 0.10 s, 31.2 tokens/s, acceptance rate 82%].
+        """Return a line like [12 tokens, first after 0.10 s, 31.2 tokens/s, acceptance rate 82%].
 
-        The speed leaves out the first step. reason: None where Ctrl-C ended the answer. tv_price: of a lossy rule that
-        measured one. plain_token_s: the duration of a pass over one row, if it was measured, which the estimated
-        speed-up is based on.
+        The speed leaves out the first step. reason: why the answer ended; None where Ctrl-C or a loop ended it.
+        tv_price: the TV price that a lossy rule has measured, if any. plain_token_s: the measured duration of a target
+        pass over one row, on which the estimated speed-up is based; None = it was not measured.
         """
         parts = [counted(self.num_tokens, "token")]
         if self.first_s is not None:
@@ -123,18 +123,18 @@ class Numbers:
 
 
 def answering(params: SamplingParams) -> SamplingParams:
-    """Return the parameters. Raises BadOption where they leave no room for an answer."""
+    """Return the parameters unchanged. Raises BadOption where they leave no room for an answer."""
     if params.max_tokens == 0:
         raise BadOption("max_tokens=0 is not possible in a conversation: nothing would be answered; give at least 1")
     return params
 
 
 class Chat:
-    """One conversation with an LLM. params: of every answer. system: the first message, if any.
+    """One conversation with an LLM. params: the parameters of every answer. system: the system message, if any.
 
     verbose: whether the line of numbers has the details, too. stop_loops: whether to end an answer that repeats itself.
-    tools: functions that the model may call. may_run: whether a call, given as text, may be run. kept: where the
-    conversation is kept, None = nowhere.
+    tools: functions that the model may call. may_run: returns whether a call, given as text, may be run. kept: where
+    conversations are kept; None = nowhere.
     """
 
     def __init__(
@@ -165,15 +165,16 @@ class Chat:
         self._begin()
 
     def _begin(self, file: Path | None = None) -> None:
-        """Keep later messages in a new file, or in `file`, which holds a kept conversation."""
+        """Keep later messages in a new file, or in `file`, which already holds a kept conversation."""
         if self.kept is not None:
             self.kept.begin()
             self.kept.file = file
 
     def set(self, words: str) -> str:
-        """Change a parameter of the answers, as in "temperature 0.2", and say so; without words, list all of them.
+        """Change a parameter of the answers, as in "temperature 0.2", and return what to tell the user.
 
-        Raises BadOption for a name or value that is not possible.
+        Without words, return all parameters with their values. Raises BadOption for a name or value that is not
+        possible. A temperature above HOT is only set when it is given a second time.
         """
         name, *rest = re.split(r"\s*=\s*|\s+", words.strip(), maxsplit=1)
         value = "".join(rest)
@@ -200,14 +201,14 @@ class Chat:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def system(self, text: str) -> str:
-        """Change the first message of the conversation, and say so; an empty text removes it."""
+        """Change the system message, and return what to tell the user. An empty text removes the message."""
         rest = self.messages[len(self._opening) :]
         self._opening = [{"role": "system", "content": text}] if text else []
         self.messages = [*self._opening, *rest]
         return "the system message is changed" if text else "there is no system message now"
 
     def retry(self) -> str:
-        """Drop the last answer, and return the message that it answered. Raises BadOption where there is none."""
+        """Drop the last answer, and return the message before it. Raises BadOption where nothing was answered yet."""
         if len(self.messages) < len(self._opening) + 2:
             raise BadOption("nothing was answered yet: type a message first")
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
@@ -215,7 +216,7 @@ class Chat:
         return str(question["content"])
 
     def save(self, name: str, *, overwrites: bool = False) -> str:
-        """Write the conversation to a file, and say so. Raises BadOption where it cannot be written.
+        """Write the conversation to a file, and return what to tell the user. Raises BadOption where that fails.
 
         overwrites: whether to replace an existing file that this conversation was not saved to before.
         """
@@ -236,9 +237,9 @@ class Chat:
         return f"written to {file}"
 
     def load(self, name: str) -> str:
-        """Go on with a conversation that `save` wrote as a line, or without a name with the last kept one.
+        """Go on with a conversation that `save` wrote as a line; without a name, with the last one that was kept.
 
-        Raises BadOption where there is none.
+        Returns what to tell the user. Raises BadOption where there is no such conversation.
         """
         last = self.kept.last() if self.kept is not None and not name else None
         if self.kept is not None and not name and last is None:
@@ -260,8 +261,8 @@ class Chat:
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
         """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
 
-        keys: whether Ctrl-C ends the answer and nothing else. Raises UserError or CapacityError where the conversation
-        cannot be continued; then this turn is forgotten, as is one with an empty answer.
+        keys: whether Ctrl-C ends only the answer, and not the chat. Raises UserError or CapacityError where the
+        conversation cannot be continued. The turn is forgotten then, and also where its answer is empty.
         """
         messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
         end = self.llm.listen(numbers)
@@ -297,7 +298,7 @@ class Chat:
         return "\n".join([line, *remarks])
 
     def _result(self, call: ToolCall) -> Message:
-        """Return the result of a call, as a message: the user is asked before it is run."""
+        """Run a call of a tool if the user allows it, and return its result or the user's refusal as a message."""
         asked = f"{call.name}({call.arguments_on_a_line()})"
         may_run = self.tools is not None and self._may_run(asked)
         text = self.tools.run(call) if may_run and self.tools is not None else "the user did not allow this call"
@@ -305,7 +306,7 @@ class Chat:
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
     def _write(self, messages: list[Message], out: TextIO, interrupt: _Interrupt, *, may_call: bool = True) -> Answer:
-        """Write the answer as it grows."""
+        """Write one output of the model to `out` as it grows, and return it. may_call: whether the model has tools."""
         given = self._given if may_call else {}
         answer_form = self._answer_form if may_call else self.llm.answer_form()
         answer, ids = Answer(), list[int]()
@@ -334,7 +335,7 @@ class Chat:
 
 @dataclass
 class Answer:
-    """The written answer, and why it ended: finish_reason is None where Ctrl-C ended it, or a loop was found."""
+    """The written answer, and why it ended. finish_reason: None where Ctrl-C ended the answer, or a loop was found."""
 
     answer_parts: AnswerParts = field(default_factory=AnswerParts)
     finish_reason: FinishReason | None = None
@@ -343,7 +344,7 @@ class Answer:
     is_loop: bool = False
 
     def add(self, part: Part) -> str:
-        """Take a part, and return what is shown of it: reasoning between marks, and nothing of calls."""
+        """Take a part, and return the text that shows it: reasoning is put between marks, and calls are not shown."""
         before = self.answer_parts.items[-1] if self.answer_parts.items else None
         self.answer_parts.add(part)
         was_thinking = isinstance(before, Span) and before.kind == "reasoning"
@@ -361,7 +362,7 @@ class Answer:
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls of tools."""
+        """The calls of tools in the answer."""
         return self.answer_parts.calls
 
     @property
@@ -371,7 +372,7 @@ class Answer:
 
 
 def is_loop(ids: Seq[int]) -> bool:
-    """Return whether the last tokens, LOOP_TOKENS of them or more, came LOOP_TIMES in a row."""
+    """Return whether the ids end in a loop: at least LOOP_TOKENS tokens that come LOOP_TIMES in a row."""
     for size in range(LOOP_TOKENS, min(LONGEST_LOOP, len(ids) // LOOP_TIMES) + 1):
         if ids[-1] == ids[-1 - size] and all(ids[-i] == ids[-i - size] for i in range(1, size * (LOOP_TIMES - 1) + 1)):
             return True
@@ -380,7 +381,10 @@ def is_loop(ids: Seq[int]) -> bool:
 
 @contextmanager
 def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows pieces: on a page where `out` is a terminal that can redraw a line, else bare."""
+    """Yield a function that shows pieces of text, on a page where `out` is a terminal that can redraw a line.
+
+    Elsewhere the pieces are written as they are.
+    """
     console = make_console()
     if out is sys.stdout and console.is_terminal and not console.is_dumb_terminal:
         from forerun.cli.page import page
@@ -404,7 +408,10 @@ def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
 
 
 def _read(value: str) -> Any:
-    """Read a number or None; any other text stays a text, which SamplingParams refuses where it wants a number."""
+    """Read a JSON value, such as a number, or None. Any other text stays as it is.
+
+    SamplingParams then refuses the text where it wants a number.
+    """
     try:
         return None if value.lower() == "none" else json.loads(value)
     except ValueError:
@@ -412,15 +419,15 @@ def _read(value: str) -> Any:
 
 
 class _Stopped(KeyboardInterrupt):
-    """Ctrl-C while an answer grew."""
+    """The exception that Ctrl-C raises while an answer grows."""
 
 
 @dataclass
 class _Interrupt:
-    """Handles Ctrl-C: while it is awaited it raises _Stopped, once.
+    """Handles Ctrl-C: raises _Stopped once, while an answer is awaited.
 
-    A second one, or one that comes when the answer has just ended, would interrupt the writing of the end, and does
-    nothing.
+    A second Ctrl-C does nothing, because it would interrupt the writing of the answer's end. Neither does a Ctrl-C that
+    comes when the answer has just ended.
     """
 
     is_awaited: bool = False
@@ -433,7 +440,7 @@ class _Interrupt:
 
 @contextmanager
 def _one_interrupt() -> Iterator[_Interrupt]:
-    """Give Ctrl-C to an _Interrupt."""
+    """Yield an _Interrupt that handles Ctrl-C until the end of the `with` block."""
     before, interrupt = signal.getsignal(signal.SIGINT), _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
     try:
@@ -452,9 +459,10 @@ def load_models(opened: Opened) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
-    """Return the parameters of an answer; without a limit from the user it has none, or the shipped model's.
+    """Return the parameters of an answer. Where no limit of tokens is given, there is none.
 
-    Raises BadOption for a limit that leaves no room for one.
+    The shipped model then has a limit of SHIPPED_MAX_TOKENS. is_limited: whether the user or the checkpoint gives a
+    limit. Raises BadOption for a limit that leaves no room for an answer.
     """
     if is_limited:
         return answering(params)
@@ -462,7 +470,7 @@ def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> Sampl
 
 
 def banner(llm: LLM, params: SamplingParams) -> str:
-    """Return the model, its precision, the drafter, and how answers are drawn."""
+    """Return a line with the model, its precision, the drafter, and how answers are drawn."""
     return f"{model_name(llm)}: {precision(llm)}, {drafting(llm, params.draft)}, {drawing(params)}"
 
 
@@ -476,10 +484,11 @@ def run(
     tools: ToolFile | None = None,
     goes_on: bool = False,
 ) -> None:
-    """Read messages until the input ends: from a terminal with editing and history, or the lines of a pipe.
+    """Answer messages until the input ends: messages that are typed in a terminal, or the lines of a pipe.
 
-    Calls of tools are run where somebody at a terminal says yes, each by itself. With kv_disk the conversation is kept.
-    goes_on: continue the last kept one; raises BadOption where there is none.
+    A terminal offers editing and history. Each call of a tool is run only where somebody at a terminal says yes to it.
+    With kv_disk the conversation is kept. goes_on: whether to continue the conversation that was kept last; raises
+    BadOption where there is none.
     """
     kept = None if llm.config.kv_disk is None else Conversations(default_folder())
     terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -489,7 +498,8 @@ def run(
     if goes_on and system is not None:
         chat.system(system)
     opening = [*chat.messages, {"role": "user", "content": "?"}]
-    chat.llm.apply_chat_template(opening, **({} if tools is None else {"tools": tools.schemas}))  # refuse before it
+    # A model that cannot have this conversation is refused before the banner.
+    chat.llm.apply_chat_template(opening, **({} if tools is None else {"tools": tools.schemas}))
     if terminal:
         note(banner(llm, params))
         if llm.opened.is_shipped:
@@ -530,7 +540,7 @@ def _talk(chat: Chat, terminal: bool) -> None:
 
 
 def _asked(call: str) -> bool:
-    """Ask whether a call may be run."""
+    """Ask the user whether a call may be run."""
     sys.stderr.write(f"run {visible(call)}? [y/N] ")
     sys.stderr.flush()
     try:
@@ -556,7 +566,7 @@ def _obey(chat: Chat, command: str) -> str:
 
 
 def _typed() -> Iterator[str]:
-    """Yield the messages that are not blank. Ctrl-C at the prompt drops what was typed, as in a shell."""
+    """Yield the typed messages, without blank ones. Ctrl-C at the prompt drops what was typed, as in a shell."""
     session = _session()
     while True:
         try:
@@ -573,7 +583,7 @@ def _typed() -> Iterator[str]:
 def _session() -> Any:
     """Return a prompt that edits lines, remembers messages between sessions, and takes a paste as one message.
 
-    It is shown on standard error where standard output is a file.
+    The prompt is shown on standard error where standard output is a file.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -606,7 +616,7 @@ def _session() -> Any:
 
 
 def _history_file() -> Path | None:
-    """Return the file of past messages, readable for their writer alone; None where it cannot be written."""
+    """Return the file of past messages, which only its owner can read; None where it cannot be written."""
     file = cache_folder() / "chat-history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -617,7 +627,7 @@ def _history_file() -> Path | None:
 
 
 def _piped() -> Iterator[str]:
-    """Yield the messages that are not blank: the lines of standard input, joined where one ends with a backslash."""
+    """Yield the lines of standard input as messages, without blank ones. Lines that end with a backslash are joined."""
     lines: list[str] = []
     while sys.stdin is not None:
         try:

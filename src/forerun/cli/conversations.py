@@ -1,7 +1,8 @@
-"""Conversations that `forerun chat` keeps by itself, where --kv-disk keeps what was read of them.
+"""The conversations that `forerun chat` keeps by itself with --kv-disk, which keeps their KV caches.
 
-Each is a file with a line as `/save` writes it, in a folder of the user's cache, which nobody else can read. It is
-written behind every answer, whole or not at all. Beyond MOST_KEPT the least recently written ones are removed.
+Each conversation is a file with one line, as `/save` writes it. The folder is in the user's cache, and nobody else can
+read it. The file is written after every answer, whole or not at all. Where there are more than MOST_KEPT files, the
+least recently written ones are removed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def default_folder() -> Path:
 
 
 class Conversations:
-    """The conversations of a folder. file: of the current one, None before its first answer."""
+    """The conversations of a folder. file: the file of the current conversation; None before its first answer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,36 +37,36 @@ class Conversations:
         self._has_failed = False
 
     def last(self) -> Path | None:
-        """Return the one that was written last; None where there is none."""
+        """Return the file of the conversation that was written last; None where there is none."""
         files = self._by_time()
         return files[-1] if files else None
 
     def begin(self) -> None:
-        """Leave the conversation as it is: the next answer begins another one."""
+        """Begin another conversation with the next answer. The current one stays as it is."""
         self.file = None
 
     def write(self, messages: Seq[Mapping[str, Any]]) -> None:
-        """Keep the conversation. Where that is not possible, say so once, and go on."""
+        """Write the conversation to its file. Where that is not possible, say so once, and go on."""
         file = self.file or self.folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(4)}{ENDING}"
-        made = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
                 out.write(json.dumps({"messages": list(messages)}, ensure_ascii=False) + "\n")
-            os.replace(made, file)
+            os.replace(temporary, file)
             self.file = file
             others = [old for old in self._by_time() if old != file]  # the clock may have been set back
             for old in others[: max(0, len(others) + 1 - MOST_KEPT)]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             with suppress(OSError):
-                made.unlink()
+                temporary.unlink()
             if not self._has_failed:
                 note(f"the conversation is not kept: nothing can be written to {self.folder} ({error.strerror})")
             self._has_failed = True
 
     def _by_time(self) -> list[Path]:
-        """Return the files, the least recently written first."""
+        """Return the files of conversations, the least recently written first."""
         files = list[tuple[int, str, Path]]()
         for file in self.folder.glob(f"*{ENDING}"):
             with suppress(OSError):  # another chat has removed it

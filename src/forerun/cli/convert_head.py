@@ -1,4 +1,4 @@
-"""forerun convert-head."""
+"""The command `forerun convert-head`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`forerun demo` lets a model write the same texts once plainly and once with speculation, and compares the times.
 
-A chat model edits a text, where drafts from the text itself pay, and answers a question, where they pay little. The
-model that ships with the package writes code; it is widened to a size at which most of the time goes into reading its
-weights. With --pair it is two models that people use, on work of four kinds.
+A chat model edits a text, where drafts from the text itself pay, and answers a question, where such drafts pay little.
+The model that ships with the package writes code. It is widened to a size at which most of the time goes into reading
+its weights. With --pair, the models are two that people use, and the texts are four kinds of work.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n   
 
 @dataclass(frozen=True)
 class Scene:
-    """One text that is written twice. asked: the part of the prompt that is shown. is_chat: whether it is a message."""
+    """One text that is written twice. asked: the prompt, as it is shown. is_chat: whether it is a chat message."""
 
     title: str
     asked: str
@@ -83,7 +83,7 @@ class Stack:
 PAIR = ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b")  # target and draft, names of data/models.toml
 PAIR_TYPE = "q4_k_m"
 PAIR_FOLDER = "FORERUN_PAIR"  # the variable that names the folder of the files
-PAIR_KINDS = {  # of data/work.jsonl, from where drafting pays most
+PAIR_KINDS = {  # kinds of data/work.jsonl; the kind for which drafting pays most comes first
     "edit": "an edit of code, whose text is known for the most part",
     "question": "a question about a text, whose words return",
     "chat": "ordinary chat, which repeats little",
@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def behind_first_per_s(self) -> float | None:
-        """Return tokens per second behind the first one, so without the prompt; None where there are none."""
+        """The tokens per second after the first token, so without the prompt; None where there is no second token."""
         report = self.output.report
         if report.first_token_at_s is None or report.last_token_at_s is None:
             return None
@@ -116,9 +116,9 @@ class Outcome:
 def run(
     config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None, *, is_pair: bool = False
 ) -> None:
-    """Show each scene twice on standard output, and what each took. Raises UserError.
+    """Show each scene twice on standard output, and how long each run took. Raises UserError.
 
-    is_pair: with the two files of PAIR, where `config` names no others, on prompts of some kinds of work.
+    is_pair: whether to run the two models of PAIR, unless `config` names others, on prompts of four kinds of work.
     """
     console = make_console()
     if is_pair:
@@ -163,10 +163,10 @@ def run(
 
 
 def of_pair(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the files of PAIR for a target and a draft that it does not name.
+    """Return the configuration. Where it names no target, the models of PAIR become its target and its draft.
 
-    They are in the folder that FORERUN_PAIR names, else in the hub's cache, else they are fetched. Raises UserError,
-    which says how to get them.
+    A draft that it names stays. The models' files are in the folder that FORERUN_PAIR names, or else in the hub's
+    cache, or else they are fetched. Raises UserError, which says how to get them.
     """
     if config.target is not None:
         return config
@@ -203,15 +203,20 @@ def _how_to_get_pair() -> str:
 
 
 def _work(opened: Opened) -> list[Scene]:
-    """Return the first single-message prompt of each shown kind. Raises NotFound for a model that does not chat."""
+    """Return the first single-message prompt of each kind of PAIR_KINDS.
+
+    Raises NotFound for a model that does not chat.
+    """
     _ = opened.chat_template
-    prompts = read_work(MethodsPlan(kinds=tuple(PAIR_KINDS), prompts_per_kind=8))  # more than one: some are talks
+    prompts = read_work(
+        MethodsPlan(kinds=tuple(PAIR_KINDS), prompts_per_kind=8)
+    )  # more than one of each kind: some have several messages
     single = {prompt.kind: prompt for prompt in reversed(prompts) if len(prompt.messages) == 1}
     return [Scene(title, single[kind].messages[0]["content"], is_chat=True) for kind, title in PAIR_KINDS.items()]
 
 
 def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
-    """Return the scenes: an edit and a question for a chat model, else code to continue; or the user's prompt."""
+    """Return the scenes: the user's prompt; without one, an edit and a question for a chat model, else some code."""
     is_chat = not opened.is_shipped
     try:
         if is_chat:
@@ -224,7 +229,7 @@ def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
 
 
 def _shortened(text: str) -> str:
-    """Return a prompt as it is shown: of a long one the first and the last lines, or words where it has one line."""
+    """Return a prompt as it is shown. A long prompt is cut to its first and last lines, or words if it has one line."""
     if len(text) <= 2 * SHOWN_CHARACTERS:
         return text
     beginning, end = text[: SHOWN_CHARACTERS // 2], text[-SHOWN_CHARACTERS // 2 :]
@@ -246,7 +251,7 @@ def default_prompt() -> str:
 
 
 def verdict(plain: RequestOutput, fast: RequestOutput, params: SamplingParams, llm: LLM) -> str:
-    """Say whether both texts are identical, and for which mode, weights, device and build that holds."""
+    """Return a line that says whether both texts are identical, and for which mode, weights, device and build."""
     model = llm.checkpoint.model
     rule = "greedy" if params.greedy else f"{params.acceptance or 'match'}, temperature {params.temperature}"
     mode = f"{rule}; {model.precision} on {model.device}; {model.ops.build}"
@@ -306,7 +311,7 @@ def _table(plain: Outcome, fast: Outcome) -> Table:
 
 
 def _summary(scenes: Seq[Scene], outcomes: Seq[Seq[Outcome]]) -> Table:
-    """Return a table with a line for each scene, and the geometric means of the gains."""
+    """Return a table with a line for each scene, and the geometric means of the speed-ups."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("text", "plain", "speculative", "speed-up", "behind the first token"):
         table.add_column(name, justify="left" if name == "text" else "right")

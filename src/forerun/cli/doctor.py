@@ -1,6 +1,6 @@
-"""`forerun doctor` shows what this machine has for forerun, what runs on it, and what would make it faster.
+"""`forerun doctor` shows what this machine has for forerun, what runs on it, and what would make forerun faster.
 
-numpy is imported when the command runs, not to print help; torch only where it is installed, to ask it.
+numpy is imported when the command runs, not to print help. torch is imported only to ask for its facts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Operators:
 
 @dataclass(frozen=True)
 class Torch:
-    """torch, and the libraries that it loads into the process."""
+    """The version and threads of torch, and the libraries that it loads into the process."""
 
     version: str
     num_threads: int
@@ -65,12 +65,12 @@ class Card:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that are printed. Sizes are in bytes."""
+    """The facts about this machine that are printed. Sizes are in bytes."""
 
     version: str
     python: str
     processor: str
-    processor_isas: list[str]  # with kernels compiled for them
+    processor_isas: list[str]  # instruction sets that the processor has and kernels were compiled for
     cores: native.Cores
     load_average: float | None  # processes that wanted to run, over the last minute
     operators: Operators
@@ -82,18 +82,21 @@ class Facts:
 
     @property
     def example_bytes(self) -> int:
-        """Return the bytes that the example reads per token: every weight once, in bfloat16."""
+        """The bytes that the example model reads per token: every weight once, in bfloat16."""
         return 2 * EXAMPLE_PARAMETERS
 
     @property
     def example_tokens_per_s(self) -> float:
-        """Return the most tokens per second that plain decoding of the example can reach."""
+        """The most tokens per second that plain decoding of the example model can reach."""
         return self.bandwidth.bytes_per_s / self.example_bytes
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The operators that would compute a model here. slower_because: faster backend -> why it cannot."""
+    """The operators that would compute a model here.
+
+    slower_because: for each faster backend, why it cannot compute the model.
+    """
 
     model: str
     backend: str
@@ -119,7 +122,10 @@ def doctor(
 
 
 def examine(root: Path = Path("/")) -> Facts:
-    """Examine this process and measure. root: the folder of /proc and /sys. Raises BadOption for a wrong variable."""
+    """Examine this process, and measure the memory's bandwidth. root: the folder of /proc and /sys.
+
+    Raises BadOption for an environment variable that is wrong.
+    """
     load = _load_average()  # before the measurements add to it
     operators = _operators()
     with _patience():
@@ -146,7 +152,7 @@ def examine(root: Path = Path("/")) -> Facts:
 
 
 def _torch(root: Path) -> Torch | None:
-    """Describe torch; None where it is not installed."""
+    """Return the facts about torch; None where it is not installed."""
     if native.torch_version() is None:
         return None
     import torch
@@ -156,7 +162,7 @@ def _torch(root: Path) -> Torch | None:
 
 
 def _card() -> Card | None:
-    """Describe the CUDA device, and whether our kernels can run on it; None where torch sees no device."""
+    """Return the facts about the CUDA device, and why our kernels cannot run on it; None where torch sees no device."""
     import torch
 
     from forerun.ops import cuda
@@ -169,7 +175,7 @@ def _card() -> Card | None:
 
 
 def computed(name: str) -> Computed:
-    """Ask which operators would compute a model on the CPU, by its config.json. Raises UserError where none do."""
+    """Return which operators would compute a model on the CPU, by its config.json. Raises UserError if none would."""
     from forerun import ops
     from forerun.models.opened import spec_of
 
@@ -179,13 +185,13 @@ def computed(name: str) -> Computed:
 
 
 def openmp_runtimes(maps: str) -> list[str]:
-    """Return the sorted file names of the OpenMP runtimes in a /proc/self/maps, one per file."""
+    """Return the sorted file names of the OpenMP runtimes in the text of /proc/self/maps, each file once."""
     paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
     return sorted(match[1] for match in map(_OPENMP.search, paths) if match)
 
 
 def as_dict(facts: Facts) -> dict[str, Any]:
-    """Return the facts for `--json`, with the numbers and the advice that follow from them."""
+    """Return the facts for `--json`, with the numbers and the advice that follow from the facts."""
     example = {
         "num_parameters": EXAMPLE_PARAMETERS,
         "dtype": "bfloat16",
@@ -276,7 +282,7 @@ def advice(facts: Facts) -> Iterator[str]:
 
 def _advice_on_threads(facts: Facts) -> Iterator[str]:
     num_threads, usable = facts.operators.num_threads, facts.cores.num_usable
-    # The first one that is set decides (native.num_threads).
+    # The first of these variables that is set decides (native.num_threads).
     name = next((name for name in ("FORERUN_NUM_THREADS", "OMP_NUM_THREADS") if name in facts.variables), None)
     if name is None or num_threads == usable:
         return
@@ -340,7 +346,7 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _of_card(card: Card) -> str:
-    """Describe a card, and what computes on it."""
+    """Return a sentence about a CUDA device, and about what computes on it."""
     about = f"{card.name}, compute capability {card.capability}, {card.free_bytes / 1e9:.1f} GB of "
     about += f"{card.num_bytes / 1e9:.1f} GB free; "
     if card.problem is None:

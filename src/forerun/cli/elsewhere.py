@@ -1,4 +1,4 @@
-"""Answers an option that a command does not have with the command, or the name, under which it exists."""
+"""Answers an option that a command lacks with the command, or the name, under which the option exists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forerun.registry import Place, answer, normal
 
 
 def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
-    """Return the answer to an option that a command does not have; None where no command and no peer has it.
+    """Return the answer to an option that a command lacks; None where no other command and no peer has the option.
 
-    words: the command line. option: the word that the parser refused. context: click's context of the parsed command,
-    whose root has all commands.
+    words: the command line. option: the word that the parser refused. context: click's context of the command, whose
+    root has all commands.
     """
     root, command, typed = context.find_root(), context.command_path, _whole_word(words, option)
     parsers = dict(_commands(root.command, root.command_path))
@@ -35,7 +35,7 @@ def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
     return answer(typed, find) or (None if elsewhere is None else elsewhere.text)
 
 
-# Command of Ollama -> what does the same here.
+# A command of Ollama -> what does the same here.
 OLLAMA = {
     "run": "forerun chat MODEL is a conversation, and forerun generate answers one text",
     "pull": "a model of the hub is fetched when it is first used, as by forerun chat org/name",
@@ -50,20 +50,20 @@ OLLAMA = {
 
 
 def of_ollama(words: Seq[str]) -> str | None:
-    """Return the answer to a command that Ollama has and forerun has not."""
+    """Return the answer to a command that Ollama has and forerun lacks; None for any other command."""
     name = next((word for word in words if not word.startswith("-")), "")
     return f"there is no command {name} here: {OLLAMA[name]}" if name in OLLAMA else None
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield each command with its path, as it is typed."""
+    """Yield the path of each command, as it is typed, with the command."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
 
 def _names(command: Any) -> Mapping[str, str]:
-    """Return a command's parameters by name: the flag, or the name of an argument in capitals."""
+    """Return what is typed for each parameter of a command, by name: a flag, or an argument's name in capitals."""
     names = {}
     for param in command.params:
         if param.param_type_name == "option":
@@ -82,7 +82,10 @@ class _Elsewhere:
 
 
 def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> _Elsewhere | None:
-    """Return the answer to a flag that `command` lacks: the nearest command below it that has it, else the first."""
+    """Return the answer to a flag that `command` lacks and another command has; None where no other command has it.
+
+    The answer names the nearest command below `command` that has the flag, or else the first command that has it.
+    """
     homes = {
         path: param
         for path, parser in parsers.items()
@@ -104,7 +107,10 @@ def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> 
 
 
 def _way_out(param: Any, parser: Any, home: str) -> str:
-    """Say how to set an option of the engine without a flag, which works for every command that starts an engine."""
+    """Return how to set an option of the engine without a flag, which works for every command that starts an engine.
+
+    For any other option or command, the answer is to leave the option out, or to use the command that has it.
+    """
     if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
         return f"leave it out or use {home}"
     has_file = any(p.name == "config" for p in parser.params)
@@ -116,9 +122,9 @@ def _is_of_engine(param: Any) -> bool:
 
 
 def _whole_word(words: Seq[str], option: str) -> str:
-    """Return the word as it was typed, without a value behind `=`: for `-md` the parser names only `-m`.
+    """Return the option as it was typed, without a value after `=`.
 
-    For `-hf` it names `-f`, for `-h` is a flag of its own.
+    For `-md` the parser names only `-m`. For `-hf` it names `-f`, because `-h` is a flag of its own.
     """
     for word in words:
         typed = word.partition("=")[0]

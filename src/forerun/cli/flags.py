@@ -1,6 +1,6 @@
 """Command-line flags that several commands share, made from the dataclasses that hold the defaults.
 
-A flag that is not given is None: then the FORERUN_* variable counts, else the config file, else the default.
+A flag that is not given is None. Then the FORERUN_* variable counts, or else the config file, or else the default.
 Nothing here imports numpy.
 """
 
@@ -56,7 +56,7 @@ Verbose = Annotated[
     bool,
     typer.Option("--verbose", help="more numbers behind each output: alpha-hat and others", rich_help_panel="Output"),
 ]
-# Of most commands that measure.
+# The engine's options of most commands that measure.
 MODEL = ("device", "dtype", "quantization", "ops", "kv_cache_backend", "kv_cache_dtype", "config")
 
 _APART: dict[str, Any] = {"use_speculative_decoding": UseSpeculativeDecoding, "config": ConfigFile}
@@ -64,14 +64,14 @@ _APART: dict[str, Any] = {"use_speculative_decoding": UseSpeculativeDecoding, "c
 
 @dataclass(frozen=True)
 class _EngineFields(Fields):
-    """The fields of EngineConfig, and beside them the config file, and whether to draft at all."""
+    """The fields of EngineConfig, and two flags besides: the config file, and whether to draft at all."""
 
     cls: type[Any] = EngineConfig
     panel: str | None = "Memory and batches"
     before: str = ENGINE
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each name with its parameter of a command."""
+        """Yield each flag's name, and the parameter for it in a command's signature."""
         names = [name for name in self.names if name not in _APART]
         if names or not self.names:
             yield from dataclasses.replace(self.of_class(), names=names).parameters()
@@ -80,28 +80,29 @@ class _EngineFields(Fields):
                 yield name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def of_class(self) -> Fields:
-        """Return the fields of the configuration alone."""
+        """Return the fields of EngineConfig alone, without the two other flags."""
         return Fields(EngineConfig, self.names, self.leave_out, panel=self.panel, before=self.before)
 
 
 def engine(*names: str, leave_out: Collection[str] = ()) -> Fields:
-    """Stand for flags of the engine's options, in the order of the names; without names for all but `leave_out`."""
+    """Return the flags of these options of the engine, in this order; without names, of all options but `leave_out`."""
     return _EngineFields(names=names, leave_out=leave_out)
 
 
 def everyday(*more: str) -> Fields:
-    """Stand for flags of the everyday options, of `more` and of the config file, in the order of EngineConfig.
+    """Return the flags of the everyday options, of `more` and of the config file, in the order of EngineConfig.
 
-    They are for a command by which one person uses one model, which is an argument.
+    They are for commands by which one person uses one model. The model is an argument of such a command.
     """
     fields = EngineConfig.__dataclass_fields__.values()
     return engine(*(field.name for field in fields if field.metadata.get("everyday") or field.name in more), "config")
 
 
 def sampling(*names: str) -> Fields:
-    """Stand for flags of sampling parameters, in the order of the names; without names for all.
+    """Return the flags of these sampling parameters, in this order; without names, of all of them.
 
-    A name that the engine has too, such as draft, is the engine's flag: a request sets it in a prompt file.
+    A name that the engine has too, such as draft, gets no flag here, because the engine has that flag. A request sets
+    such a parameter in a prompt file.
     """
     fields = SamplingParams.__dataclass_fields__
     usual = {name: f"the model's own, else {fields[name].default}" for name in DRAWING}
@@ -119,7 +120,10 @@ _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 
 def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Return a command's sampling parameters: its arguments over `fields` of a checkpoint, over the defaults."""
+    """Return a command's sampling parameters: its arguments win over `fields`, and `fields` over the defaults.
+
+    fields: the parameters that the checkpoint sets.
+    """
     read: dict[str, Callable[[Any], Any]] = {
         "logit_bias": _biases,
         "early_stopping": _yes_or_no,
@@ -133,12 +137,12 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
 
 
 def _yes_or_no(value: str) -> bool | str:
-    """Read true and false; any other text stays as it is, which SamplingParams knows or refuses."""
+    """Read true and false. Any other text stays as it is, and SamplingParams accepts or refuses it."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def read_file(file: Path, what: str) -> str:
-    """Read a text, called `what` in errors. Raises BadOption where it is no UTF-8, NotFound where it is missing."""
+    """Read a text. Raises BadOption where it is not UTF-8, NotFound where it is missing. what: its name in errors."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -148,16 +152,17 @@ def read_file(file: Path, what: str) -> str:
 
 
 def _text_or_file(value: str) -> str:
-    """Return the contents of FILE for @FILE, else the text itself; @@ stands for an @ at its beginning."""
+    """Return the contents of FILE for @FILE, and any other value as it is. @@ stands for an @ at the beginning."""
     if value.startswith("@@") or not value.startswith("@"):
         return value.removeprefix("@")
     return read_file(Path(value[1:]), "file of --prediction")
 
 
 def _file_or_text(name: str, value: str, begins: str) -> str:
-    """Return the contents of a file, or the text itself where no file of that name is possible.
+    """Return a text: the value of an option itself, or the contents of the file that the value names.
 
-    A text has several lines, or begins with `begins`, or has a rule's colon in it; any other value is meant as a file.
+    The value is a text if it has several lines, is true or false, or begins with `begins`. Where `begins` is empty, a
+    value with a rule's colon is a text, too, unless there is a file of that name. Any other value names a file.
     """
     flag = "--" + name.replace("_", "-")
     is_text = "\n" in value or value.strip() in ("true", "false")
@@ -168,8 +173,8 @@ def _file_or_text(name: str, value: str, begins: str) -> str:
 def requests(text: str, defaults: SamplingParams, ignored: Collection[str] = ()) -> list[Request]:
     """Read one request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
 
-    A field that a line does not have is taken from `defaults`. ignored: names to skip. Raises BadOption with the number
-    of the line.
+    A field that a line does not have is taken from `defaults`. ignored: the names of fields to skip. Raises BadOption
+    with the number of the line.
     """
     read = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may contain other line separators
@@ -237,9 +242,9 @@ def _token_id(text: str, given: object) -> int:
 
 
 def engine_config(flags: Mapping[str, Any], **usual: Any) -> EngineConfig:
-    """Return the engine's options: a command's arguments over FORERUN_* variables, over the file, over the defaults.
+    """Return the engine's options: a command's arguments win over FORERUN_* variables, and these over the config file.
 
-    usual: what the command has in place of a default.
+    Defaults count last. usual: the command's own values in place of some defaults.
     """
     return EngineConfig.from_sources(*_sources(flags), usual)
 

@@ -1,4 +1,4 @@
-"""Lines of a given width. Nothing here imports more than the standard library, for the help texts need it."""
+"""Breaks texts into lines of a given width. Help texts need this file, so it imports only the standard library."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import textwrap
 
 
 def folded(text: str, width: int, first: str = "", rest: str = "") -> str:
-    """Break a text into lines of `width` columns, at spaces alone: a longer word, such as a path, keeps its line.
+    """Break a text into lines of `width` columns, at spaces only. A longer word, such as a path, is not broken.
 
-    first, rest: the beginnings of the first line and of the others.
+    first, rest: what the first line and the other lines begin with.
     """
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False

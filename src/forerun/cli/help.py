@@ -1,4 +1,4 @@
-"""typer as forerun uses it: plain help texts, as wide as the terminal and broken at spaces alone."""
+"""typer as forerun uses it: plain help texts, as wide as the terminal and broken at spaces only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from forerun.cli.folding import folded
 from forerun.cli.signatures import expanded
 from forerun.errors import BadOption
 
-# Of the options of a command, in this order.
+# The headings of a command's options in help, in this order.
 PANELS = ("Options", "Model", "Sampling", "Structured output", "Speculation", "Memory and batches", "Output")
-ENGINE = "engine/"  # before the panel of an option that a variable FORERUN_<NAME> and the --config file know, too
+ENGINE = "engine/"  # before the panel of an option that FORERUN_<NAME> and the --config file can set, too
 LEAST_WIDTH = 40  # columns
 NARROW = 76  # columns; below, flags have less room beside their texts
 SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -42,7 +42,7 @@ class HelpFormatter(_FORMATTER):  # type: ignore[misc]  # typer ships its own co
         self.write("\n\n".join(folded(paragraph, self.width, indent, indent) for paragraph in paragraphs) + "\n")
 
     def write_dl(self, rows: Seq[tuple[str, str]], col_max: int = 30, col_spacing: int = GAP) -> None:
-        """Write names with their texts beside them; a longer name has a line of its own."""
+        """Write names with their texts beside them. A name that is too long has a line of its own."""
         most = col_max if self.width >= NARROW else col_max // 2
         column = self.current_indent + min(max(len(name) for name, _ in rows), most) + col_spacing
         for name, text in rows:
@@ -59,7 +59,7 @@ def panel_of(param: Any) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence, without its full stop; dots for an omission (...) end none."""
+    """Return the first sentence, without its full stop. The dots of an omission (...) do not end a sentence."""
     return re.split(r"(?<!\.)\.(?:\s|$)", text.partition("\n\n")[0], maxsplit=1)[0]
 
 
@@ -71,7 +71,7 @@ class _Command(TyperCommand):
     context_class = _Context
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take `--target MODEL` for the argument TARGET as well: other commands teach it."""
+        """Take `--target MODEL` for the argument TARGET as well, because users know this flag from other commands."""
         flags = {flag for param in self.params for flag in param.opts}
         if "target" in {param.name.removesuffix("s") for param in self.params} and TARGET not in flags:
             args = _without_flag(args, TARGET)
@@ -96,7 +96,7 @@ class _Command(TyperCommand):
 
 
 def _without_flag(args: list[str], flag: str) -> list[str]:
-    """Return the words of a command line without a flag, whose value stays behind; none behind `--` is a flag."""
+    """Return the words of a command line without a flag; its value stays. Words after `--` are no flags."""
     end = args.index("--") if "--" in args else len(args)
     words = [word.removeprefix(f"{flag}=") for word in args[:end] if word != flag]
     return [*words, *args[end:]]
@@ -107,7 +107,7 @@ class _Group(TyperGroup):
     moved: Mapping[str, str] = {}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Resolve a command. Raises BadOption for one that is no longer in the package, saying where it is."""
+        """Resolve a command. Raises BadOption for a former command; the error says where the command is now."""
         if args[0] in self.moved:
             raise BadOption(
                 f"{ctx.command_path} {args[0]} is a developer's benchmark, which is not in the package: in a copy of "
@@ -116,7 +116,7 @@ class _Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the first sentence of each command's help, whole: click would cut it off at the end of the line."""
+        """Write the whole first sentence of each command's help. click would cut it off at the end of the line."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         texts = [(name, (command.help or "") if command else "") for name, command in commands]
         with formatter.section("Commands"):
@@ -124,7 +124,7 @@ class _Group(TyperGroup):
 
 
 class App(typer.Typer):
-    """A command with subcommands. text: its help. moved: commands that it had, and the benchmark that each is now."""
+    """A command with subcommands. text: its help. moved: former subcommands -> the benchmarks that they are now."""
 
     def __init__(self, text: str, moved: Mapping[str, str] | None = None) -> None:
         super().__init__(
@@ -138,6 +138,6 @@ class App(typer.Typer):
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        """See typer.Typer.command; the flags of fields stand in the command's signature as Fields."""
+        """Add a command as typer.Typer.command does. Flags take the place of each Fields in its signature."""
         add = super().command(name, **{"cls": _Command, "context_settings": SETTINGS, **settings})
         return lambda command: add(expanded(command))

@@ -14,11 +14,11 @@ from forerun.types import SamplingParams
 
 
 def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
-    """Return the prompts of the arguments, then of the file, without any change to the texts.
+    """Return the prompts of the arguments, then those of the file, without any change to the texts.
 
-    `-` stands for standard input, which is also read where nothing else is given. A file that ends in .jsonl has one
-    request per line, with `params` as defaults. Raises BadOption where there is no prompt or no UTF-8, and NotFound for
-    a file that cannot be read.
+    `-` stands for standard input, which is also read where no other prompt is given. A file that ends in .jsonl has one
+    request per line, with `params` as defaults. Raises BadOption where there is no prompt, or where a text is not
+    UTF-8. Raises NotFound for a file that cannot be read.
     """
     requests: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:
@@ -33,13 +33,13 @@ def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) 
 
 
 def read_prompt_file(file: Path, params: SamplingParams, ignored: Seq[str] = ()) -> list[flags.Request]:
-    """Return the requests of a file; see `read_requests`. ignored: fields of a line to skip."""
+    """Return the requests of a file; see `read_requests`. ignored: the names of fields to skip in each line."""
     text = flags.read_file(file, "prompt file")
     return flags.requests(text, params, ignored) if file.suffix == ".jsonl" else [(text, params)]
 
 
 def refuse_a_model(prompts: Seq[str]) -> None:
-    """Raise BadOption where the first text is a model: chat and serve take it there."""
+    """Raise BadOption where the first prompt is a model: generate takes texts there, unlike chat and serve."""
     first = prompts[0]
     is_like_an_id = len(prompts) > 1 and re.fullmatch(r"[\w-]+/[\w.-]+(?:[@:][\w.-]+)?", first) is not None
     if find(first) is not None or is_like_an_id or _is_checkpoint(first):
@@ -49,7 +49,7 @@ def refuse_a_model(prompts: Seq[str]) -> None:
 
 
 def refuse_a_message(target: str | None) -> None:
-    """Raise BadOption where the model that chat is to open is a text of several words."""
+    """Raise BadOption where `forerun chat` was given several words, probably a message, in place of a model."""
     if target is not None and len(target.split()) > 1 and not Path(target[:200]).exists():
         raise BadOption(
             f"{shown(target)} is no model: forerun chat takes one, and messages when it asks; forerun generate answers "

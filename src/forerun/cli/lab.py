@@ -1,4 +1,4 @@
-"""The command `forerun lab`, which parses and calls. The engine and the web framework are imported when it runs."""
+"""The command `forerun lab`: parses its arguments and calls the engine and the server, which help does not import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.cli.signatures import Fields, Given
 from forerun.errors import not_installed
 from forerun.serve.options import LabOptions
 
-VIEWERS = 4  # sequences that run together by default: each drafter with a model gets a cache
+VIEWERS = 4  # sequences that run together by default; few, because each drafter with a model gets a cache
 
 OWN = ("host", "port", "api_key", "allow_origins", "allow_hosts")
 

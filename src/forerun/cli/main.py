@@ -1,6 +1,6 @@
-"""The command line, which parses arguments and calls other rooms.
+"""The command line: parses arguments and calls other packages.
 
-numpy, tokenizers and their like are imported when a command runs, never to print help.
+numpy, tokenizers and other slow packages are imported when a command runs, never to print help.
 """
 
 from __future__ import annotations
@@ -159,12 +159,15 @@ def generate(
     else:
         _print_batch(llm, requests, encoded, verbose)
     if llm.config.draft != "none":
-        llm.measure_passes()  # for the next process: the answer is there
+        llm.measure_passes()  # for the next process: this one has answered
 
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Open a model without garbage collection, which takes 0.1 s: objects of imports and tokenizers all stay."""
+    """Turn garbage collection off while a model is opened.
+
+    It would take 0.1 s and free nothing, because the objects of imports and tokenizers all stay.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -175,9 +178,9 @@ def _without_collections() -> Iterator[None]:
 
 
 def _with_messages(requests: list[flags.Request], opened: Opened, chat: bool | None) -> list[flags.Request]:
-    """Return the requests with texts as messages of a user, where the model answers texts; see CHAT_HELP.
+    """Return the requests. Where the model answers texts (see CHAT_HELP), a text becomes the message of a user.
 
-    Raises NotFound where a template is needed and there is none, before any weight is fetched.
+    Raises NotFound, before any weight is fetched, where a chat template is needed and there is none.
     """
     has_texts = any(isinstance(prompt, str) for prompt, _ in requests)
     if has_texts:
@@ -227,7 +230,10 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
-    """Show how many tokens of the prompts are read, and of how many where all are ids, until something is written."""
+    """Return a display that counts the prompt tokens that were read, until something is written.
+
+    It shows the total, too, where all prompts are ids.
+    """
     from forerun.cli.waiting import Answering
 
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
@@ -246,12 +252,12 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: 
 
 
 def _readable(llm: LLM, made: Chunk | RequestOutput) -> str:
-    """Return the text; for a model without texts the ids, each with a space in front."""
+    """Return the text. For a model without texts, return the ids, each with a space in front."""
     return made.text if llm.has_text else "".join(f" {token}" for token in made.token_ids)
 
 
 def _write(text: str) -> None:
-    """Write what a model wrote to standard output: exact, but for control characters in a terminal."""
+    """Write the model's text to standard output, exactly but for control characters in a terminal."""
     from forerun.text.terminal import visible
 
     sys.stdout.write(visible(text, sys.stdout.isatty()))
@@ -261,7 +267,7 @@ def _write(text: str) -> None:
 def _note_numbers(
     llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None, verbose: bool
 ) -> None:
-    """Write the closing line of an output to standard error. seconds: None where it ran beside others."""
+    """Write the closing line of an output to standard error. seconds: None where the output ran beside others."""
     from forerun.cli.words import closing_line, details, note
 
     note(closing_line(llm, output, params, seconds))
@@ -280,7 +286,7 @@ def _print_batch(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], 
 
 
 def _print_heading(llm: LLM, prompt: flags.Prompt, number: int) -> None:
-    """Print the number of an output, and the end of its prompt, or of the last user message of a conversation."""
+    """Print the number of an output, and the end of its prompt (of a conversation, of its last user message)."""
     from forerun.text.terminal import visible
 
     if _is_conversation(prompt):
@@ -457,9 +463,10 @@ for _command in (batch, prefill, serve, lab, tune, plan, doctor, quantize, conve
 
 
 def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "forerun") -> None:
-    """Run the command line and exit: 0, 1 (our fault), 2 (yours), 3 (capacity), 130 (Ctrl-C), 141 (reader gone).
+    """Run the command line and exit with a code.
 
-    commands, name: of another program that is to behave as `forerun` does.
+    0 = success, 1 = a fault of forerun, 2 = a fault of the user, 3 = no capacity, 130 = Ctrl-C, 141 = the reader of the
+    output has gone. commands, name: those of another program that is to behave as `forerun` does.
     """
     _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
@@ -476,9 +483,9 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
 
 
 def _open_what_is_closed() -> None:
-    """Give a command whose caller has closed a standard stream (as in `forerun models >&-`) an empty stream instead.
+    """Replace each standard stream that the caller has closed (as in `forerun models >&-`) by an empty stream.
 
-    They are opened in order, so that each gets the number of the closed one, and no other file does.
+    The streams are opened in order, so that each gets the number of the closed one, and no other file does.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

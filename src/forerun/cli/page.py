@@ -1,4 +1,4 @@
-"""An answer in a terminal while it grows: by words, and as Markdown as soon as a paragraph is whole."""
+"""Shows an answer in a terminal while it grows: word by word, and as Markdown once a paragraph is complete."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PARSER = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enab
 
 
 class Page:
-    """Shows pieces of an answer on a console: whole paragraphs for good, and below them the growing one."""
+    """Shows an answer on a console: its complete paragraphs, which stay, and below them the growing one."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console, self._live, self._growing, self._drawn_s = console, live, "", 0.0
 
     def write(self, text: str) -> None:
-        """Add a piece."""
+        """Add a piece of the answer."""
         self._growing += visible(text)
         while (whole := _first_paragraph(self._growing)) is not None:
             self._growing = self._growing[len(whole) :]
@@ -39,7 +39,7 @@ class Page:
             self._live.update(self._tail(), refresh=True)
 
     def finish(self) -> None:
-        """Show what is left."""
+        """Show the last paragraph, which does not grow any more."""
         self._live.update(Text(""), refresh=True)
         if self._growing.strip():
             self._live.console.print(markdown(self._growing))
@@ -53,7 +53,7 @@ class Page:
 
 @contextmanager
 def page(console: Console) -> Iterator[Page]:
-    """Open a page, and show what is left when it is closed, even where Ctrl-C ends it."""
+    """Open a page. Its last paragraph is shown when the page is closed, even where Ctrl-C closes it."""
     with Live(
         console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
     ) as live:
@@ -65,7 +65,7 @@ def page(console: Console) -> Iterator[Page]:
 
 
 def markdown(text: str) -> Markdown:
-    """Read Markdown as a chat means it: a line is a line, addresses stay readable, and HTML-like text stays text."""
+    """Read Markdown as chats use it: line breaks stay, addresses stay readable, and HTML-like text stays text."""
     parts = re.split(r"(^ {0,3}(?:```|~~~).*?(?:^ {0,3}(?:```|~~~)[ \t]*$|\Z))", text, flags=re.MULTILINE | re.DOTALL)
     lines = "".join(part if i % 2 else re.sub(r"(?<=\S)\n(?=\S)", "  \n", part) for i, part in enumerate(parts))
     document = Markdown("", hyperlinks=False)
@@ -74,7 +74,7 @@ def markdown(text: str) -> Markdown:
 
 
 def _first_paragraph(text: str) -> str | None:
-    """Return the text up to its first empty line outside of fences, or None while its paragraph still grows."""
+    """Return the text up to its first empty line outside of fences; None while its first paragraph still grows."""
     for end in re.finditer(r"\n[ \t]*\n", text):
         if len(_FENCE.findall(text, 0, end.start() + 1)) % 2 == 0 and text[: end.start()].strip():
             return text[: end.end()]

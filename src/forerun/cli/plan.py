@@ -1,6 +1,6 @@
-"""`forerun plan` computes from config.json and headers what memory a configuration needs, and whether it fits.
+"""`forerun plan` computes the memory that a configuration needs, from config.json and headers, and whether it fits.
 
-numpy is imported when the command runs, not to print help; torch only to ask a CUDA device.
+numpy is imported when the command runs, not to print help. torch is imported only to ask a CUDA device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forerun.models.outline import Outline
     from forerun.ops.memory import MemoryPart
 
-NARROW = 76  # columns; below, the text behind a number stands under it
+NARROW = 76  # columns; in a narrower terminal, the text after a number stands under it
 DOES_NOT_FIT = 3  # exit code, as for CapacityError
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -52,7 +52,7 @@ def plan(
 ) -> None:
     """Compute the memory that a configuration needs, before anything is loaded. Exit code 3: it does not fit."""
     config = flags.engine_config({**engine, "target": target})
-    if shape is not None or draft_shape is not None:  # to which the shipped pair is widened
+    if shape is not None or draft_shape is not None:  # without a target, the shipped pair is widened
         config = dataclasses.replace(config, target=config.target or PAIR)
     models = Models.of(config, shape, draft_shape)
     opened, planned = models.plan(None if memory is None else parse_bytes(memory))
@@ -105,7 +105,7 @@ class Models:
         return cls(outlines, by_name, unchecked)
 
     def plan(self, available: int | None) -> tuple[Opened, MemoryPlan]:
-        """Return the target as an engine would have it, and the plan. available: bytes, None = this machine's."""
+        """Return the target as an engine would open it, and the plan. available: bytes; None = ask this machine."""
         from forerun.memory.machine import available_bytes
 
         device = self.outlines.opened.device

@@ -1,4 +1,7 @@
-"""`forerun prefill` reads the beginning of conversations once; what --kv-disk keeps of it serves each of them."""
+"""`forerun prefill` reads the common beginning of conversations once.
+
+--kv-disk keeps the KV cache of this beginning, and every conversation that begins with it uses that cache.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def prefill(
 
 
 def _beginning(llm: Any, file: Path, text: str) -> list[int]:
-    """Return the ids that begin every conversation with these messages and tools, whatever its user says."""
+    """Return the ids that every conversation with these messages and tools begins with, whatever its user says."""
     body: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}
     if file.suffix == ".json":
         try:

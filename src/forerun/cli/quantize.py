@@ -1,4 +1,4 @@
-"""The command `forerun quantize`: the weights of a checkpoint or of a head in 8 or 4 bits, as a folder of its own."""
+"""The command `forerun quantize`: writes the weights of a checkpoint or a head in 8 or 4 bits to a new folder."""
 
 from __future__ import annotations
 

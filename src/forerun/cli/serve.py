@@ -1,4 +1,4 @@
-"""The command `forerun serve`, which parses and calls. The engine and the web framework are imported when it runs."""
+"""The command `forerun serve`: parses its arguments and calls the server, which is not imported to print help."""
 
 from __future__ import annotations
 

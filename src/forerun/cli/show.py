@@ -1,8 +1,8 @@
 """What a terminal shows of speculation: one line per target pass, and text coloured by where it came from.
 
-Accepted tokens are green, rejected ones red, corrections and bonus tokens blue (Figure 1 of Leviathan et al. 2023), and
-never tested ones, behind a rejection, dim. Lines of passes have marks, too, so that they can be copied and read without
-colour: [-rejected-], {never tested}, [+the target's own+].
+Accepted tokens are green, rejected tokens red, corrections and bonus tokens blue (Figure 1 of Leviathan et al. 2023).
+Tokens after a rejection, which are never tested, are dim. The lines of passes have marks, too, so that they can be
+copied and read without colour: [-rejected-], {never tested}, [+the target's own+].
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LEGEND: tuple[tuple[str, Kind], ...] = (
 
 
 class RoundPrinter:
-    """A listener that prints one line per target pass: its number, accepted/drafted, its tokens; a legend comes first.
+    """A listener that prints a legend, then one line per target pass: its number, accepted/drafted, its tokens.
 
-    left: the last token of the prompt, which the first token is read behind.
+    left: the last token of the prompt, after which the first token is decoded; None = the prompt is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, console: Console, left: int | None) -> None:
@@ -103,7 +103,7 @@ def _fitting(text: str, width: int) -> int:
 
 
 class LiveText:
-    """A listener that writes the output as it grows, coloured by origin where there is colour."""
+    """A listener that writes the output as it grows, coloured by the tokens' origin where there is colour."""
 
     def __init__(self, tokenizer: Tokenizer, console: Console, prompt_ids: Seq[int]) -> None:
         self._detokenizer, self._console = Detokenizer(tokenizer, prompt_ids), console
@@ -114,11 +114,11 @@ class LiveText:
                 self.write(self._detokenizer.push([piece.token]).text, STYLES[piece.kind])
 
     def finish(self) -> None:
-        """Write the rest that was held back, and end the line."""
+        """Write the text that was held back, and end the line."""
         self.write(self._detokenizer.finish() + "\n", "")
 
     def write(self, text: str, style: str) -> None:
-        """Write a text, which is exact in a pipe; rich would drop some control characters and leave others."""
+        """Write a text. rich is not used in a pipe, because it would drop some control characters and leave others."""
         if self._console.is_terminal:
             self._console.print(Text(visible(text), style), end="", soft_wrap=True)
         else:
@@ -127,7 +127,7 @@ class LiveText:
 
 
 def model_lines(width: int) -> Iterator[str]:
-    """Yield the named models: a row of facts, and below it what the model is and where it comes from."""
+    """Yield lines about the named models: a row of facts, and below it what a model is and where it comes from."""
     row = "{:18} {:>7} {:8} {:>7} {:10} {}"
     yield row.format("name", "weights", "kind", "size", "licence", "here")
     for model in named_models().values():
@@ -146,7 +146,7 @@ def _about(number: int) -> str:
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Yield every method of a package by its name, with the first sentence of its file."""
+    """Yield each method of a package: its name, with the first sentence of its file."""
     known = names(package)
     indent = max(map(len, known)) + 2
     for name in known:
@@ -154,7 +154,10 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
 
 
 def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Yield one method, the first sentence of its file, and its options. Raises BadOption for an unknown name."""
+    """Yield lines about one method: the first sentence of its file, and its options.
+
+    Raises BadOption for an unknown name.
+    """
     module = load(package, name, what)
     yield folded(_sentence(module), width, f"{name}  ", "    ")
     hints = typing.get_type_hints(module.Options)
@@ -172,12 +175,15 @@ def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) ->
 
 
 def _sentence(module: ModuleType) -> str:
-    """Return the first paragraph of a method's file, as one line."""
+    """Return the first paragraph of the docstring of a method's file, as one line."""
     return " ".join((module.__doc__ or "").split("\n\n")[0].split())
 
 
 def watched(llm: LLM, ids: Seq[int], params: SamplingParams, show: Callable[[StepReport], None]) -> Iterator[Chunk]:
-    """Stream an output; `show` gets the report of every step before its chunk, in this thread, with its rounds."""
+    """Stream an output, and call `show` with the report of each step, in this thread and before the step's chunk.
+
+    Each report has its `rounds`.
+    """
     reports = SimpleQueue[StepReport]()
     end = llm.listen(reports.put, detail=True)
     try:

@@ -1,7 +1,7 @@
 """Commands whose flags come from dataclasses: a field with a help text is a flag, with its type, range and default.
 
 `engine: Annotated[Given, Fields(EngineConfig, ("target", "draft"))]` in a command's signature stands for the flags of
-these fields, and the command gets what was given by the fields' names. So an option is written once, as a field.
+these fields. The command gets the given values, by field name. So an option is written once, as a field.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from forerun.errors import BadOption, shown
 from forerun.registry import REQUIRED, flag_of, names as registered
 
 STANDARD_OUTPUT = Path("-")  # stands for standard output in place of a file
-Given = dict[str, Any]  # what was given, by field
+Given = dict[str, Any]  # the given values, by field name
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Stands for the flags of fields of a dataclass.
+    """The flags of fields of a dataclass, in place of one parameter of a command.
 
-    names: in their order; () = all that have a help text. leave_out: names without a flag. usual: what help shows in
-    place of a field's default. panel: the heading in help of flags whose fields name none; before: put before each
-    heading. is_plan: a flag that is not given has the field's default; otherwise it is None, for then another source
-    counts.
+    names: the fields, in this order; () = all that have a help text. leave_out: fields without a flag. usual: what help
+    shows in place of a field's default, by field. panel: the heading in help for flags whose fields name no heading.
+    before: what is put before each heading. is_plan: whether a flag that is not given has the field's default.
+    Otherwise the flag is None, because another source counts then.
     """
 
     cls: type[Any]
@@ -46,7 +46,7 @@ class Fields:
     is_plan: bool = False
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield each field's name with its parameter of a command."""
+        """Yield each field's name, and the parameter for it in a command's signature."""
         fields, hints = self.cls.__dataclass_fields__, typing.get_type_hints(self.cls)
         for name in self.names or [name for name, field in fields.items() if "help" in field.metadata]:
             if name not in self.leave_out:
@@ -96,7 +96,7 @@ class Fields:
         return None if panel is None else self.before + panel
 
     def given(self, values: Mapping[str, Any]) -> Given:
-        """Return the values of a command by the names of the fields; of a plan only the given ones."""
+        """Return the values of a command by field name; where `is_plan` is set, only those that were given."""
         if not self.is_plan:
             return dict(values)
         frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -104,7 +104,7 @@ class Fields:
 
 
 def writable(option: typer.CallbackParam, file: Path | None) -> Path | None:
-    """Return the file of an option. Raises BadOption for one that cannot be written, before anything is measured."""
+    """Return the file of an option. Raises BadOption, before anything is measured, if the file cannot be written."""
     if file is None or file == STANDARD_OUTPUT:
         return file
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
@@ -119,13 +119,13 @@ def _parameter(name: str, default: Any, kind: Any, option: Any) -> Parameter:
 
 
 def _flags(field: dataclasses.Field[Any]) -> str:
-    """Return the flag; one that is on by default gets a --no- form."""
+    """Return a field's flag; a flag that is on by default gets a --no- form, too."""
     flag = flag_of(field)
     return f"{flag}/--no-{flag.removeprefix('--')}" if field.default is True else flag
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of a flag without None: a list for a tuple, a text for a Literal."""
+    """Return the type of a flag's value, without None: a list for a tuple, str for a Literal."""
     if typing.get_origin(hint) is typing.Literal:
         return str
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
@@ -144,7 +144,7 @@ def _listed(values: Seq[Any]) -> str:
 
 
 def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command as typer reads it: with the flags of each Fields in its place."""
+    """Return a command for typer: in its signature, the flags of each Fields take the place of the Fields."""
     hints = typing.get_type_hints(command, include_extras=True)
     shown, groups = list[Parameter](), dict[str, tuple[Fields, dict[str, str]]]()
     for parameter in inspect.signature(command).parameters.values():

@@ -1,4 +1,4 @@
-"""The command `forerun theory`: what speculation gives for an acceptance rate, a cost and a draft length."""
+"""The command `forerun theory`: what speculation gains for an acceptance rate, a cost and a draft length."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def theory(
 
 
 def _table(alpha: float, c: float, grid: Landscape, num_tokens: int, ratios: list[float], overhead: float) -> Table:
-    """Return a row for each draft length, the best one marked."""
+    """Return a table with a row for each draft length; the best length is marked."""
     from rich.table import Table
 
     from forerun.theory import formulas
@@ -117,7 +117,11 @@ def _table(alpha: float, c: float, grid: Landscape, num_tokens: int, ratios: lis
 def _roofline(
     target: str, draft: str, machine: str, batch: int, context: int, overlap: float, max_gamma: int
 ) -> tuple[float, npt.NDArray[np.float64], str]:
-    """Return c, v for each length, and a sentence about both. Raises BadOption for unknown names."""
+    """Return c, the v of each draft length, and a sentence about both. Raises BadOption for unknown names.
+
+    c: the time of a draft token over that of a target token. v: the time of a target pass over all drafted tokens and
+    one more, over that of a pass over one token.
+    """
     from forerun.registry import unknown
     from forerun.theory.roofline import MACHINES, SHAPES, Step, cost_ratio, pass_seconds, verify_ratios
 

@@ -1,4 +1,4 @@
-"""Functions of a Python file that a model may call: their schemas, from signatures and docstrings; their results."""
+"""Functions of a Python file that a model may call: their schemas, made from signatures and docstrings, and calls."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MOST_CHARS = 20_000  # of a result, so that it leaves room for the conversation
 
 
 class ToolFile:
-    """The public functions of a file, which is run as a separate module to find them.
+    """The public functions of a file. The file is run as a separate module to find them.
 
-    Raises NotFound where there is no file, BadOption for one that fails, that has no function, or whose parameters have
-    types that JSON has no word for.
+    Raises NotFound where there is no file. Raises BadOption for a file that fails, for a file that has no function, and
+    for a function that `schema_of` refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,11 +38,14 @@ class ToolFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the functions."""
+        """The names of the functions."""
         return tuple(self._functions)
 
     def run(self, call: ToolCall) -> str:
-        """Return the result of a call for the model: a text as it is, anything else as JSON; or the error it raises."""
+        """Run a call and return its result for the model.
+
+        A text is returned as it is, any other value as JSON, and an exception as a line that begins with "error:".
+        """
         function = self._functions.get(call.name)
         if function is None:
             return f"error: there is no function {call.name}"
@@ -74,10 +77,11 @@ def _functions(path: Path) -> dict[str, Callable[..., Any]]:
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return a function in the form that chat templates take tools.
+    """Return the schema of a function, in the form in which chat templates take tools.
 
-    The docstring's first paragraph describes it; lines like "city: where" below "Args:" describe its parameters. Raises
-    BadOption for a parameter without a type, with a type that JSON has no word for, or that has no name for callers.
+    The docstring's first paragraph describes the function. Indented lines like "city: where" (below "Args:") describe
+    its parameters. Raises BadOption for a parameter without a type, with a type that JSON has no word for, or that
+    cannot be given by name.
     """
     doc = inspect.getdoc(function) or ""
     said = {match[1]: match[2] for line in doc.splitlines() if (match := _ARGUMENT.match(line))}

@@ -1,4 +1,4 @@
-"""The commands `forerun train ...`, which parse and call. torch is imported when one runs, not to print help."""
+"""The commands `forerun train ...`: parse their arguments and call train/. torch is not imported to print help."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def head(
     from forerun.train import head as training, heads as methods, loop
 
     config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
-    # A head learns on the CPU: it is small, and what it reads of the target may be stored once, by --features.
+    # A head learns on the CPU: it is small, and the target's hidden states may be stored once, by --features.
     opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
     if "lr" not in run:
         config = replace(config, lr=methods.rate_of(config.method, opened.files.spec.hidden_size))
@@ -317,7 +317,7 @@ def skip(
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a line, made safe for a terminal: names of files in it may hold control characters."""
+    """Print a line, made safe for a terminal, because the names of files in it may hold control characters."""
     from forerun.text.terminal import visible
 
     typer.echo(visible(text), err=err)
@@ -325,7 +325,7 @@ def say(text: str, err: bool = False) -> None:
 
 @contextmanager
 def progress_line(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows progress on a line, which goes away at the end."""
+    """Yield a function that shows progress on one line. The line is removed at the end."""
     from rich.progress import Progress, TextColumn
 
     with Progress(TextColumn("{task.description}"), transient=True, disable=quiet) as progress:

@@ -1,4 +1,4 @@
-"""The command `forerun tune`, which parses and calls. The engine is imported when it runs, not to print help."""
+"""The command `forerun tune`: parses its arguments and calls bench/tune.py, which is not imported to print help."""
 
 from __future__ import annotations
 

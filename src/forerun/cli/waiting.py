@@ -1,4 +1,4 @@
-"""What a command waits for, told on standard error: nobody looks at a silent screen for longer than two seconds."""
+"""Says on standard error what a command waits for, so that no screen is silent for longer than two seconds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from forerun.engine.opened import Opened
     from forerun.types import StepReport
 
-SILENT_S, AGAIN_S = 1.8, 10.0  # where no terminal is: before the first line, and between two
+SILENT_S, AGAIN_S = 1.8, 10.0  # without a terminal: before the first line, and between two lines
 
 
 class Waiting:
-    """Says what is waited for until `end`: on a terminal by a line that changes and goes, elsewhere by lines.
+    """Shows what is waited for, until `end`: in a terminal on one line, which changes and is then removed.
 
-    A line comes when the wait has lasted `SILENT_S`, and another every ten seconds if there is something new to say.
+    Elsewhere, the first line comes after SILENT_S seconds, and another one every AGAIN_S seconds if the text has
+    changed.
     """
 
     def __init__(self, text: str) -> None:
@@ -34,13 +35,13 @@ class Waiting:
         self._over = threading.Event()
 
     def tell(self, text: str) -> None:
-        """Say something else from now on. Any thread may call it."""
+        """Show another text from now on. Any thread may call this."""
         self._text = text
         if self._status is not None:
             self._status.update(text)
 
     def end(self) -> None:
-        """Say nothing more. It may be called again."""
+        """Show nothing more. It may be called again."""
         if not self._over.is_set():
             self._over.set()
             if self._status is not None:
@@ -65,9 +66,9 @@ class Waiting:
 
 
 class Answering(Waiting):
-    """Shows how much of the prompts was read, and then how much was written.
+    """Shows how many tokens of the prompts were read, and then how many tokens were written.
 
-    num_tokens: of all prompts; None = not known yet.
+    num_tokens: the number of tokens of all prompts; None = not known yet.
     """
 
     def __init__(self, llm: LLM, num_tokens: int | None) -> None:
@@ -92,7 +93,10 @@ class Answering(Waiting):
 
 
 def loading(opened: Opened) -> AbstractContextManager[object]:
-    """Show that a model is loaded. Downloads have progress bars, which a further line would make scroll."""
+    """Return a display that says that a model is loaded. It shows nothing where models come from the hub.
+
+    Downloads have progress bars, which a further line would make scroll.
+    """
     if opened.files.is_of_hub or is_hub_id(opened.config.draft):
         return nullcontext()
     return Waiting(f"loading {opened.files.name}")

@@ -1,4 +1,4 @@
-"""The words that every command uses for the same numbers: counts, rates, precision, how tokens are drawn and end."""
+"""The words in which every command reports the same facts: counts, rates, precision, how texts are drawn and end."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def counted(num: int, noun: str) -> str:
 
 
 def percent(rate: float) -> str:
-    """Return a rate as 43%."""
+    """Return a rate as a percentage, such as 43%."""
     return f"{rate:.0%}"
 
 
 def precision(llm: LLM) -> str:
-    """Return the bits of quantised weights; else the type that a model computes with, and the file's if it differs."""
+    """Return a model's precision: the bits of quantised weights, else its dtype, and the file's dtype if it differs."""
     checkpoint = llm.checkpoint
     if checkpoint.model.weight_bits:
         return checkpoint.model.precision
@@ -41,7 +41,7 @@ def precision(llm: LLM) -> str:
 
 
 def backend(llm: LLM) -> str:
-    """Say what computes the model, why nothing faster does, and what computes draft models, where it differs."""
+    """Return which operators compute the model, why no faster ones do, and which other operators compute drafts."""
     target = llm.checkpoint.model
     runners = [runner for drafter in llm.engine.drafter.members.values() for runner in drafter.runners]
     others = {computed(model) for model in (runner.model for runner in runners) if model.ops.name != target.ops.name}
@@ -49,7 +49,7 @@ def backend(llm: LLM) -> str:
 
 
 def computed(model: Model) -> str:
-    """Name the operators of a model, and say why no faster ones compute it."""
+    """Return the name of a model's operators, and why no faster ones compute the model."""
     from forerun import ops
     from forerun.blocks import Spec
 
@@ -60,7 +60,7 @@ def computed(model: Model) -> str:
 
 
 def _card_is_idle(model: Model) -> Iterator[str]:
-    """Yield a sentence where a model is computed on the CPU of a machine that has a card which could."""
+    """Yield a sentence where a model is computed on the CPU, although the machine has a card that could compute it."""
     if model.device != "cpu" or not native.has_card() or native.torch_version() is None:
         return
     from forerun.ops import cuda
@@ -70,13 +70,13 @@ def _card_is_idle(model: Model) -> Iterator[str]:
 
 
 def model_name(llm: LLM) -> str:
-    """Return the name by which the user may know a model: its name in `forerun models`, else of its checkpoint."""
+    """Return the name that the user knows a model by: its name in `forerun models`, or else its checkpoint's name."""
     target = llm.config.target
     return target if target is not None and named.find(target) is not None else llm.checkpoint.name
 
 
 def drafting(llm: LLM, draft: str | None = None) -> str:
-    """Say what drafts for requests. draft: a request's choice; None = the engine's first drafter."""
+    """Return what drafts for requests, in words. draft: a request's choice; None = the engine's first drafter."""
     method = draft or llm.engine.drafter.main
     if method == "model" and draft is None:
         _, options = llm.opened.resolve(llm.config.draft)
@@ -87,7 +87,7 @@ def drafting(llm: LLM, draft: str | None = None) -> str:
 
 
 def drawing(params: SamplingParams) -> str:
-    """Say how tokens are chosen: greedy, or the temperature and the filters that are set."""
+    """Return how tokens are chosen: the number of beams, greedy, or the temperature and the filters that are set."""
     if params.searches:
         return counted(params.num_beams, "beam")
     if params.greedy:
@@ -98,14 +98,14 @@ def drawing(params: SamplingParams) -> str:
 
 
 def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams) -> list[str]:
-    """Say why an output ended, if the model did not end it: no part or one part of a line of numbers."""
+    """Return why an output ended, as a part of a line of numbers; no part where the model ended it."""
     if reason == "length":
         return ["cut at --max-tokens" if num_tokens == params.max_tokens else "cut at --max-seq-len"]
     return {None: ["stopped"], "abort": ["aborted"]}.get(reason, [])
 
 
 def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None = None) -> str:
-    """Return the numbers of an output in one line. seconds: from the prompt to the last token; None = no speed."""
+    """Return the numbers of an output in one line. seconds: from the prompt to the last token; None = show no speed."""
     report, num_tokens = output.report, len(output.token_ids)
     other = report.draft if report.draft != llm.engine.drafter.main else None  # beams have their own drafter
     parts = [model_name(llm), drafting(llm, other or params.draft)]
@@ -125,7 +125,10 @@ def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, second
 
 
 def lossy(acceptance: str, tv_price: float | None) -> str:
-    """Say what a lossy rule cost, if it was measured: lossy: lenience:l=0.5, TV price 3.1% a tested token."""
+    """Return a lossy rule, with its price if that was measured.
+
+    An example: lossy: lenience:l=0.5, TV price 3.1% a tested token
+    """
     price = "" if tv_price is None else f", TV price {tv_price:.1%} a tested token"
     return f"lossy: {acceptance}{price}"
 
