@@ -1,4 +1,4 @@
-"""Measures how fast this machine reads memory, which limits plain decoding of small batches."""
+"""A measurement of how fast this machine reads memory. This rate limits plain decoding of small batches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from forerun import native
 from forerun.memory.machine import available_bytes
 
-# Far beyond every cache: the largest known have 12 MiB per core.
+# Far larger than any processor's cache: the largest known caches have 12 MiB per core.
 MIN_BYTES, MIN_BYTES_PER_THREAD = 1 << 29, 1 << 25
-GRAIN_BYTES = 1 << 22  # buffers are whole multiples of this
+GRAIN_BYTES = 1 << 22  # the size of a buffer is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Bandwidth:
 
 
 def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
-    """Return the fastest probe of num_repeats rounds; of fewer, but at least one, where they take longer than max_s."""
+    """Return the fastest probe of num_repeats rounds. After max_s seconds no further round begins."""
     probes = Probes(device)
     end_s = time.perf_counter() + max_s
     best = probes.read()
@@ -36,12 +36,13 @@ def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
 
 
 class Probes:
-    """Ways to read a large buffer, which can run between runs of the measured code.
+    """The probes: several ways to read a large buffer, which can run between runs of the measured code.
 
-    No kernel may read faster than the limit. A plain loop of loads is slower than a kernel that prefetches, and the
-    fastest way differs from machine to machine, so there are several probes. On a CPU csrc/bandwidth.cpp reads as the
-    native kernels do. Where torch is there its operators read, too; with_torch=False leaves them out, for a torch that
-    was given fewer threads. Every probe reads each byte once and writes almost nothing.
+    The fastest probe sets a limit that no kernel may exceed. A plain loop of loads is slower than a kernel that
+    prefetches, and the fastest way differs from machine to machine, so there are several probes. On a CPU
+    csrc/bandwidth.cpp reads as the native kernels do. Where torch is installed, its operators are probes, too.
+    with_torch=False leaves torch out, for callers that gave it fewer threads. Every probe reads each byte once and
+    writes almost nothing.
     """
 
     def __init__(self, device: str, *, with_torch: bool = True) -> None:
@@ -69,7 +70,7 @@ class Probes:
 
 
 def _buffer_bytes(device: str) -> int:
-    """Return the bytes of one buffer, at most an eighth of the free memory, because a CPU has two of them."""
+    """Return the size of one buffer in bytes: at most an eighth of the free memory, because a CPU has two buffers."""
     wanted = MIN_BYTES if device == "cuda" else max(MIN_BYTES, native.num_threads() * MIN_BYTES_PER_THREAD)
     free = available_bytes(device)
     return max(1, min(wanted, wanted if free is None else free // 8) // GRAIN_BYTES) * GRAIN_BYTES
@@ -90,7 +91,7 @@ def _torch_probes(device: str, num_bytes: int) -> dict[str, Callable[[], object]
 
 
 def _time(probe: Callable[[], object], device: str) -> float:
-    """Return the seconds of one run, the device's queue included."""
+    """Return the seconds of one run of a probe, until the device's queue is empty."""
     _wait(device)
     start = time.perf_counter()
     probe()

@@ -1,7 +1,7 @@
-"""A table or figure as data, and its one renderer: text for a terminal, SVG and PNG, JSON.
+"""A table or figure as data, and the renderer that writes it as text for a terminal, as SVG, PNG and JSON.
 
-Pictures need matplotlib. Colours mean the same everywhere: accepted, rejected, corrected or added tokens, and the work
-of the target and the draft model.
+Pictures need matplotlib. Every picture uses the same colours for accepted, rejected, corrected and added tokens, and
+for the work of the target and of the draft model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# By the kind of a token or pass, in pictures.
+# Of pictures, by the kind of a token or pass.
 COLOURS = {
     "accepted": "#157038",
     "rejected": "#b91c2b",
@@ -46,14 +46,14 @@ Interval = tuple[float, float]
 
 
 class Token(NamedTuple):
-    """A token's text, and its kind: what became of it."""
+    """A token's text, and its kind, such as accepted or rejected."""
 
     text: str
     kind: Kind
 
 
 class Tokens(NamedTuple):
-    """Tokens in a row, as the value of one cell."""
+    """Consecutive tokens, as the value of one cell."""
 
     tokens: tuple[Token, ...]
 
@@ -63,7 +63,7 @@ Value = float | int | str | Interval | Tokens | None
 
 @dataclass(frozen=True)
 class Curve:
-    """Numbers of a panel. style: line, steps, or dots, whose `spans` are drawn as whiskers."""
+    """One series of numbers in a panel. style: line, steps or dots. spans: the whiskers of dots."""
 
     label: str
     xs: Seq[float]
@@ -75,7 +75,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. names: labels of y = 0, 1, 2 ... downwards, where the y axis has no numbers."""
+    """One plot. names: labels for y = 0, 1, 2 ..., from the top down, in place of numbers on the y axis."""
 
     title: str
     x_label: str
@@ -94,7 +94,7 @@ class Plot:
 
 
 class Bar(NamedTuple):
-    """A pass of a model. kind: a key of COLOURS."""
+    """A model's pass, as a bar of a timeline. kind: a key of COLOURS."""
 
     start: float
     length: float
@@ -103,7 +103,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Rows of bars over time. unit: of the time."""
+    """Rows of bars over time. rows: the name of each row, and its bars. unit: the label of the time axis."""
 
     rows: Seq[tuple[str, Seq[Bar]]]
     unit: str
@@ -130,14 +130,14 @@ class Exhibit:
 
 
 def columns(form: str, *names: str) -> list[Column]:
-    """Return columns of an exhibit whose values are written in one form."""
+    """Return columns of an exhibit that all format their values in the same form."""
     return [Column(name, form=form) for name in names]
 
 
 def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = None) -> Curve:
-    """Return the numbers of one column as dots, with the place of the row as y; rows without a number are left out.
+    """Return the numbers of one column as dots, with the row's index as y. Rows without a number are left out.
 
-    spans: the column of the intervals around them.
+    spans: the index of the column that holds an interval for each number.
     """
     known = [(y, row) for y, row in enumerate(rows) if isinstance(row[column], int | float)]
     intervals = [row[spans] if spans is not None else None for _, row in known]
@@ -161,13 +161,13 @@ def print_exhibit(exhibit: Exhibit, console: Console) -> None:
 
 
 def _shown(column: Column, i: int, rows: Seq[Seq[Value]]) -> Column:
-    """Return the column for the values at place i; a column with tokens is folded."""
+    """Return the column with a function that reads item i of a row. A column that holds tokens is folded."""
     has_tokens = any(isinstance(row[i], Tokens) for row in rows)
     return replace(column, value=lambda row: _cell(row[i], column), is_text=column.is_text or has_tokens or None)
 
 
 def written(value: Value, column: Column) -> str:
-    """Return a value as a table has it, tokens with their marks."""
+    """Return a value as a table shows it. Tokens get the marks of their kind."""
     if isinstance(value, Tokens):
         return "".join("".join((before, text, after)) for text, (before, after) in map(_marked, value.tokens))
     return column.written(value)
@@ -193,13 +193,13 @@ def can_draw() -> bool:
 
 
 def check_can_draw() -> None:
-    """Raise BadOption where no picture can be drawn."""
+    """Raise BadOption where matplotlib is not installed, so that no picture can be drawn."""
     if not can_draw():
         raise not_installed("a picture", "plots", "matplotlib")
 
 
 def check_picture(file: Path | None) -> None:
-    """Raise BadOption for the file of a picture that cannot be drawn."""
+    """Raise BadOption for a picture's file with a wrong suffix, or where matplotlib is not installed."""
     if file is None:
         return
     if file.suffix not in ("", *SUFFIXES):
@@ -209,13 +209,13 @@ def check_picture(file: Path | None) -> None:
 
 
 def save_picture(figure: Figure, file: Path) -> None:
-    """Save a figure as .svg or .png; as both where the file's name ends in neither."""
+    """Save a figure as .svg or .png, or as both where the file's name has no suffix."""
     for suffix in [file.suffix] if file.suffix else SUFFIXES:
         save(figure, file.with_name(file.stem + suffix))
 
 
 def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
-    """Write text, SVG, PNG and JSON into a folder, which is made, and return the files."""
+    """Write an exhibit as text, SVG, PNG and JSON, and return the files. The folder is created if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{exhibit.name}{suffix}" for suffix in (".txt", ".svg", ".png", ".json")]
     with files[0].open("w", encoding="utf-8") as text:
@@ -227,7 +227,10 @@ def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
 
 
 def record_of(exhibit: Exhibit) -> dict[str, Any]:
-    """Return an exhibit for JSON, its rows by column name. Raises InternalError where two columns have one name."""
+    """Return an exhibit for JSON, with each row as a mapping from column names to values.
+
+    Raises InternalError where two columns have the same name.
+    """
     names = [" ".join(column.name.split()) for column in exhibit.columns]
     if len(set(names)) < len(names):
         raise InternalError(f"{exhibit.name} has columns of one name: {', '.join(names)}")
@@ -237,7 +240,7 @@ def record_of(exhibit: Exhibit) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold: named tuples of tokens as pairs."""
+    """Return a value in types that JSON can hold. A token becomes a pair of text and kind."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, Tokens):
@@ -248,7 +251,7 @@ def _plain(value: Any) -> Any:
 
 
 def save(figure: Figure, file: Any, suffix: str = "") -> None:
-    """Save a figure to a file, or to a stream in the format of a suffix; text in SVG stays text."""
+    """Save a figure to a file, or to a stream in the format that `suffix` names. Text in an SVG stays text."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "forerun"}):
@@ -285,7 +288,7 @@ def _plot(plot: Plot) -> Figure:
     figure = _figure(max(6.0, 4.8 * len(plot.panels)), height)
     for axes, panel in zip(figure.subplots(1, len(plot.panels), squeeze=False)[0], plot.panels, strict=True):
         _panel(axes, panel)
-    if num_names:  # where dots may be anywhere
+    if num_names:  # dots may be anywhere in a panel, so the legend stands below
         handles, labels = figure.axes[0].get_legend_handles_labels()
         if len(labels) > 1:
             figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
@@ -340,12 +343,12 @@ def _timeline(timeline: Timeline) -> Figure:
     return figure
 
 
-LINE_CHARACTERS = 96  # of coloured text
+LINE_CHARACTERS = 96  # of a line of coloured text, at most
 CHARACTER_IN, LINE_IN = 0.0765, 0.19  # inches, of the monospaced font at 9 points
 
 
 def _coloured(coloured: Coloured) -> Figure:
-    """Draw tokens in a monospaced font, each line of tokens folded."""
+    """Draw lines of tokens in a monospaced font, and fold those that are too long."""
     lines = [line for tokens in coloured.lines for line in _folded(tokens.tokens)]
     width = max(70, *(sum(len(token.text) for token in line) for line in lines))
     figure = _figure(CHARACTER_IN * width, 0.9 + LINE_IN * len(lines))
@@ -370,7 +373,7 @@ def _coloured(coloured: Coloured) -> Figure:
 
 
 def _folded(tokens: Seq[Token]) -> list[list[Token]]:
-    """Return lines of at most LINE_CHARACTERS, broken between tokens."""
+    """Break tokens into lines of at most LINE_CHARACTERS characters. No token is split."""
     lines: list[list[Token]] = [[]]
     used = 0
     for token in tokens:

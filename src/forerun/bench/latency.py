@@ -1,7 +1,8 @@
 """`forerun bench latency`: plain decoding against every drafter, one request at a time, on held-out prompts.
 
 All variants are measured in the same run, interleaved prompt by prompt, because a shared machine's memory is faster in
-one minute than in the next; the speed-up is the median of the per-prompt ratios. results.py computes the numbers.
+one minute than in the next. The speed-up is the median of the ratios of single prompts. results.py computes the
+numbers.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ T = TypeVar("T")
 PLAIN = Variant("none", 0)
 
 
-# Named workloads: the plan's options and the engine's; the command line goes before them.
+# Named workloads: options of the plan, and options of the engine. The command line overrides both.
 WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # The pair of Llama 3.2 1B drafting for 3B at its true shapes; one request at a time.
+    # Llama 3.2 1B drafts for Llama 3.2 3B, at the true shapes of both, one request at a time.
     "w1": (
         {"shape": "llama-3.2-3b", "draft_shape": "llama-3.2-1b", "spec_lengths": (1, 2, 3, 5)},
         {"dtype": "bfloat16"},
@@ -69,9 +70,9 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan, dict[str, Any]]:
-    """Return a plan and the engine's options: a workload's, overridden by the given ones.
+    """Return a plan and options of the engine. A workload sets both, and the given options override its plan.
 
-    Raises BadOption for an unknown workload, and where other shapes are given beside it.
+    Raises BadOption for an unknown workload, and for a workload together with other shapes.
     """
     if workload is not None and workload not in WORKLOADS:
         raise BadOption(registry.unknown("workload", workload, WORKLOADS))
@@ -84,7 +85,7 @@ def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan
 
 @dataclass(frozen=True)
 class Measured:
-    """Every line of the tables, and the models and the ceiling of the measurement."""
+    """The lines of the tables, and the models and the ceiling of the measurement."""
 
     lines: list[Line]
     target: Checkpoint
@@ -93,7 +94,7 @@ class Measured:
 
 
 def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
-    """Measure, print tables, and return all of it for JSON. Raises UserError for an impossible measurement."""
+    """Measure, print tables, and return the results for JSON. Raises UserError where the measurement is impossible."""
     console = make_console()
     results = measured(config, plan, console)
     print_tables(results.lines, results.ceiling, console)
@@ -102,7 +103,7 @@ def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
 
 
 def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measured:
-    """Measure, and print the sizes of the measurement. Raises UserError for an impossible one."""
+    """Measure, and print how large the measurement is. Raises UserError where the measurement is impossible."""
     prompts = read_texts_or_ids(plan.num_prompts, plan.prompt_file)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
@@ -134,7 +135,10 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
 
 
 def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
-    """Return (id, text) of the first held-out prompts, one from each module in turn. Raises NotFound, BadOption."""
+    """Return (id, text) of the first `num` held-out prompts, one from each source module in turn.
+
+    Raises NotFound, BadOption.
+    """
     prompts = read_texts_or_ids(num, file)
     for name, prompt in prompts:
         if not isinstance(prompt, str):
@@ -143,7 +147,7 @@ def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
 
 
 def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Prompt]]:
-    """Return the same of a file whose lines may have "ids" in place of "text"."""
+    """Return (id, prompt) as `read_prompts` does. A line of the file may also have "ids" in place of "text"."""
     file = file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -168,8 +172,8 @@ def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Pro
 
 
 def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console) -> dict[Variant, LLM]:
-    """Return one engine per drafter and length over the same weights, plain decoding first."""
-    # A prompt's second run would find most of the first one's cache.
+    """Return an engine for each drafter and length, plain decoding first. All engines share the target's weights."""
+    # With prefix caching, a prompt's second run would find most of the first run's cache.
     options = {**config.options(), "draft": "none", "prefix_caching": False}
     llms = {PLAIN: LLM(checkpoint, **options)}
     drafts: dict[str, str | Checkpoint] = {name: name for name in plan.drafts}
@@ -201,7 +205,7 @@ def _models(config: EngineConfig, plan: LatencyPlan) -> tuple[str, ...]:
 
 
 def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[str]) -> str | Checkpoint:
-    """Return a draft model without options as loaded once, for all lengths; anything else as it is named."""
+    """Load a draft model that has no options, so that all lengths share it. Return any other draft unchanged."""
     if isinstance(draft, Checkpoint):
         return draft
     shipped = is_shipped(target.opened.path)
@@ -213,20 +217,20 @@ def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[
 
 
 def draft_models(members: Iterable[Drafter]) -> list[LoadedModel]:
-    """Return the model of each drafter once; trained heads do not count."""
+    """Return the draft models of these drafters, each once. Trained heads are left out."""
     runners = [drafter.runner for drafter in members]
     models = {id(runner.model): runner.model for runner in runners if runner is not None}
     return [cast(LoadedModel, model) for model in models.values() if hasattr(model, "weight")]
 
 
 class Clock:
-    """Seconds inside some calls since the last `take`."""
+    """A clock that counts the seconds inside the calls that it wraps, since the last `take`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same call, with its seconds counted."""
+        """Wrap a call so that its seconds are counted."""
 
         def timed(*given: Any, **more: Any) -> Any:
             started = time.perf_counter()
@@ -243,7 +247,7 @@ class Clock:
 
 
 class ForwardClock(Clock):
-    """Seconds inside a runner's forward passes, `run_ahead` included."""
+    """A clock of a runner's forward passes, `run_ahead` included."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__()
@@ -252,7 +256,7 @@ class ForwardClock(Clock):
 
 
 class EncoderClock(Clock):
-    """Seconds inside the encoders of an LLM, the target's and the draft model's."""
+    """A clock of an LLM's encoders: the target's and the draft model's."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -266,12 +270,13 @@ def tallied(
 ) -> dict[tuple[float, Variant], Tally]:
     """Run every prompt on every engine, in turns, and return the tallies by temperature and variant.
 
-    Each prompt begins with another variant, as a run may be slower behind one than behind another. The runs of a tally
-    are in the order of repeats, and of prompts within each. Two variants may be one engine.
+    Each prompt begins with another variant, because a run may be slower after one variant than after another. The runs
+    of a tally are in the order of repeats, and within a repeat in the order of prompts. Two variants may share an
+    engine.
     """
     by_id = {id(llm): llm for llm in llms.values()}
     for llm in by_id.values():
-        llm.engine.drafter.spares = False  # a failure ends the measurement, which would go on as plain decoding
+        llm.engine.drafter.spares = False  # a drafter's error ends the measurement, or plain decoding would go on
     clocks = {key: _draft_clock(llm) for key, llm in by_id.items()}
     encoders = {key: EncoderClock(llm) for key, llm in by_id.items()}
     tallies = {(t, variant): Tally(variant, t) for t in plan.temperatures for variant in llms}
@@ -281,7 +286,7 @@ def tallied(
             max_tokens=plan.max_tokens,
             temperature=t,
             seed=plan.seed + i + repeat * len(prompts),
-            ignore_eos=not plan.until_end,  # else every run has the same number of tokens
+            ignore_eos=not plan.until_end,  # without until_end every run has the same number of tokens
             acceptance=None if t == 0 else plan.acceptance,
         )
         for variant in rotated(list(llms), repeat + i):
@@ -293,7 +298,7 @@ def tallied(
 
 
 def rotated(items: Seq[T], by: int) -> list[T]:
-    """Return the items in the same cyclic order, beginning with another one."""
+    """Return the items in the same cyclic order, beginning with the item at index `by`."""
     by %= len(items)
     return [*items[by:], *items[:by]]
 
@@ -334,19 +339,20 @@ def run_together(
     *,
     detail: bool = False,
 ) -> list[list[int]]:
-    """Run prompts at once and return the ids of their outputs. detail: whether the steps have their rounds.
+    """Run prompts at once, add their numbers to `tally`, and return the ids of their outputs.
 
-    The clock runs from the end of the prefill of the first prompts, which both sides pay alike. encoder: its seconds
-    are counted apart.
+    Time counts from the end of the first prompts' prefill, which every variant pays alike. clock: counts the draft
+    model's passes. encoder: counts the encoders, which the time per token leaves out. detail: whether the reports of
+    steps contain their rounds.
     """
     encoder = encoder or Clock()
     for one in filter(None, (clock, encoder)):
         one.take()
-    start = time.perf_counter(), 0.0  # and seconds of encoders until then
+    start = time.perf_counter(), 0.0  # the time, and the encoders' seconds until then
 
     def note(report: StepReport) -> None:
         nonlocal start
-        draft_forward_s = clock.take() if clock is not None else 0.0  # of every step: a draft model reads prompts, too
+        draft_forward_s = clock.take() if clock is not None else 0.0  # in every step: a draft model reads prompts, too
         if report.num_decoding == 0:
             start = time.perf_counter(), encoder.seconds
             return
@@ -367,7 +373,7 @@ def run_together(
 
 
 class Took(NamedTuple):
-    """Seconds of one answer, and until its first tokens came; num_first: how many tokens came then."""
+    """The seconds of one answer, and of the wait for its first tokens. num_first: how many tokens came first."""
 
     seconds: float
     first_s: float
@@ -377,7 +383,7 @@ class Took(NamedTuple):
 def answered(
     llm: LLM, ids: list[int], params: SamplingParams, hear: Callable[[StepReport], object] = lambda report: None
 ) -> tuple[RequestOutput, Took]:
-    """Answer one prompt; return the output and its times. hear: called with the report of every step."""
+    """Answer one prompt, and return the output and its times. hear: called with the report of every step."""
     firsts = list[tuple[float, int]]()
 
     def note(report: StepReport) -> None:
@@ -396,7 +402,7 @@ def answered(
 
 
 def progress_bar() -> Progress:
-    """Make a progress bar on standard error, shown only where that is a terminal."""
+    """Make a progress bar on standard error, which is shown only where standard error is a terminal."""
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,9 +1,9 @@
 """`forerun bench methods`: plain decoding and ways of drafting on six kinds of work, one request at a time.
 
-A way is a drafter with a pacing policy and a rule. One engine for each policy holds all drafters over the same target,
-and a request chooses one of them. The ways take turns on every prompt, in an order that rotates, because a shared
-machine is faster in one minute than in the next; a speed-up is the ratio to plain decoding's run of the same turn.
-Where a rule keeps the text, the text is compared with plain decoding's. methods_results.py computes the numbers.
+A way is a drafter with a pacing policy and a verification rule. Each policy has one engine, with all drafters over the
+same target, and a request chooses its drafter. The ways take turns on every prompt, in an order that rotates, because a
+shared machine is faster in one minute than in the next. A speed-up is the ratio to plain decoding's run in the same
+turn. Where a rule keeps the text, the text is compared with plain decoding's. methods_results.py computes the numbers.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Turn:
 
 
 def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
-    """Measure, print tables, and return all of it for JSON.
+    """Measure, print tables, and return the results for JSON.
 
-    Raises UserError for an impossible measurement, and InternalError where a drafter fails or changes a text.
+    Raises UserError where the measurement is impossible, and InternalError where a drafter fails or changes a text.
     """
     console = make_console()
     check_picture(plan.picture)
@@ -115,7 +115,7 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
 
 
 def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
-    """Return the first prompts of each kind, the kinds in turn. Raises NotFound, BadOption."""
+    """Return the first prompts of each kind, one of each kind in turn. Raises NotFound, BadOption."""
     file = plan.prompt_file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -143,11 +143,13 @@ def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
 def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: MethodsPlan, console: Console
 ) -> tuple[dict[str, LLM], list[Way], dict[str, str]]:
-    """Return an engine for each policy with all drafters that can serve, the ways, and why others cannot serve.
+    """Build an engine for each policy, with all drafters that can serve.
 
-    Raises UserError where a drafter that was named cannot serve at all.
+    Returns the engines, the ways, and the reasons why other drafters cannot serve. Raises UserError where a drafter
+    that the user named cannot serve at all.
     """
-    # A prompt's second run would find the first one's cache, and a prompt that is not run teaches its drafter nothing.
+    # With prefix caching, a prompt's second run would find the first run's cache, and a drafter would learn nothing
+    # from the part that is not run.
     options = {**config.options(), "extra_drafts": None, "prefix_caching": False, "max_batch_size": 1}
     pacings, acceptances = plan.pacings or (config.pacing_spec,), plan.acceptances or (None,)
     ways, left_out = list[Way](), dict[str, str]()
@@ -162,7 +164,7 @@ def _build(
             errors[draft] = error
         for acceptance in () if errors else acceptances:
             try:
-                for temperature in plan.temperatures:  # nothing runs
+                for temperature in plan.temperatures:  # checks the request and runs nothing
                     llm.engine.make([0], plan.params(temperature, Way("", "auto", "", acceptance), ""))
                 fitting.append(acceptance)
             except UserError as error:
@@ -184,7 +186,7 @@ def _build(
     return llms, named_ways(ways, plan), left_out
 
 
-_FIELDS = {"draft": "draft", "pacing": "pacing", "acceptance": "rule"}  # of a way, and their names in tables
+_FIELDS = {"draft": "draft", "pacing": "pacing", "acceptance": "rule"}  # the fields of a way, and their names in tables
 
 
 def named_ways(ways: Seq[Way], plan: MethodsPlan | SuitePlan) -> list[Way]:
@@ -194,14 +196,14 @@ def named_ways(ways: Seq[Way], plan: MethodsPlan | SuitePlan) -> list[Way]:
 
 
 def _compared(plan: MethodsPlan | SuitePlan) -> list[str]:
-    """Return the options that name the ways: the ones with several values in the plan, else the drafter."""
+    """Return the options that name the ways: those with several values in the plan, or else only the drafter."""
     several = {"draft": plan.drafts, "pacing": plan.pacings, "rule": plan.acceptances}
     names = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
     return names or ["draft"]
 
 
 def same(ways: Seq[Way]) -> str:
-    """Return the fields that all ways have in common, behind commas."""
+    """Return the fields that all ways have in common, each after a comma."""
     values = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
     return "".join(f", {what} {value}" for what, (value, *others) in values.items() if value is not None and not others)
 
@@ -231,7 +233,7 @@ def chats(llm: LLM) -> bool:
 
 
 def conversation_ids(llm: LLM, messages: Seq[Message], tools: Seq[Mapping[str, Any]] = ()) -> list[int]:
-    """Return the ids of a conversation by the model's chat template, or of its joined texts where there is none."""
+    """Return a conversation's token ids, by the model's chat template. Without a template, its texts are joined."""
     if chats(llm):
         return llm.apply_chat_template(messages, tools=list(tools) or None)
     return llm.tokenizer.encode("\n\n".join(str(message["content"]) for message in messages) + "\n\n")
@@ -245,9 +247,9 @@ Tallies = dict[tuple[float, str, str], Tally]  # by temperature, kind and way
 def _measure(
     llms: Mapping[str, LLM], ways: Seq[Way], prompts: Seq[WorkPrompt], plan: MethodsPlan, progress: Progress
 ) -> tuple[Tallies, int]:
-    """Run everything; return the runs, and how many texts were compared with plain decoding's."""
+    """Run every way on every prompt. Return the tallies, and how many texts were compared with plain decoding's."""
     first_pacing, llm = next(iter(llms.items()))
-    plain = [Way(name, PLAIN, first_pacing) for name in (PLAIN, AGAIN)]  # which no policy and no rule changes
+    plain = [Way(name, PLAIN, first_pacing) for name in (PLAIN, AGAIN)]  # the same under every policy and rule
     every = [*plain, *ways]
     ids = {prompt.id: conversation_ids(llm, prompt.messages) for prompt in prompts}
     for prompt_ids in ids.values():
@@ -285,7 +287,8 @@ def _measure(
         t, texts = turn.temperature, dict[str, list[int]]()
         for way in rotated(every, turn.number):
             progress.update(task, description=f"T={t:g} {turn.prompt.id} {way.name}")
-            # Repeats, temperatures and rules have the same texts: a drafter that learned there would know the answer.
+            # Repeats, temperatures and rules may give the same text, so each has its own salt: a drafter that learned
+            # from another run would know the answer.
             salt = f"repeat {turn.repeat} at {t:g} by {way.acceptance}"
             params = plan.params(t, way, salt, turn.number, goes_on)
             text = once(way, turn, params, tallies[t, turn.prompt.kind, way.name])
@@ -317,9 +320,9 @@ def _clock(llm: LLM, drafter: Drafter) -> ForwardClock | None:
 
 
 def compare(texts: Mapping[str, list[int]], name: str, temperature: float, tokenizer: Tokenizer) -> None:
-    """Raise InternalError for the first way whose text is not plain decoding's, with both around the difference.
+    """Raise InternalError for the first way that changed plain decoding's text.
 
-    name: of the prompt.
+    The message shows where the two texts differ. texts: token ids by way. name: the prompt's name.
     """
     plain = texts[PLAIN]
     for spec, text in texts.items():
@@ -335,7 +338,7 @@ def compare(texts: Mapping[str, list[int]], name: str, temperature: float, token
 def print_compared(
     num_compared: int, ways: Seq[Way], plan: MethodsPlan | SuitePlan, ops: Operators, console: Console
 ) -> None:
-    """Say how many texts were compared, or why none was."""
+    """Print how many texts were compared, and why others were not."""
     if num_compared:
         console.print(f"All {num_compared} compared texts of drafters are plain decoding's, token for token.")
     if not ops.row_invariant:

@@ -1,6 +1,6 @@
-"""The picture of `forerun bench methods`: a row for each way, with its speed-up over all kinds of work and on each.
+"""The picture of `forerun bench methods`: a row for each way, with its speed-up over all kinds and on each kind.
 
-It needs matplotlib.
+Drawing needs matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_SHOWN = 2.5  # the speed-up with the strongest colour; its inverse has the strongest opposite colour
-DARK = 0.65  # share of the strongest colour, in logarithms, from which on black text cannot be read
+DARK = 0.65  # logarithm of a speed-up to the base MOST_SHOWN: beyond it a colour is too dark for black text
 CHARACTERS_PER_INCH = 120  # in a font of one point, on average
 NOTE = (
     "1 = as fast as plain decoding. Dots: geometric mean over the kinds; whiskers: least and most of the rounds, one "
@@ -28,10 +28,10 @@ NOTE = (
 
 
 def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path, title: str, about: str) -> None:
-    """Write a row of panels for each temperature: speed-ups with whiskers, and a heat map of the kinds.
+    """Save a picture with a row of panels for each temperature: speed-ups with whiskers, and a heat map of the kinds.
 
-    Ways are sorted, the fastest first; the last row is plain decoding against itself. title: the model and the machine.
-    about: the prompts and runs.
+    Within a panel the fastest way comes first, and plain decoding against itself comes last. title: the model and the
+    machine. about: the prompts and runs.
     """
     from matplotlib.figure import Figure
 
@@ -54,12 +54,12 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
 
 
 def _folded(text: str, points: int, width_in: float) -> str:
-    """Fold each line of a text in a font of `points` points to a width in inches."""
+    """Fold each line of a text, in a font of `points` points, to a width in inches."""
     return "\n".join(textwrap.fill(line, int(width_in * CHARACTERS_PER_INCH / points)) for line in text.splitlines())
 
 
 def _dots(panel: Axes, rows: Seq[Summary], temperature: float) -> None:
-    """Draw the speed-up over all kinds of each way, over the band of plain decoding against itself."""
+    """Draw each way's speed-up over all kinds of work, on top of a band for plain decoding against itself."""
     for y, row in enumerate(rows):
         least, most = row.speedup_range
         colour = "tab:blue" if row.speedup >= 1 else "tab:red"
@@ -90,7 +90,7 @@ def _dots(panel: Axes, rows: Seq[Summary], temperature: float) -> None:
 
 
 def _squares(panel: Axes, grid: Seq[Seq[float]], kinds: Seq[str]) -> None:
-    """Draw a heat map of the speed-up of each way (rows) on each kind (columns), the last row being the noise."""
+    """Draw a heat map of the speed-ups, with a row for each way and a column for each kind. The last row is noise."""
     from matplotlib.colors import LogNorm
 
     panel.imshow(grid, cmap="RdBu", norm=LogNorm(1 / MOST_SHOWN, MOST_SHOWN), aspect="auto")

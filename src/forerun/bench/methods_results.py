@@ -1,8 +1,8 @@
 """The results of `forerun bench methods`: numbers by way and kind of work, and two tables for each temperature.
 
-A way is a drafter with a pacing policy and a rule. A cell is one way on one kind; a summary is over kinds. The speed-up
-of a cell is the median over its prompts of the ratio plain decoding / way in seconds per token, both in the same turn.
-The speed-up of a summary is the geometric mean over its cells.
+A way is a drafter with a pacing policy and a verification rule. A cell is one way on one kind, and a summary is one way
+on all kinds. Each prompt gives a ratio: plain decoding's seconds per token / the way's, both in the same turn. The
+speed-up of a cell is the median of these ratios. The speed-up of a summary is the geometric mean over its cells.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rich.text import Text
 from forerun.bench.results import Ceiling, Tally, overheads
 from forerun.bench.tables import Column, table
 
-PLAIN, AGAIN = "none", "none again"  # the second is the same once more: its distance from 1 is noise
+PLAIN, AGAIN = "none", "none again"  # AGAIN is plain decoding once more: how far its speed-up is from 1 is noise
 
 MOST_UNBROKEN = 6  # characters of a kind's name in the head of a column; longer ones get two lines
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts over steps. alpha_hat is None where no drafted token was tested.
+    """Counts over the steps of some runs. alpha_hat is None where no drafted token was tested.
 
     tokens_per_pass: the mean accepted length, the target's own token included. overhead_share: the share of the steps'
-    time outside of the passes of target and draft model; a drafter without a model is overhead. draft_share: all of
-    drafting.
+    time outside of the passes of target and draft model. The work of a drafter without a model counts as overhead.
+    draft_share: the share of the steps' time that drafting takes.
     """
 
     num_tokens: int
@@ -42,7 +42,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Cell(Counts):
-    """One way on one kind of work at one temperature. speedups: one for each run."""
+    """One way on one kind of work at one temperature. speedups: the speed-up of each run."""
 
     name: str
     temperature: float
@@ -55,7 +55,7 @@ class Cell(Counts):
 
 @dataclass(frozen=True)
 class Summary(Counts):
-    """One way at one temperature: rates are geometric means over the kinds, counts are over all steps.
+    """One way at one temperature. Rates are geometric means over the kinds, and counts are over all steps.
 
     speedup_range: the least and the most over the rounds; a round has one run of each kind.
     """
@@ -84,7 +84,7 @@ def counts_of(tallies: Seq[Tally]) -> Counts:
 
 
 def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
-    """Return one cell per tally. tallies: by temperature, kind and way, plain decoding among them."""
+    """Return one cell per tally. tallies: by temperature, kind and way; one of the ways is plain decoding."""
     cells = []
     for (temperature, kind, name), tally in tallies.items():
         plain = tallies[temperature, kind, PLAIN].seconds_per_token
@@ -105,7 +105,7 @@ def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
 
 
 def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cell]) -> list[Summary]:
-    """Return a summary for each way and temperature, the fastest first within a temperature."""
+    """Return a summary for each way and temperature. Within a temperature the fastest way comes first."""
     summaries = []
     for temperature, name in dict.fromkeys((cell.temperature, cell.name) for cell in cells):
         matching = [cell for cell in cells if (cell.temperature, cell.name) == (temperature, name)]
@@ -130,7 +130,10 @@ def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cel
 
 
 def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
-    """Return the speed-ups of one temperature, ways by kinds; the best of each column has a star."""
+    """Return a table of the speed-ups at one temperature, with a row for each way and a column for each kind.
+
+    The best speed-up of a column has a star.
+    """
     by_cell = {(cell.name, cell.kind): cell.speedup for cell in cells}
     rows = [summary for summary in summaries if summary.name not in (PLAIN, AGAIN)]
     again = [summary for summary in summaries if summary.name == AGAIN]
@@ -147,7 +150,10 @@ def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head
 
 
 def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
-    """Return tokens per pass of one temperature, ways by kinds, and the counts over all kinds."""
+    """Return a table of the tokens per pass at one temperature, with a row for each way and a column for each kind.
+
+    Further columns have the counts over all kinds.
+    """
     by_cell = {(cell.name, cell.kind): cell.tokens_per_pass for cell in cells}
     return table(
         [summary for summary in summaries if summary.name != AGAIN],
@@ -167,7 +173,7 @@ def _on(kind: str, found: Mapping[tuple[str, str], float]) -> Callable[[Summary]
 
 
 def broken(kind: str) -> str:
-    """Return a long name in two lines."""
+    """Return the name of a kind, in two lines where it is long."""
     half = len(kind) // 2
     return f"{kind[:half]}-\n{kind[half:]}" if len(kind) > MOST_UNBROKEN else kind
 
@@ -194,16 +200,17 @@ Results = tuple[Seq[Cell], Seq[Summary]]
 def print_methods(
     cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str, ceiling: Ceiling, console: Console
 ) -> None:
-    """Print two tables for each temperature, and how they are read. head: the heading above the names of the ways."""
+    """Print two tables for each temperature, and notes on how to read them. head: the heading above the ways' names."""
     print_results({"": (cells, summaries)}, kinds, head, console, ceiling)
 
 
 def print_results(
     results: Mapping[str, Results], kinds: Seq[str], head: str, console: Console, ceiling: Ceiling | None = None
 ) -> None:
-    """Print for each temperature the speed-ups of each part of the requests, tokens per pass, and how they are read.
+    """Print the speed-ups and the tokens per pass for each temperature, and notes on how to read them.
 
-    results: by the part in words, "" where there is only one. ceiling: the limit to compare plain decoding with.
+    results: by the part of the requests in words, "" where there is only one part. Each part has a table of speed-ups.
+    ceiling: the limit to compare plain decoding with.
     """
     for temperature in dict.fromkeys(summary.temperature for _, summaries in results.values() for summary in summaries):
         begins, makes = f"\nTemperature {temperature:g}", "speed-up over plain decoding, which makes"

@@ -1,4 +1,4 @@
-"""The options of each benchmark. The fields are its flags; nothing here imports numpy."""
+"""The options of each benchmark, as dataclasses whose fields are the command's flags. Nothing here imports numpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan:
         check_fields(self)
 
     def record(self, *leave_out: str) -> dict[str, Any]:
-        """Return the options for JSON, paths as texts."""
+        """Return the options for JSON, with paths as texts. leave_out: names of options to drop."""
         fields = dataclasses.asdict(self)  # type: ignore[call-overload]
         return {
             name: str(value) if isinstance(value, Path) else value
@@ -49,7 +49,7 @@ def repeats(default: int = 1, help: str = "times every prompt is run", least: in
 
 
 def prompt_file(what: str = '"id" and "text"') -> Any:
-    """Make the field for a file with prompts. what: the keys of its lines."""
+    """Make the field for a file with prompts. what: the keys of each line, in words."""
     return option(None, f"JSON lines with {what}", usual="the shipped ones")
 
 
@@ -66,8 +66,8 @@ KINDS = "chat, summary, edit, question, list or story"
 class LatencyPlan(Plan):
     """The options of `forerun bench latency`.
 
-    drafts: () = every method that needs nothing else. With a draft_shape all drafts are models,
-    which are widened to it; () = the configuration's. spec_lengths: () = the configuration's.
+    drafts: () = every drafter that needs no model or file of its own. With a draft_shape, drafts are draft models that
+    are widened to that shape, and () = the configuration's draft model. spec_lengths: () = the configuration's length.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure", flag="--draft", usual="all")
@@ -86,9 +86,9 @@ class LatencyPlan(Plan):
 
 @dataclass(frozen=True)
 class Way:
-    """A drafter, the pacing policy that sets its draft length, and the rule, None = the engine's choice.
+    """A way of drafting: a drafter, the pacing policy that sets its draft length, and the verification rule.
 
-    name: made of the fields in which the ways differ.
+    name: made of the fields in which the ways of a plan differ. acceptance: the rule, None = the engine's choice.
     """
 
     name: str
@@ -97,7 +97,11 @@ class Way:
     acceptance: str | None = None
 
     def keeps_texts(self, temperature: float) -> bool:
-        """Return whether drafts may change no token. Rules other than match keep distributions, but not texts."""
+        """Return whether every text must equal plain decoding's text.
+
+        Greedy texts must, with every lossless rule. At temperature > 0 only match keeps texts, while the other lossless
+        rules keep the distribution.
+        """
         rule = verify.find(self.acceptance or ("match" if temperature > 0 else "ratio"))
         return rule.is_lossless and (temperature == 0 or rule.name == "match")
 
@@ -106,9 +110,9 @@ class Way:
 class MethodsPlan(Plan):
     """The options of `forerun bench methods`.
 
-    drafts: () = every drafter that needs no file. pacings: () = the engine's. acceptances: () = the engine's own
-    choice: match at temperature > 0, as every run has a seed. kinds: () = all kinds in the prompt file. picture:
-    without .svg or .png at its end both are written.
+    drafts: () = every drafter that needs no file. pacings: () = the engine's policy. acceptances: () = the engine's
+    choice, which is match at temperature > 0, because every run has a seed. kinds: () = all kinds in the prompt file.
+    picture: where the name ends in neither .svg nor .png, both are written.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="all")
@@ -139,7 +143,7 @@ class MethodsPlan(Plan):
     def params(
         self, temperature: float, way: Way | None, salt: str, turn: int = 0, ignore_eos: bool = False
     ) -> SamplingParams:
-        """Return the parameters of one run. salt: runs of the same salt may learn from each other."""
+        """Return the parameters of one run. salt: a drafter may learn from other runs with the same salt."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=temperature,
@@ -155,9 +159,9 @@ class MethodsPlan(Plan):
 class SuitePlan(Plan):
     """The options of `forerun bench suite`.
 
-    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: the first prompts, None = all;
-    prompts_per_kind: the first ones of each kind, None = all. most_rounds: a kind is run again while plain decoding
-    differs from itself.
+    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: how many of the first prompts to run,
+    None = all. prompts_per_kind: how many of the first prompts of each kind, None = all. most_rounds: how often a kind
+    of work is run at most. A kind is run again while plain decoding differs from itself.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="auto")
@@ -184,7 +188,10 @@ class SuitePlan(Plan):
 
 @dataclass(frozen=True)
 class TunePlan(Plan):
-    """The options of `forerun tune`. requests: () = the project's own prompts. shape: of `widen`."""
+    """The options of `forerun tune`.
+
+    requests: () = the project's own prompts. shape: the shape that the target is widened to.
+    """
 
     requests: Seq[Request] = ()
     shape: str = "none"

@@ -1,8 +1,8 @@
-"""`forerun bench report`: the --json records of benchmarks, as one HTML page that needs nothing else.
+"""`forerun bench report`: the --json records of benchmarks, as one HTML page that needs no other file.
 
 Every record gets its facts, a plot of its main numbers (inline SVG, by matplotlib), its table, and the record itself.
-VIEWS selects the numbers of a benchmark that are plotted; a record of another kind has its table alone. The tables and
-figures of `python -m benchmarks.paper --out`, which are records too, keep their own pictures.
+VIEWS selects the numbers to plot for each benchmark. A record of a benchmark that VIEWS does not list has no plot. The
+tables and figures of `python -m benchmarks.paper --out` are records, too, and keep their own pictures.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ Record = Mapping[str, Any]
 class View:
     """The plot of a benchmark's rows.
 
-    rows: the key that holds them. labels: fields that name a row, or, with `x`, a curve over that field. values: one
-    field for each panel. The range of a field is beside it, as field_range.
+    rows: the key of the record that holds the rows. labels: the fields that name a row or, with `x`, a curve. values:
+    the fields to plot: a panel of dots for each or, with `x`, curves in one panel. x: the field of the x axis. The
+    range of FIELD stands in FIELD_range.
     """
 
     labels: tuple[str, ...]
@@ -68,7 +69,7 @@ FACTS = (
     *("target", "shape", "widened", "num_parameters", "precision", "dtype", "device", "machine", "build"),
     *("num_threads", "torch", "bandwidth_bytes_per_s", "ceiling_tokens_per_s", "recipe", "note"),
 )
-MOST_CURVES = 6  # of one panel: colours repeat beyond
+MOST_CURVES = 6  # of one panel: with more, colours would repeat
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; }
@@ -86,7 +87,7 @@ pre { font-size: .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 def run(files: Seq[Path], out: Path) -> int:
-    """Write the page, and return how many records it has. Raises NotFound, BadOption for files that hold none."""
+    """Write the page, and return its number of records. Raises NotFound, and BadOption for a file without records."""
     check_can_draw()
     records = [(f"{file.name}, record {i}", record) for file in files for i, record in enumerate(read(file), 1)]
     out.write_text(page_of(records), encoding="utf-8")
@@ -94,7 +95,7 @@ def run(files: Seq[Path], out: Path) -> int:
 
 
 def read(file: Path) -> list[Record]:
-    """Return the records of a file: one JSON object, or one on each line. Raises NotFound, BadOption."""
+    """Return the records of a file, which holds one JSON object, or one on each line. Raises NotFound, BadOption."""
     if not file.is_file():
         raise NotFound(f"there is no file {shown(str(file))}: name what a benchmark wrote with --json")
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -116,7 +117,7 @@ def read(file: Path) -> list[Record]:
 
 
 def page_of(records: Seq[tuple[str, Record]]) -> str:
-    """Return the page of these records, as pairs of source and record."""
+    """Return the HTML page of these records. records: pairs of source and record."""
     titles = [_title(record) for _, record in records]
     entries = "".join(f'<li><a href="#r{i}">{escape(title)}</a></li>' for i, title in enumerate(titles))
     sections = "".join(
@@ -138,7 +139,7 @@ def _title(record: Record) -> str:
 
 
 def _section(number: int, title: str, source: str, record: Record) -> str:
-    """Return one record: facts, plot, table, and all of it as JSON."""
+    """Return the HTML of one record: facts, plot, table, and the whole record as JSON."""
     facts = {"file": source} | {key: record[key] for key in FACTS if record.get(key) not in (None, "")}
     listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(_number(value))}</dd>" for key, value in facts.items())
     picture = picture_of(record)
@@ -152,7 +153,7 @@ def _section(number: int, title: str, source: str, record: Record) -> str:
 
 
 def rows_of(record: Record) -> list[dict[str, Any]]:
-    """Return the rows of a record, with the naming fields first, and flat: nested fields as object.field."""
+    """Return the rows of a record. The fields that name a row come first, and nested fields become object.field."""
     view = VIEWS.get(str(record.get("bench")))
     key = view.rows if view else "lines"
     if "exhibit" in record:
@@ -172,7 +173,7 @@ def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 
 def table_of(rows: Seq[Mapping[str, Any]]) -> str:
-    """Return rows as an HTML table, without the columns that have lists other than pairs of numbers."""
+    """Return rows as an HTML table. A column is left out where it holds a list that is no pair of numbers."""
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
@@ -204,7 +205,7 @@ def _number(value: Any) -> str:
 
 
 def svg_of(picture: Plot | Timeline | Coloured) -> str:
-    """Return a picture as inline SVG, without ids that another picture of the page would repeat."""
+    """Return a picture as inline SVG, without the groups' ids, which other pictures of the page would repeat."""
     file = io.StringIO()
     save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
     svg = file.getvalue()
@@ -212,7 +213,7 @@ def svg_of(picture: Plot | Timeline | Coloured) -> str:
 
 
 def picture_of(record: Record) -> Plot | Timeline | Coloured | None:
-    """Return the picture of a record; None where it has no numbers that VIEWS knows."""
+    """Return the picture of a record; None where the record has no numbers that VIEWS selects."""
     if "exhibit" in record:
         return _kept(record.get("picture") or {})
     view, rows = VIEWS.get(str(record.get("bench"))), rows_of(record)
@@ -235,7 +236,7 @@ def _said(view: View) -> str:
 
 
 def _curves(view: View, rows: Seq[Mapping[str, Any]], x: str) -> Iterator[Curve]:
-    """Yield a curve for each name of the rows, or, where rows have none, for each value."""
+    """Yield curves: for each name that rows share, a curve for each field of the view's `values`."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(_name(row, view.labels), []).append(row)
@@ -247,7 +248,7 @@ def _curves(view: View, rows: Seq[Mapping[str, Any]], x: str) -> Iterator[Curve]
 
 
 def _name(row: Mapping[str, Any], labels: Seq[str]) -> str:
-    """Return the name of a row: its texts, and its numbers behind their labels."""
+    """Return the name of a row, made of its label fields: texts as they are, and numbers after their labels."""
     known = {label: row[label] for label in labels if row.get(label) is not None}
     said = (
         value if isinstance(value, str) else f"{label.replace('_', ' ')} {value:g}" for label, value in known.items()
@@ -263,7 +264,7 @@ def _dots(field: str, rows: Seq[Mapping[str, Any]]) -> Curve:
 
 
 def _kept(picture: Mapping[str, Any]) -> Plot | Timeline | Coloured | None:
-    """Return the picture that the record of an exhibit holds."""
+    """Return the picture that an exhibit's record holds."""
     if "panels" in picture:
         return Plot(
             [Panel(**{**panel, "curves": [Curve(**c) for c in panel["curves"]]}) for panel in picture["panels"]]

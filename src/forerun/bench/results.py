@@ -1,10 +1,10 @@
-"""The results of `forerun bench latency`: rates, costs, predictions, two tables, and all of it for JSON.
+"""The results of `forerun bench latency`: rates, costs, predictions, two tables, and the record for JSON.
 
-Each speed-up is shown beside the one that theory predicts from measured costs (docs/exactness.md):
+Each speed-up is shown beside the speed-up that theory predicts from measured costs (docs/exactness.md):
 
     c      seconds per drafted token / seconds of a plain target pass
-    v(K)   target pass over K+1 tokens / target pass over one
-    o      seconds of a step outside of its draft and its target pass / target pass over one
+    v(K)   seconds of a target pass over K+1 tokens / seconds of a plain target pass
+    o      seconds of a step outside of drafting and the target pass / seconds of a plain target pass
     alpha  accepted / tested tokens
 
     Theorem 3.8 (Leviathan et al. 2023)   A / (c K + 1)          A = (1 - alpha^(K+1)) / (1 - alpha)
@@ -29,7 +29,7 @@ from forerun.ops.model import LoadedModel
 from forerun.theory import formulas
 from forerun.types import StepReport
 
-FULL_DRAFTS = 0.8  # least share of steps with a full draft for which a formula with fixed K is shown
+FULL_DRAFTS = 0.8  # the formulas have a fixed K: they are shown where at least this share of steps had a full draft
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Variant:
 class Tally:
     """The runs of one variant at one temperature.
 
-    seconds_per_token, num_tokens, encoder_s and num_steps have one entry per run, in order. encoder_s: seconds of the
-    encoders of an encoder-decoder and its draft model, which seconds_per_token leaves out.
+    seconds_per_token, num_tokens, encoder_s and num_steps have one entry per run, in order. encoder_s: the seconds of
+    the encoders, where target and draft model are encoder-decoders. seconds_per_token leaves these seconds out.
     """
 
     variant: Variant
@@ -64,7 +64,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table and of the JSON. Rates and predictions are None where nothing was counted."""
+    """One line of the tables and of the JSON record. A rate or prediction is None where there was nothing to count."""
 
     draft: str
     spec_length: int
@@ -86,12 +86,12 @@ class Line:
 
 
 def plain_pass_s_of(tallies: Iterable[Tally]) -> float:
-    """Return the seconds of a plain pass, over all temperatures, as a forward pass does not depend on them."""
+    """Return the median seconds of a plain pass over all temperatures, which do not change a forward pass."""
     return median(step.target_forward_s for t in tallies if t.variant.spec_length == 0 for step in t.steps)
 
 
 def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
-    """Compute the rates and predictions of a tally. plain: plain decoding of the same prompts in the same run."""
+    """Compute the rates and predictions of a tally. plain: the tally of plain decoding on the same prompts."""
     spec_length = tally.variant.spec_length
     ratios = [a / b for a, b in zip(plain.seconds_per_token, tally.seconds_per_token, strict=True)]
     drafted, tested, accepted = (tally.total(n) for n in ("num_drafted", "num_tested", "num_accepted"))
@@ -114,7 +114,7 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
     full = sum(step.num_drafted >= spec_length for step in tally.steps)
     if line.alpha_hat is None or line.c is None or line.v is None or full < FULL_DRAFTS * len(tally.steps):
         return line
-    # c has the drafter's own work in it already, sampling included.
+    # c contains the drafter's own work already, sampling included.
     overhead = median(step.seconds - step.target_forward_s - step.draft_s for step in tally.steps) / plain_pass_s
     return replace(
         line,
@@ -124,15 +124,15 @@ def line_of(tally: Tally, plain: Tally, plain_pass_s: float) -> Line:
 
 
 def overheads(tally: Tally) -> list[float]:
-    """Return the seconds of each step outside of model forwards."""
+    """Return, for each step, the seconds outside of the models' forward passes."""
     pairs = zip(tally.steps, tally.draft_forward_s, strict=True)
     return [step.seconds - step.target_forward_s - draft_s for step, draft_s in pairs]
 
 
 def _draft_cost(tally: Tally, plain_pass_s: float) -> float | None:
-    """Return c, the seconds per drafted token / of a plain pass.
+    """Return c: seconds per drafted token / seconds of a plain pass.
 
-    It is the median over steps, because the first draft also catches up with the prompt.
+    The median over the steps is taken, because the first draft also catches up with the prompt.
     """
     costs = [step.draft_s / step.num_drafted for step in tally.steps if step.num_drafted]
     return median(costs) / plain_pass_s if costs else None
@@ -148,7 +148,7 @@ def _verify_cost(tally: Tally, plain_pass_s: float, spec_length: int) -> float |
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The limit of plain decoding, which reads every weight once per token, at the measured bandwidth."""
+    """The limit of plain decoding: every token reads the weights once, at the measured bandwidth."""
 
     bytes_per_pass: int
     bytes_per_s: float
@@ -182,7 +182,7 @@ GAINS = (
     Column("tokens/\npass", "tokens_per_step", "{:.2f}"),
     Column("accep-\nted", "acceptance_rate", "{:.0%}"),
 )
-COSTS = (  # and the predictions from them
+COSTS = (  # the costs, and the predictions from them
     *_NAMES,
     Column("alpha", "alpha_hat", "{:.3f}"),
     Column("c", "c", "{:.3f}"),
@@ -206,7 +206,7 @@ THEORY_NOTE = (
 
 
 def print_tables(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
-    """Print both tables, how they are read, and which length was best for each temperature and drafter."""
+    """Print both tables with notes on how to read them, and the best length for each temperature and drafter."""
     plain = next(line for line in lines if line.spec_length == 0)
     console.print(table(lines, GAINS))
     console.print(f"{GAINS_NOTE} Plain decoding reaches {plain.tokens_per_s / ceiling.tokens_per_s:.0%} of its limit.")
@@ -228,7 +228,7 @@ def print_tables(lines: Seq[Line], ceiling: Ceiling, console: Console) -> None:
 
 
 def record_of(lines: Seq[Line], model: LoadedModel, drafts: Seq[LoadedModel], ceiling: Ceiling) -> dict[str, Any]:
-    """Return the measurement for JSON: models, machine, and every line of the table."""
+    """Return the measurement for JSON: models, machine, and every line of the tables."""
     return {
         "shape": describe(model.config),
         "num_parameters": num_parameters(model.config),

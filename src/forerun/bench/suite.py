@@ -1,9 +1,9 @@
 """`forerun bench suite`: a public benchmark in whole requests, with plain decoding and the default drafting.
 
-Each conversation meets a fresh engine, as the first request of a user does: searches remember earlier answers, and
-would find an answer that is asked for again. Plain decoding runs twice, and the ways take turns in an order that
-rotates, as a shared machine is faster in one minute than in the next; kinds in which plain decoding differs from
-itself by more than `NOISE` are run again. Texts are compared with plain decoding's wherever the rule keeps them.
+Each conversation gets a fresh engine, as a user's first request does. Drafters that search the text remember earlier
+answers, and would find an answer that is asked for again. The ways take turns in an order that rotates, because a
+shared machine is faster in one minute than in the next. Plain decoding runs twice in each turn: kinds of work in which
+the two differ by more than `NOISE` are run again. Where the rule keeps texts, they are compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from forerun.ops.model import LoadedModel
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
 
-NOISE = 0.03  # of plain decoding against itself; kinds with more are run again
+NOISE = 0.03  # of plain decoding against itself; kinds of work with more noise are run again
 WARM_UP_TOKENS = 16
 
 
 @dataclass
 class Run:
-    """The measurements of one way on one conversation. Seconds and tokens are sums over its turns."""
+    """The measurements of one way on one conversation. Seconds and tokens are sums over the turns."""
 
     conversation: str
     kind: str
@@ -50,9 +50,9 @@ class Run:
     seconds: float = 0.0
     first_token_s: float = 0.0
     num_tokens: int = 0
-    num_first_tokens: int = 0  # of the passes that wrote the first tokens
+    num_first_tokens: int = 0  # tokens that came with the first pass of each turn, which may emit several
     num_passes: int = 0
-    texts: list[list[int]] = field(default_factory=list)  # of each turn, as ids
+    texts: list[list[int]] = field(default_factory=list)  # the token ids of each turn's answer
     steps: list[StepReport] = field(default_factory=list)
     draft_forward_s: list[float] = field(default_factory=list)  # of each step
 
@@ -61,7 +61,7 @@ class Run:
         return {name: value for name, value in vars(self).items() if name not in ("texts", "steps", "draft_forward_s")}
 
     def add_to(self, tally: Tally, *, is_whole: bool) -> None:
-        """Add the run to a tally: the whole request, or the part behind its first tokens."""
+        """Add the run to a tally: the whole request, or only the part after its first tokens."""
         seconds, num = self.seconds, self.num_tokens
         if not is_whole:
             seconds, num = seconds - self.first_token_s, num - self.num_first_tokens
@@ -72,9 +72,9 @@ class Run:
 
 
 def run(config: EngineConfig, plan: SuitePlan, name: str) -> dict[str, Any]:
-    """Measure, print tables, and return all of it for JSON.
+    """Measure, print tables, and return the results for JSON.
 
-    Raises UserError for an impossible measurement, and InternalError where a drafter fails or changes a text.
+    Raises UserError where the measurement is impossible, and InternalError where a drafter fails or changes a text.
     """
     console = make_console()
     check_picture(plan.picture)
@@ -145,7 +145,7 @@ def ways_of(config: EngineConfig, plan: SuitePlan) -> list[Way]:
 
 
 class Measuring:
-    """The runs of a suite, and the engines that make them."""
+    """The measurement of a suite: the runs, and the engines that answer in them."""
 
     def __init__(
         self,
@@ -167,11 +167,11 @@ class Measuring:
         draft = self.drafts.get(way.draft, way.draft)
         options = {**self.config.options(), "draft": draft, "pacing": way.pacing, "extra_drafts": None}
         llm = LLM(self.checkpoint, **options)
-        llm.engine.drafter.spares = False  # a failure ends the measurement, which would go on as plain decoding
+        llm.engine.drafter.spares = False  # a drafter's error ends the measurement, or plain decoding would go on
         return llm
 
     def params(self, way: Way, temperature: float, number: int) -> SamplingParams:
-        """Return the parameters of a turn. number: of the conversation, for its seed."""
+        """Return the parameters of a turn. number: the conversation's number, which is added to the seed."""
         return SamplingParams(
             max_tokens=self.plan.max_tokens,
             temperature=temperature,
@@ -181,7 +181,10 @@ class Measuring:
         )
 
     def check(self) -> None:
-        """Raise UserError where a way cannot serve, or a conversation is too long, before anything is measured."""
+        """Check every way and conversation before anything is measured.
+
+        Raises UserError where a way cannot serve, or where a conversation is too long.
+        """
         for way in self.ways:
             with self.engine(way) as llm:
                 if not chats(llm):
@@ -198,7 +201,7 @@ class Measuring:
                             raise type(error)(f"{conversation.id}: {error}") from error
 
     def _longest(self, llm: LLM, conversation: Conversation) -> list[int]:
-        """Return the longest prompt of a conversation: its last turn, behind the longest answers."""
+        """Return a prompt as long as a conversation's prompts may get: its last turn, after the longest answers."""
         messages = list[Message]()
         for turn in conversation.turns:
             messages += [*turn, {"role": "assistant", "content": ""}]
@@ -206,7 +209,10 @@ class Measuring:
         return ids + ids[-1:] * (self.plan.max_tokens * (len(conversation.turns) - 1))
 
     def run(self, progress: Progress) -> None:
-        """Run everything, and kinds again while plain decoding is too far from itself, up to most_rounds."""
+        """Run all conversations, up to most_rounds times.
+
+        A kind of work is run again only while plain decoding differs too much from itself.
+        """
         kinds = self.suite.kinds
         num_asked = len(self.suite.conversations) * len(self.plan.temperatures) * len(self.ways)
         task = progress.add_task("measuring", total=num_asked)
@@ -234,7 +240,7 @@ class Measuring:
     def _ask_all(
         self, conversation: Conversation, number: int, temperature: float, progress: Progress, task: Any
     ) -> None:
-        """Let every way answer a conversation, and compare the texts."""
+        """Let every way answer a conversation, and compare the texts with plain decoding's."""
         texts = dict[str, list[list[int]]]()
         for way in latency.rotated(self.ways, len(self.runs) // len(self.ways)):
             progress.update(task, description=f"T={temperature:g} {conversation.id} {way.name}")
@@ -276,7 +282,7 @@ class Measuring:
     def _answer(
         self, llm: LLM, ids: list[int], params: SamplingParams, asked: Run, clock: ForwardClock | None
     ) -> tuple[list[int], str]:
-        """Answer one turn, and add its measurements."""
+        """Answer one turn, and add its measurements to `asked`."""
 
         def note(report: StepReport) -> None:
             draft_s = clock.take() if clock is not None else 0.0
@@ -293,7 +299,7 @@ class Measuring:
         return output.token_ids, output.text
 
     def tallies(self, *, is_whole: bool) -> dict[tuple[float, str, str], Tally]:
-        """Return the runs by temperature, kind and way."""
+        """Return the tallies of all runs, by temperature, kind and way."""
         tallies = {
             (t, kind, way.name): Tally(Variant(way.name, 0), t)
             for t in self.plan.temperatures
@@ -305,5 +311,5 @@ class Measuring:
         return tallies
 
     def cells(self, *, is_whole: bool) -> list[Cell]:
-        """Return the numbers of whole requests, or of the parts behind their first tokens."""
+        """Return the numbers of whole requests, or of the parts after their first tokens."""
         return cells_of(self.tallies(is_whole=is_whole))

@@ -1,7 +1,7 @@
-"""Tables of measurements: columns that know their value of a row, and ratios with their range.
+"""Tables of measurements: columns that take their values from rows, and ratios with their range.
 
-A row may be anything: a column takes a field of it by its name, or a function. exhibits.py makes tables and pictures
-with the same columns.
+A row may be any object: a column reads a field of the row by name, or calls a function with the row. exhibits.py makes
+tables and pictures with the same columns.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-MOST_FOLDED = 12  # least characters of a column of texts, where a text is as long
+MOST_FOLDED = 12  # characters: the least width of a column of texts, unless all its texts are shorter
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Paired ratios, one for each repeat."""
+    """The ratios of paired measurements, one for each repeat, with their median and range."""
 
     values: tuple[float, ...]
     median: float
@@ -28,7 +28,7 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Seq[float]) -> Ratio:
-        """Summarise at least one value."""
+        """Summarise these values. There must be at least one."""
         return cls(tuple(values), median(values), (min(values), max(values)))
 
 
@@ -36,10 +36,10 @@ class Ratio:
 class Column:
     """A column of a table.
 
-    name: its head, where \\n breaks the line. value: the path of a field of the row, or a function of it; None in
-    exhibits, where rows are tuples. form: the format of a value, or of each end of an interval. absent: the text for
-    None. is_text: left-justified and folded; None = where a value is a text. is_once: a value equal to the one above is
-    left out.
+    name: the heading, in which \\n breaks the line. value: the path of a field of the row, or a function of the row;
+    None in exhibits, where rows are tuples. form: the format of a value, or of each end of an interval. absent: the
+    text for None. is_text: whether the column is left-justified and folded; None = only if a value is a text. is_once:
+    whether a value is left out where the value above is equal.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Column:
     is_once: bool = False
 
     def of(self, row: Any) -> Any:
-        """Return the value of a row in this column."""
+        """Return this column's value for a row."""
         if isinstance(self.value, str):
             return attrgetter(self.value)(row)
         return row if self.value is None else self.value(row)

@@ -1,12 +1,12 @@
-"""`forerun tune`: which drafter, how far, and whether at all, for these prompts with this model on this machine.
+"""`forerun tune`: whether to draft, with which drafter and how far, for these prompts, this model and this machine.
 
-1. Each drafter runs the prompts once with the longest drafts, in turns with plain decoding: that shows which of its
+1. Each drafter runs the prompts once with the longest drafts, in turns with plain decoding. This shows which of its
    guesses are right, and how long drafting takes.
-2. The time of passes by their rows is measured (as in pacing/measuring.py, and finer), and every length of every
-   drafter is predicted from both (tune_prediction.py).
-3. The most promising ones, some with `pacing=auto`, and plain decoding run in turns until the time is over. The times
-   of their passes improve the predictions: a length that then promises more than all measured ones is measured, too.
-   The fastest is chosen; plain decoding, where nothing was faster by PLAIN_MARGIN.
+2. The time of a pass is measured for many numbers of rows (as in pacing/measuring.py, but in smaller steps). The
+   results of steps 1 and 2 predict the speed-up of every drafter at every length (tune_prediction.py).
+3. The most promising lengths, some drafters with `pacing=auto`, and plain decoding run in turns until the time is over.
+   The times of their passes improve the predictions. A length that then promises more than every measured way is
+   measured, too. The fastest way is chosen, or plain decoding where no way was faster by PLAIN_MARGIN.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from forerun.bench.widen import load_widened, measured_target
 from forerun.config import EngineConfig
 from forerun.text.terminal import make_console
 
-PROBE_SHARE = 0.35  # of the time, for step 1
-FEWEST_ROUNDS = 2  # of step 3, whatever the time
+PROBE_SHARE = 0.35  # the share of the time that step 1 may take
+FEWEST_ROUNDS = 2  # of step 3, however little time is left
 MOST_ROUNDS = 15
-PLAIN_EVERY = 8  # ways of a turn, behind which plain decoding runs once more
-SEARCH_ROUNDS = 4  # of step 3, behind which further lengths may come in
-NUM_FIXED, NUM_AUTO = 4, 2  # ways that are measured, with fixed lengths and with auto
-HOPELESS = 0.85  # predicted speed-up below which a fixed length is not measured
-CLOSE = 0.97  # of the best prediction: another length of the same drafter is measured, too
-OUT = 0.9  # of the best measurement: slower ways are measured no more after FEWEST_ROUNDS
+PLAIN_EVERY = 8  # after this many ways of a turn, plain decoding runs once more
+SEARCH_ROUNDS = 4  # the first rounds of step 3: after each of them, a further length may be added
+NUM_FIXED, NUM_AUTO = 4, 2  # the ways that are measured at first: with fixed lengths, and with auto
+HOPELESS = 0.85  # the predicted speed-up below which a fixed length is not measured
+CLOSE = 0.97  # the share of the best prediction above which a second length of the same drafter is measured
+OUT = 0.9  # the share of the best measured speed-up below which a way is not measured after FEWEST_ROUNDS
 
 
 def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
-    """Measure, print the results, write the config file, and return all of it for JSON.
+    """Measure, print the results, write the config file, and return the results for JSON.
 
-    Raises UserError for an impossible measurement, InternalError where a drafter fails.
+    Raises UserError where the measurement is impossible, and InternalError where a drafter fails.
     """
     console = make_console()
     opened = measured_target(config, plan.shape)
@@ -86,7 +86,7 @@ def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
 
 
 def print_use(options: Mapping[str, Any], out: Path | None, console: Console) -> None:
-    """Print how the options are used."""
+    """Print how to use the options."""
     if out is None:
         console.print(f"Options: {', '.join(f'{k}={v}' for k, v in options.items())}; --out FILE writes a config file.")
     else:
@@ -97,7 +97,7 @@ def print_use(options: Mapping[str, Any], out: Path | None, console: Console) ->
 
 
 def tuned(bench: TuningEngine, console: Console) -> Found:
-    """Run the three steps."""
+    """Run the three steps, and return all results."""
     plan, begun = bench.plan, time.monotonic()
     drawn = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
     at_once = "one request" if plan.concurrency == 1 else f"{plan.concurrency} requests"
@@ -137,7 +137,10 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
 
 
 def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, list[Turn]]:
-    """Run step 1. Groups for which there is no time left are not measured at all."""
+    """Run step 1, and return the turns of each drafter.
+
+    Groups of prompts for which no time is left are dropped, and are not measured in step 3 either.
+    """
     ways = [Way(PLAIN, 0), *(Way(spec, LONGEST) for spec in bench.candidates)]
     task = progress.add_task("what is guessed right", total=len(ways) * (len(bench.groups) + 1))
     for way in ways:
@@ -163,8 +166,9 @@ def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, l
 def contenders_of(predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
     """Return the ways to measure: plain decoding, the most promising fixed lengths, and auto with their drafters.
 
-    The fixed lengths are each drafter's best, then the best drafter's length that is farthest from its best, with a
-    prediction within CLOSE. A drafter that was never right is not measured.
+    Each of the best drafters has its best length measured. The best drafter has a second length measured: the farthest
+    from its best length that is still predicted to reach CLOSE times the best speed-up. A drafter that was never right
+    is not measured.
     """
     is_right = {spec for spec, lengths in predictions.items() if any(one.tokens_per_pass > 1 for one in lengths)}
     best = {spec: max(predictions[spec], key=lambda one: one.speedup) for spec in predictions if spec in is_right}
@@ -192,7 +196,7 @@ def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Predi
 def _race(
     bench: TuningEngine, predictors: Mapping[str, Predictor], passes: Passes, until: float, progress: Progress
 ) -> list[Contender]:
-    """Run step 3: whole rounds in turns, as long as another one fits into the time."""
+    """Run step 3: whole rounds of all ways in turns, as long as another round fits into the time."""
     predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
     contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
     task = progress.add_task("measuring", total=FEWEST_ROUNDS * len(contenders) * len(bench.groups))
@@ -220,10 +224,10 @@ def _race(
 
 
 def further(contenders: Seq[Contender], predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
-    """Return a length that promises more than all measured ways, if there is one.
+    """Return the unmeasured length that promises most, if that is more than every measured way reached.
 
-    Predictions of a drafter are corrected by the median ratio, over its measured lengths, of measured to predicted
-    speed-up.
+    Before that, each drafter's predictions are corrected by a factor: the median, over the drafter's measured lengths,
+    of measured / predicted speed-up.
     """
     known = {one.way for one in contenders}
     best = max(one.measured.speedup for one in contenders)
@@ -246,12 +250,12 @@ def one_round(
     task: TaskID,
     passes: Passes | None = None,
 ) -> None:
-    """Run all prompts with each contender that is not out, in turns. passes: learns from their passes."""
+    """Run all prompts with each contender that is still in the race, in turns. passes: learns from these runs."""
     plain, running = contenders[0], [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
         order = rotated(running, number + group)
         for place in reversed(range(PLAIN_EVERY, len(order), PLAIN_EVERY)):
-            order.insert(place, plain)  # all speed-ups hang on it, and the machine drifts
+            order.insert(place, plain)  # every speed-up depends on plain decoding, and the machine's speed drifts
         tallies: dict[Way, list[Tally]] = {one.way: [] for one in running}
         for one in order:
             progress.update(task, description=f"measuring: {one.way}")
@@ -268,14 +272,14 @@ def one_round(
 
 
 def _together(turns: Mapping[str, Seq[Turn]]) -> float:
-    """Return the mean number of requests that ran at once."""
+    """Return the mean number of requests that decoded at once."""
     return fmean(
         step.num_decoding for spec_turns in turns.values() for t in spec_turns for step in full_steps(t.plain.steps)
     )
 
 
 def drop_slow(contenders: Seq[Contender]) -> None:
-    """Take ways out of the race that are far behind after FEWEST_ROUNDS."""
+    """Take ways out of the race that are much slower than the best way after FEWEST_ROUNDS."""
     running = [one for one in contenders if not one.is_out]
     best = max(one.measured.speedup for one in running)
     for one in running:

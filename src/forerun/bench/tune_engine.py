@@ -1,4 +1,4 @@
-"""The engine of `forerun tune`: one with all drafters over the same target, so that ways differ in nothing else."""
+"""The engine of `forerun tune`: one engine with all drafters over the same target, so ways differ only in drafting."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from forerun.pacing.measuring import measured
 from forerun.pacing.pass_time import PassTime
 from forerun.types import SamplingParams
 
-# Drafters that need no file, from the best on six kinds of work down (docs/which-draft.md).
+# Drafters that need no file, the best on six kinds of work first (docs/which-draft.md).
 USUAL = ("suffix:shape=tree", "suffix", "lookup", "ngram", "prediction", "recycle", "lookahead", "self")
 SHIPPED = ("model", "tree", "suffix:shape=tree", "suffix", "lookup", "ngram", "recycle")
 PROMPTS_PER_KIND = 2
-GROUP_REQUESTS = 4  # prompts of a group for each place of the batch, one behind the other, where several run at once
+GROUP_REQUESTS = 4  # where several requests run at once, a group has this many prompts for each place of the batch
 WARM_UP_TOKENS = 8
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows of the passes that are measured, for each request
-CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # of the time, for these
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17)  # rows for each request, of the passes that are measured
+CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # the share of the time for these passes, and their least seconds
 
 
 def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
-    """Return the specs of the drafters to consider. Raises UserError for one that was named and cannot serve."""
+    """Return the specs of the drafters to consider. Raises UserError for a named drafter that cannot serve."""
     if plan.only and not plan.drafts:
         raise BadOption("--only leaves no drafter to consider: name some with --draft")
 
@@ -68,22 +68,23 @@ def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
 
 @dataclass
 class TuningEngine:
-    """One engine with all candidates, and the prompts in groups, which all ways run in turns."""
+    """One engine with all candidate drafters, and the prompts in groups. All ways run each group in turns."""
 
     llm: LLM
     plan: TunePlan
     candidates: list[str]
     groups: list[list[tuple[list[int], SamplingParams]]]
-    policies: dict[str, Pacing] = field(default_factory=dict)  # of auto, by drafter; they learn from run to run
+    policies: dict[str, Pacing] = field(default_factory=dict)  # auto's policies by drafter, which learn from run to run
     built: dict[str, Drafter] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, checkpoint: Checkpoint, config: EngineConfig, plan: TunePlan, candidates: Seq[str], console: Console
     ) -> TuningEngine:
-        """Build the engine. Drafters that the rule cannot judge are left out, or refused where they were named.
+        """Build the engine without drafters that the acceptance rule cannot judge.
 
-        Prefixes are not shared, as a prompt's second run would find the first one's cache.
+        Raises UserError instead where the user named such a drafter. Prefixes are not shared: a prompt's second run
+        would find the cache of its first run.
         """
         llm = LLM(
             checkpoint,
@@ -120,7 +121,11 @@ class TuningEngine:
         return router.members[router.chosen(spec)]
 
     def params(self, own: SamplingParams, way: Way, salt: str, number: int) -> SamplingParams:
-        """Return the parameters of one run of a prompt. salt: runs of the same salt may learn from each other."""
+        """Return the parameters of one run of a prompt.
+
+        own: the parameters that the prompt came with. salt: a drafter may learn from other runs with the same salt.
+        number: the prompt's number, which is added to the seed.
+        """
         rule = own.acceptance or ("ratio" if own.temperature > 0 else None)
         return replace(
             own,
@@ -132,7 +137,10 @@ class TuningEngine:
         )
 
     def once(self, way: Way, group: int, salt: str, tally: Tally, *, detail: bool = False) -> None:
-        """Run one group of prompts one way. Raises InternalError where the drafter fails."""
+        """Run one group of prompts in one way, and add the numbers to `tally`.
+
+        Raises InternalError where the drafter fails.
+        """
         engine = self.llm.engine
         if way.spec_length is None:
             if way.draft not in self.policies:
@@ -148,14 +156,17 @@ class TuningEngine:
             raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
 
     def warm_up(self, way: Way) -> None:
-        """Run a few tokens of the first group one way, and measure the passes for its pacing."""
+        """Run a few tokens of the first group in one way, and measure the passes that the way's policy asks for."""
         kept, self.groups = self.groups, [[(ids, _short(params)) for ids, params in self.groups[0]]]
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
         self.llm.measure_passes()
         self.groups = kept
 
     def pass_times(self) -> PassTime:
-        """Measure the time of the target's passes by rows, in small steps, as kernels take a few rows at a time."""
+        """Measure the time of the target's passes by their number of rows.
+
+        Numbers close together are measured, because kernels compute a few rows at a time.
+        """
         engine, size = self.llm.engine, self.plan.concurrency
         if not self.llm.config.calibrate:
             return engine.costs.target
@@ -164,7 +175,7 @@ class TuningEngine:
         return measured(engine.runner, widths=widths, least_limit_s=limit_s)
 
     def runs_model(self, spec: str) -> bool:
-        """Return whether a drafter, or one that it is made of, runs a draft model."""
+        """Return whether a drafter, or a drafter inside of it, runs a draft model."""
         opened = self.llm.opened
         return Outlines.of(opened.under(replace(opened.config, draft=spec, extra_drafts=None))).has_models
 
@@ -177,7 +188,8 @@ def _short(params: SamplingParams) -> SamplingParams:
 def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[int], SamplingParams]]:
     """Return the prompts as ids, with their parameters. Raises UserError with the number of an impossible prompt.
 
-    A text is a message where the model has a chat template, as in `forerun generate`; the shipped model continues it.
+    Where the model has a chat template, a text is a message, as in `forerun generate`. The shipped model, and a model
+    without a template, continues the text.
     """
     goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
     default = SamplingParams(max_tokens=plan.max_tokens, temperature=plan.temperature, ignore_eos=goes_on)

@@ -1,6 +1,6 @@
 """The picture of `forerun tune`: the speed-up by draft length, a curve for each drafter and a dot for each measurement.
 
-It needs matplotlib.
+Drawing needs matplotlib.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_STAR = "Chosen: {}."
 
 
 def caption(found: Found, drawn: Collection[Contender]) -> str:
-    """Explain only the marks that are drawn for the measured ways."""
+    """Return the picture's caption. Marks of measured ways are explained only where they are drawn."""
     parts = [LINES]
     if drawn:
         parts.append(DOTS)
@@ -32,7 +32,7 @@ def caption(found: Found, drawn: Collection[Contender]) -> str:
 
 
 def draw(found: Found, file: Path, name: str) -> None:
-    """Write the picture, .png or .svg; both where the file's name ends in neither. name: of the target."""
+    """Save the picture as .png or .svg, or as both where the file's name has no suffix. name: the target's name."""
     import textwrap
 
     from matplotlib.figure import Figure

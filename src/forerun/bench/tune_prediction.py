@@ -1,15 +1,18 @@
-"""The predictions of `forerun tune`: tokens of a pass and speed-up at any draft length, from one run at the longest.
+"""The predictions of `forerun tune`: tokens per pass and speed-up at any draft length, from one run with the longest.
 
-A run with drafts of at most LONGEST nodes says which of them the target took. A run with K nodes is counted by walking
-along the same text: a draft of K nodes is the first K of the recorded one, which come best first; where it ends inside
-of an accepted path, the next draft begins there and takes the nodes of the recorded draft below that place, in their
-order. The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low at small K: few long rounds
-pass an easy stretch of text, and many short ones (docs/use/tuning.md).
+A recorded run, with drafts of at most LONGEST nodes, shows which nodes the target accepted. A run with K nodes is
+predicted by walking along the same text. A draft of K nodes is the first K nodes of the recorded draft, in which the
+best nodes come first. Where such a draft ends inside of an accepted path, the next draft begins there: it consists of
+the recorded nodes below that place, in their order.
+
+The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low at small K. The reason is that an
+easy stretch of text takes few long rounds, but many short rounds (docs/use/tuning.md).
 
     speed-up   plain / (steps * (pass * v(rows) + draft + rest)), all in seconds
 
-A pass takes the median of plain decoding's passes on the same prompt in the same turn; v is the measured curve
-(pacing/measuring.py), corrected by the passes behind these texts; draft and rest were recorded in the run.
+plain: plain decoding of the same tokens. pass: the median of plain decoding's passes on the same prompt in the same
+turn. v: the measured curve (pacing/measuring.py), corrected by the passes on these texts. draft and rest: recorded in
+the run.
 """
 
 from __future__ import annotations
@@ -29,27 +32,30 @@ from forerun.types import StepReport
 
 LONGEST = 16  # nodes of the recorded drafts, and the longest length that is predicted
 ROW_EDGES = (1, 2, 3, 4, 6, 9, 13, 17)  # rows for each sequence: passes between two edges share one median
-FEWEST_PASSES = 6  # between two edges, for a median
+FEWEST_PASSES = 6  # between two edges, for a median to be taken
 FAR_OFF = 3.0  # times the median: a step that took longer was held up by another process
 
 
 @dataclass(frozen=True)
 class Round:
-    """The draft of one sequence in one step. parents: by node, -1 = the last committed token; accepted: nodes."""
+    """The draft of one sequence in one step.
+
+    parents: the parent of each node, -1 = the last committed token. accepted: the nodes of the accepted path.
+    """
 
     parents: Seq[int]
     accepted: Seq[int]
 
     @cached_property
     def depths(self) -> list[int]:
-        """The depth of each node: 1 behind the last committed token."""
+        """The depth of each node. A node that follows the last committed token has depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
     def ranks(self, root: int) -> dict[int, int]:
-        """Return the rank of each node below `root` among these nodes: the order in which they are drafted."""
+        """Return the nodes below `root`, and the rank of each: its place among them in the order of drafting."""
         ranks, below = dict[int, int](), {root}
         for node, parent in enumerate(self.parents):
             if parent in below:
@@ -59,12 +65,12 @@ class Round:
 
     @property
     def ends_open(self) -> bool:
-        """Whether a path was accepted to its end, so that the draft was too short to say where it would be rejected."""
+        """Whether a path was accepted down to a leaf, so that a longer draft might have been accepted further."""
         return bool(self.parents) and (self.accepted[-1] if self.accepted else -1) not in self.parents
 
 
 class _Token(NamedTuple):
-    """A token that a round emitted. place: among the accepted nodes; the target's own token stands behind them."""
+    """A token that a round emitted. place: its index among the accepted nodes; the target's own token follows them."""
 
     round: Round
     place: int
@@ -80,9 +86,9 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """The counts of a run at one draft length. num_passes: of a draft model, one behind another.
+    """The counts of a run at one draft length.
 
-    sizes: the number of rounds by drafted nodes.
+    num_passes: passes of a draft model, one after another. sizes: the number of rounds by the size of their draft.
     """
 
     num_tokens: int
@@ -97,7 +103,7 @@ class Replayed:
 
     @cached_property
     def num_rounds(self) -> int:
-        """The rounds of all sequences, with or without a draft."""
+        """The number of rounds of all sequences, with or without a draft."""
         return sum(self.sizes.values())
 
     @cached_property
@@ -107,7 +113,7 @@ class Replayed:
 
     @property
     def tokens_per_pass(self) -> float:
-        """The mean accepted length, with the target's own token."""
+        """The mean accepted length, the target's own token included."""
         return self.num_tokens / self.num_rounds
 
 
@@ -119,8 +125,8 @@ def deepest_of(texts: Iterable[Seq[Round]]) -> int:
 def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None) -> Replayed:
     """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
 
-    spec_length: at most the recorded run's, which gives the recorded rounds back. deepest: the longest path that the
-    drafter makes, None = the longest in these texts.
+    spec_length: no more than in the recorded run. With the same number the result counts the recorded rounds. deepest:
+    the longest path that the drafter makes, None = the longest in these texts.
     """
     deepest = deepest_of(texts) if deepest is None else deepest
     num_tokens, num_passes, sizes = 0, 0, Counter[int]()
@@ -137,7 +143,7 @@ def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None)
 
 
 def _stretches(text: Seq[Round]) -> list[list[_Token]]:
-    """Cut the emitted tokens behind each rejection, where a draft of any length has to begin anew."""
+    """Cut the emitted tokens after each rejection, where a draft of any length has to begin anew."""
     stretches: list[list[_Token]] = [[]]
     for round_ in text:
         stretches[-1] += [_Token(round_, place) for place in range(len(round_.accepted) + 1)]
@@ -149,12 +155,12 @@ def _stretches(text: Seq[Round]) -> list[list[_Token]]:
 def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: int) -> int:
     """Return how many tokens from `start` on are accepted from a draft of `spec_length` nodes.
 
-    A draft that begins where a recorded one did has no more than that one. In any other draft the target's own tokens
-    between two recorded drafts count as likely nodes: it is only known that the drafter was right before and behind
-    them.
+    A draft that begins where a recorded draft began has no more nodes than that draft. Any other draft may go on over
+    the target's own token between two recorded drafts. That token counts as the likeliest node, although it is only
+    known that the drafter was right before and after it.
     """
     is_recorded = stretch[start].place == 0
-    num = used = 0  # used: nodes of the draft down to the last token that was behind a recorded path
+    num = used = 0  # used: nodes of the draft down to the last end of a recorded path
     ranks: dict[int, int] | None = None
     for token in stretch[start : start + deepest]:
         if token.node is None:
@@ -174,7 +180,7 @@ def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: i
 
 
 def alphas(texts: Seq[Seq[Round]]) -> list[float]:
-    """Return the share of accepted tokens among the tested ones by position, up to the last one with a test."""
+    """Return, for each position, accepted / tested tokens. The last position is the last one with a test."""
     shares = []
     rounds = [round_ for text in texts for round_ in text]
     for depth in range(LONGEST):
@@ -190,7 +196,10 @@ def alphas(texts: Seq[Seq[Round]]) -> list[float]:
 
 
 def full_steps(steps: Iterable[StepReport]) -> list[StepReport]:
-    """Return the steps without prompt tokens in which the most requests decode; others lie at the ends of a run."""
+    """Return the steps without prompt tokens in which the most requests decode.
+
+    Steps with fewer requests lie at the beginning and the end of a run.
+    """
     decoding = [step for step in steps if step.num_decoding and not step.num_prefill_tokens]
     most = max((step.num_decoding for step in decoding), default=0)
     return [step for step in decoding if step.num_decoding == most]
@@ -198,14 +207,14 @@ def full_steps(steps: Iterable[StepReport]) -> list[StepReport]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One group of prompts, by plain decoding and by one drafter at LONGEST, one behind the other."""
+    """One group of prompts, run once by plain decoding and once by one drafter at LONGEST."""
 
     plain: Tally
     drafted: Tally
 
     @cached_property
     def texts(self) -> list[list[Round]]:
-        """The rounds, by output."""
+        """The rounds of each output."""
         texts: dict[int, list[Round]] = {}
         for step in self.drafted.steps:
             for detail in step.rounds:
@@ -219,12 +228,12 @@ class Turn:
 
 
 def usual(values: Seq[float]) -> float:
-    """Return the mean with values clipped at FAR_OFF medians; 0 without values."""
+    """Return the mean of values, each clipped at FAR_OFF times their median; 0 without values."""
     return fmean(min(value, FAR_OFF * median(values)) for value in values) if values else 0.0
 
 
 def per_token_s(steps: Iterable[StepReport]) -> float:
-    """Return the seconds of a token over the full steps, which do nothing but decode."""
+    """Return the seconds per token over the full steps, which do nothing but decode."""
     full = full_steps(steps)
     return sum(step.seconds for step in full) / sum(step.num_committed for step in full)
 
@@ -236,7 +245,10 @@ def rest_s(step: StepReport) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one length. c: seconds of a drafted token, v: of the target's pass, both in plain passes."""
+    """The prediction for one length.
+
+    c: the time of a drafted token / the time of a plain pass. v: the time of the target's pass / the same.
+    """
 
     spec_length: int
     tokens_per_pass: float
@@ -246,10 +258,11 @@ class Prediction:
 
 
 class Passes:
-    """The seconds of a pass by its rows, over a pass of plain decoding in the same turn.
+    """The time of a pass, by its number of rows, / the time of a plain pass in the same turn.
 
-    curve(rows): as it was calibrated, without a text before the rows. `add` brings in the passes behind texts: the
-    curve is moved to their medians between ROW_EDGES, and by linear interpolation elsewhere.
+    curve(rows): the calibrated curve, for passes without a text before the rows. `add` takes measured passes on texts,
+    which correct the curve: between two ROW_EDGES it is moved by the median error of these passes. Elsewhere the
+    correction is interpolated linearly.
     """
 
     def __init__(self, curve: Callable[[float], float], num_together: float = 1.0) -> None:
@@ -258,14 +271,14 @@ class Passes:
         self._moved: list[tuple[float, float]] = []  # rows, and how far the curve is too low there; [] = not known yet
 
     def add(self, plain: Seq[StepReport], steps: Iterable[StepReport]) -> None:
-        """Add the drafted and the plain steps of one turn."""
+        """Add the steps of one turn. plain: steps of plain decoding. steps: steps with drafts."""
         one_s = median(step.target_forward_s for step in full_steps(plain))
         more = [step for step in full_steps(steps) if step.num_rows > step.num_decoding]
         self._found += [(step.num_rows, step.target_forward_s / one_s) for step in more]
         self._moved = []
 
     def v(self, rows: float) -> float:
-        """Return the seconds of a pass, in plain passes; at least 1."""
+        """Return the time of a pass / the time of a plain pass, at least 1."""
         self._moved = self._moved or [(self.num_together, 0.0), *self._errors()]
         places, errors = zip(*self._moved, strict=True)
         return max(1.0, self._of_curve(rows) + float(np.interp(rows, places, errors)))
@@ -283,7 +296,7 @@ class Passes:
 
 @dataclass
 class Predictor:
-    """Predicts one drafter from its turns. runs_model: whether it drafts by passes of a draft model."""
+    """The predictions for one drafter, from its turns. runs_model: whether the drafter runs a draft model."""
 
     turns: Seq[Turn]
     passes: Passes
@@ -292,12 +305,12 @@ class Predictor:
 
     @cached_property
     def steps(self) -> list[StepReport]:
-        """The full steps of the drafter."""
+        """The drafter's steps that `full_steps` selects."""
         return [step for turn in self.turns for step in full_steps(turn.drafted.steps)]
 
     @cached_property
     def plain_rest_s(self) -> float:
-        """The seconds of a step of plain decoding outside of its pass."""
+        """The seconds of a plain decoding step outside of the target's pass."""
         return usual([rest_s(step) for turn in self.turns for step in full_steps(turn.plain.steps)])
 
     @cached_property
@@ -307,15 +320,16 @@ class Predictor:
 
     @cached_property
     def rest_per_token_s(self) -> float:
-        """The seconds outside of passes for each further token of a step."""
+        """The seconds outside of passes and drafting for each token that a step emits beyond one per sequence."""
         more = fmean(step.num_emitted for step in self.steps) - self.num_together
         return max(0.0, usual([rest_s(step) for step in self.steps]) - self.plain_rest_s) / more if more > 0 else 0.0
 
     @cached_property
     def draft_s(self) -> tuple[float, float, float]:
-        """The seconds of drafting: for a step, for each pass of a draft model in it, and for each node beside that.
+        """The seconds of drafting: for each step, for each pass of a draft model, and for each drafted node.
 
-        The last two come from least squares: the last drafts of a text are shorter, as little of it is left.
+        The last two come from a fit by least squares. The fit needs drafts of different sizes, and the last drafts of a
+        text are shorter.
         """
         if not self.runs_model:
             return usual([step.draft_s for step in self.steps]), 0.0, 0.0
@@ -332,8 +346,8 @@ class Predictor:
         return (0.0, float(both), float(node)) if both > 0 else (0.0, 0.0, float(seconds.sum() / sizes[:, 1].sum()))
 
     def at(self, spec_length: int) -> Prediction:
-        """Predict one length; the speed-up compares the seconds of all prompts."""
-        if spec_length not in self._replays:  # passes are learned, counts stay
+        """Predict one length. The speed-up compares the seconds of all prompts."""
+        if spec_length not in self._replays:  # counts never change, while `passes` learns
             turns = [turn for turn in self.turns if turn.texts]
             deepest = deepest_of(text for turn in turns for text in turn.texts)
             self._replays[spec_length] = [(turn, replay(turn.texts, spec_length, deepest)) for turn in turns]
@@ -352,7 +366,10 @@ class Predictor:
         return Prediction(spec_length, total.tokens_per_pass, c, self._v(total), plain_s / drafted_s)
 
     def _v(self, found: Replayed) -> float:
-        """Return the mean time of a pass, in plain passes: rows cost little up to some number, and then much."""
+        """Return the mean time of a pass / the time of a plain pass.
+
+        It is not the time at the mean number of rows, because rows cost little up to some number, and much beyond.
+        """
         mean = found.num_nodes / found.num_rounds
         others = (self.num_together - 1) * (1 + mean)  # rows of the other sequences of the step
         return sum(num * self.passes.v(others + 1 + size) for size, num in found.sizes.items()) / found.num_rounds

@@ -1,8 +1,8 @@
 """The results of `forerun tune`: the measurements of each way, the choice with its reason, a table, a config file.
 
-The speed-up of a way is plain decoding's time for all prompts over the way's. For each prompt the two are compared by
-the median over the rounds of their ratio in seconds per token in the same round, so that a machine which is slower for
-a minute cancels out.
+The speed-up of a way is plain decoding's time for all prompts divided by the way's time. For each group of prompts, the
+seconds per token of both are divided round by round, and the median of these ratios counts. So a machine that is slower
+for a minute does not matter.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from forerun.config import EngineConfig
 from forerun.models import named
 
 PLAIN, AUTO = "none", "auto"
-PLAIN_MARGIN = 1.03  # drafting has to be faster than plain decoding by this to be chosen
+PLAIN_MARGIN = 1.03  # a way is chosen only if it is faster than plain decoding by this factor
 FEW_PROMPTS = 4  # with fewer, nothing is chosen: auto decides while it runs
 
-Seconds = dict[int, dict[int, float]]  # by group of prompts and round: per token
+Seconds = dict[int, dict[int, float]]  # seconds per token, by group of prompts and by round
 
 
 @dataclass(frozen=True)
 class Way:
-    """A drafter and its length; None: pacing=auto decides; 0: plain decoding."""
+    """A drafter and its draft length: None = pacing=auto decides, 0 = plain decoding."""
 
     draft: str
     spec_length: int | None
 
     @property
     def length(self) -> str:
-        """The length as in a table: "-" for plain decoding."""
+        """The length as a table shows it, "-" for plain decoding."""
         if self.spec_length is None:
             return AUTO
         return str(self.spec_length or "-")
@@ -55,7 +55,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """The speed-up over plain decoding, and the least and most of the rounds."""
+    """The speed-up over plain decoding, and its least and most over single rounds."""
 
     speedup: float
     least: float
@@ -65,9 +65,10 @@ class Measured:
 
 @dataclass
 class Contender:
-    """A way that was measured.
+    """A way that is measured.
 
-    predicted: before it was measured; None for plain decoding and auto. is_out: far behind, measured no more.
+    predicted: the prediction from before it was measured; None for plain decoding and auto. is_out: whether it was so
+    slow that it is measured no more.
     """
 
     way: Way
@@ -79,7 +80,7 @@ class Contender:
 
     @property
     def tokens_per_pass(self) -> float:
-        """The counted tokens of a pass for each request."""
+        """The measured number of tokens per pass and request."""
         num_decoded = sum(step.num_decoding for step in self.tally.steps)
         return self.tally.total("num_emitted") / num_decoded if num_decoded else 1.0
 
@@ -98,11 +99,13 @@ class Contender:
 
 @dataclass(frozen=True)
 class Found:
-    """All results.
+    """All results of `forerun tune`.
 
-    predictions: by drafter and length. doubt: why no way was chosen, so that auto decides; or empty. alphas: by
-    position; alpha_hats: accepted / tested. pass_s: seconds of a pass of one row; curve: longer passes over it, by
-    rows, without a text before them; v: the same behind the prompts. seconds: of the whole run.
+    predictions: one for each length, by drafter. doubt: why the measurements leave the choice to auto, or empty.
+    alphas: accepted / tested tokens for each position, by drafter. alpha_hats: accepted / tested tokens of all
+    positions, by drafter. pass_s: seconds of a pass with one row. curve: by number of rows, the seconds of a pass
+    without a text before the rows / pass_s. v: by number of rows, the time of a pass on the prompts / the time of a
+    plain pass. seconds: of the whole run.
     """
 
     predictions: Mapping[str, Seq[Prediction]]
@@ -129,7 +132,10 @@ class Found:
 
 
 def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
-    """Compare a way with plain decoding, over the rounds that it ran; both in seconds per token."""
+    """Compare a way with plain decoding over the rounds that the way ran.
+
+    seconds: the way's seconds per token. plain: plain decoding's seconds per token.
+    """
     ratios = {group: [in_rounds[i] / plain[group][i] for i in in_rounds] for group, in_rounds in seconds.items()}
     weights = {group: median(plain[group].values()) for group in seconds}
     num_rounds = min(map(len, ratios.values()))
@@ -143,10 +149,11 @@ def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
 
 
 def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, str]:
-    """Return the fastest way; plain decoding, which comes first, where no other is faster by PLAIN_MARGIN.
+    """Return the chosen way, and the reason why the choice is left to auto, or "" where it is not.
 
-    Where the measurements do not tell, return the best way with pacing=auto, which is never far behind plain decoding
-    and decides while it runs, and the reason; else the reason is empty.
+    The fastest way is chosen, or plain decoding where no way is faster by PLAIN_MARGIN. Where the measurements do not
+    decide, the best way with pacing=auto is chosen: auto decides while it runs, and is never much slower than plain
+    decoding. contenders: plain decoding comes first.
     """
     plain, *others = contenders
     running = [one for one in others if not one.is_out]
@@ -201,7 +208,7 @@ NOTE = (
 
 
 def table_of(found: Found) -> Table:
-    """Return a row for each way that was measured, the fastest first, then the best length of every other drafter."""
+    """Return a table with a row for each measured way, the fastest first. The other drafters' best lengths follow."""
     measured = {one.way.draft for one in found.contenders}
     best = {spec: max(lengths, key=lambda one: one.speedup) for spec, lengths in found.predictions.items()}
     rows: list[tuple[Way, Prediction | None, Contender | None]] = [
@@ -251,9 +258,10 @@ def print_found(found: Found, console: Console) -> None:
 
 
 def config_of(chosen: Contender, config: EngineConfig, concurrency: int) -> dict[str, Any]:
-    """Return the options of an engine that runs the choice: drafter, length, and all that differ from the defaults.
+    """Return the options of an engine that runs the chosen way, and all other options that differ from the defaults.
 
-    A target that is a folder or file of this machine gets its whole path, so that the file may be used from anywhere.
+    A target that is a folder or file of this machine gets an absolute path, so that the config file works from any
+    folder.
     """
     usual = EngineConfig()
     options = {name: value for name, value in config.options().items() if value != getattr(usual, name)}
@@ -273,7 +281,7 @@ def config_of(chosen: Contender, config: EngineConfig, concurrency: int) -> dict
 
 
 def write_config(file: Path, options: Mapping[str, Any], found: Found) -> None:
-    """Write options as a config file: JSON where its name ends in .json, else TOML with the reason above them."""
+    """Write options as a config file: JSON where the name ends in .json, else TOML, with the choice's reason on top."""
     if file.suffix == ".json":
         text = json.dumps(options, indent=2)
     else:
@@ -283,5 +291,5 @@ def write_config(file: Path, options: Mapping[str, Any], found: Found) -> None:
 
 
 def _toml(value: Any) -> str:
-    """Return a text, number or truth value as TOML; for these JSON is valid TOML, but for one character."""
+    """Return a text, number or boolean as TOML: JSON of these is valid TOML, except for the character U+007F."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,6 +1,6 @@
-"""Widens whole checkpoints for measurements, in memory or into a folder, to preset or given shapes.
+"""The widening of whole checkpoints for measurements, in memory or into a folder, to preset or given shapes.
 
-models/widening.py explains why a widened model computes the same function.
+models/widening.py explains why a widened model computes the same as the small model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SHAPES = {
     "llama-3.2-3b": WideShape(3072, 28, 24, 8, 8192, head_dim=128, vocab_size=128256),
 }
 PROMPTS = named.DATA / "prompts.jsonl"
-SHARD_BYTES = 1 << 29  # of a shard of a written folder; up to two shards are in memory beside the model
+SHARD_BYTES = 1 << 29  # size of a shard in a written folder; up to two shards are in memory beside the model
 
 
 def shape_named(name: str, config: Spec) -> WideShape:
@@ -70,8 +70,9 @@ def widen_checkpoint(
 ) -> Checkpoint:
     """Widen a checkpoint in memory.
 
-    ops: the operators of the result, None = the same. quantization: int8 or int4[:group=N] of the wide weights. End ids
-    stay, and the tokenizer gets tokens for new ids. Raises as `widen`, `grow` and `QuantisingSource`.
+    ops: the operators of the widened model, None = the checkpoint's. quantization: int8 or int4[:group=N] for the
+    widened weights. End ids stay, and the tokenizer gets tokens for new ids. Raises what `widen`, `grow` and
+    `QuantisingSource` raise.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     grown = _grown_tokenizer(model.config, checkpoint.folder, shape)
@@ -91,7 +92,7 @@ def widen_checkpoint(
 
 @dataclass(frozen=True)
 class WeightsOf(Mapping[str, HostTensor]):
-    """The weights of a model in memory, each in the model's type, unpacked."""
+    """The weights of a model in memory, unpacked, each in the model's weight_dtype."""
 
     model: LoadedModel
 
@@ -119,19 +120,19 @@ class _InMemory:
         return {name: Stored(self.folder, w.shape, w.dtype) for name, w in self.weights.items()}
 
     def check(self, with_tokenizer: bool) -> None:
-        """Nothing can be missing."""
+        """Do nothing, because no file can be missing."""
 
     def close(self) -> None:
-        """No file is open."""
+        """Do nothing, because no file is open."""
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
         yield self.weights[name]
 
 
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
-    """Return a checkpoint that shares the weights and takes texts of `num` tokens.
+    """Return a checkpoint with the same weights that takes texts of `num` tokens.
 
-    It is for measuring the time of such texts; the output beyond the trained positions means nothing.
+    It serves to measure the time of such texts. Beyond the trained positions the output means nothing.
     """
     model = copy.copy(checkpoint.model)
     cast(Any, model).config = dataclasses.replace(model.config, max_positions=num)
@@ -139,10 +140,10 @@ def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
 
 
 def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShape) -> Spec:
-    """Widen a checkpoint folder into a new one that any llama runtime loads; returns its config.
+    """Widen a checkpoint folder into a new folder that any llama runtime loads, and return the new spec.
 
-    The weights keep their stored type; the tokenizer's files are copied, with tokens for new ids. Raises as `widen`
-    and `grow`, and NotFound.
+    The weights keep their stored dtype. The tokenizer's files are copied, with tokens for new ids. Raises what `widen`
+    and `grow` raise, and NotFound.
     """
     target = Path(folder_out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -169,10 +170,11 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
 
 
 def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:
-    """Return the folder of a head of `eagle`, as drafters name it.
+    """Return the folder of a trained `eagle` head. name: as a drafter's options name the head.
 
-    num_ids: of the head's target. Raises as a drafter does where there is no such head, and BadOption for a shape with
-    more ids, whose rows have a dimension that the head does not expect.
+    num_ids: the number of ids of the head's target. Raises what a drafter raises where there is no such head. Raises
+    BadOption for a shape with more ids: the widened target's hidden states would have a dimension that the head does
+    not expect.
     """
     path = head_files.located(name, "eagle")
     EagleConfig.from_json(head_files.read_config(path, "eagle"))
@@ -182,9 +184,10 @@ def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:
 
 
 def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
-    """Widen a head from `head_to_widen` as its target was widened, into a new folder: it drafts the same tokens.
+    """Widen a head from `head_to_widen` as its target was widened, and write it into a new folder.
 
-    Matrices that read the target's rows get zeros for the new dimensions, in inputs and outputs.
+    The widened head drafts the same tokens. Matrices that read the target's hidden states get zeros for the new
+    dimensions of inputs and outputs.
     """
     config = EagleConfig.from_json(head_files.read_config(str(folder), "eagle"))
     small, facts = config.decoder, read_json(folder / head_files.CONFIG)["forerun"]
@@ -210,7 +213,7 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
 
 
 def _grown_tokenizer(spec: Spec, folder: Path, shape: WideShape) -> str | None:
-    """Return tokenizer.json with tokens for new ids; None where there are no new ids, or no tokenizer."""
+    """Return tokenizer.json with tokens for the new ids; None where there are no new ids, or no tokenizer.json."""
     have, file = spec.vocab_size, folder / "tokenizer.json"
     if shape.vocab_size is None or shape.vocab_size <= have or not file.is_file():
         return None
@@ -221,12 +224,12 @@ def _grown_tokenizer(spec: Spec, folder: Path, shape: WideShape) -> str | None:
 
 
 def num_parameters(config: Spec) -> int:
-    """Return the number of weights of a decoder."""
+    """Return the number of all weights of a model."""
     return config.num_weights
 
 
 def describe(spec: Spec) -> str:
-    """Return the shape in words, for the line beside a number."""
+    """Return the shape of a model in words."""
     if spec.encoder is not None:
         reading = sum(block.attention is not None and block.attention.sees == "encoder" for block in spec.blocks)
         layers = f"{spec.encoder.num_layers} encoder and {spec.num_layers - reading} decoder layers"
@@ -245,12 +248,15 @@ def describe(spec: Spec) -> str:
 
 
 def measured_target(config: EngineConfig, shape: str) -> Opened:
-    """Open the model of a measurement; where none is named, the default, or the shipped one if it is to be widened."""
+    """Open the target of a measurement.
+
+    Where no target is named, it is the default target, or the shipped model where the target is to be widened.
+    """
     return Opened.of(config if shape == "none" else dataclasses.replace(config, target=config.target or named.PAIR))
 
 
 def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
-    """Load the target in the wanted shape, and print a line that describes it and says how long that took."""
+    """Load the target in the wanted shape, and print a line that describes the target and says how long this took."""
     start, note, config = time.perf_counter(), "", opened.config
     with make_console(stderr=True).status("loading the target ...") as status:
         if shape == "none":
@@ -270,9 +276,9 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
 
 
 def draft_options(spec: str) -> tuple[str, str | None]:
-    """Return path and quantization of the draft model that `spec` names, or the shipped one's.
+    """Return path and quantization of the draft model that `spec` names, by default the shipped draft model.
 
-    Raises BadOption for other drafters, and for options that a widened model lacks.
+    Raises BadOption for other drafters, and for options that a widened draft model lacks.
     """
     method, options = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
@@ -285,9 +291,9 @@ def draft_options(spec: str) -> tuple[str, str | None]:
 
 
 def load_widened_draft(spec: str, config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
-    """Load the draft model that `spec` names, or the shipped one, in the wanted shape.
+    """Load the draft model that `spec` names, by default the shipped one, in the wanted shape.
 
-    It gets the target's type, device and operators.
+    The draft model gets the target's weight dtype, device and operators.
     """
     path, quantization = draft_options(spec)
     checkpoint = load_beside(target.model, path, config.ignored_config_keys)
@@ -297,7 +303,10 @@ def load_widened_draft(spec: str, config: EngineConfig, target: Checkpoint, shap
 def load_beside(
     target: LoadedModel, path: str | Path, ignore: Collection[str] = (), quantization: str | None = None
 ) -> Checkpoint:
-    """Load a draft model in its target's type, and for its device and operators. ignore: keys of its configuration."""
+    """Load a draft model with the target's weight dtype, device and operators.
+
+    ignore: keys of the draft model's config.json that are ignored.
+    """
     return load_checkpoint(
         path,
         dtype=target.weight_dtype,

@@ -1,8 +1,9 @@
-"""Public benchmarks as conversations: each file here names one, locates its questions, and reads a line of them.
+"""Public benchmarks as conversations. Each file here names one benchmark, locates its questions, and reads a line.
 
-A suite is found by its constant TITLE. It has a LICENCE, a HOME from which people get it, a function `conversation`
-that reads one line, and, where a package of PyPI holds the questions, a PACKAGE and FILES inside of it. No question of
-anybody else is kept in this repository: they come from the package, or from a file that the user names.
+A file is a suite if it has the constant TITLE. It also has a LICENCE, a HOME where people get the questions, and a
+function `conversation` that reads one line. Where a package of PyPI holds the questions, PACKAGE and MODULE name the
+package, and FILES names the files inside of it. This repository holds no questions of others: they come from the
+package, or from a file that the user names.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Turn = tuple["Message", ...]
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a user, turn by turn; behind each turn comes the model's own answer.
+    """The messages of a user, turn by turn. The model's own answer follows each turn.
 
-    kind: the kind of work. turns: the messages of each turn, which the model answers. tools: the functions that
-    the model may call, as JSON schemas.
+    kind: the kind of work. turns: the messages of each turn. tools: the functions that the model may call, as JSON
+    schemas.
     """
 
     id: str
@@ -43,7 +44,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark's questions. title and licence: as its authors write them."""
+    """A benchmark's questions. title and licence: as the benchmark's authors write them."""
 
     name: str
     title: str
@@ -56,9 +57,10 @@ class Suite:
         return list(dict.fromkeys(conversation.kind for conversation in self.conversations))
 
     def first(self, num: int | None = None, per_kind: int | None = None, kinds: tuple[str, ...] = ()) -> Suite:
-        """Return the suite with its first conversations: `num` in all, `per_kind` of each of these kinds (() = all).
+        """Return a suite of the first conversations of these kinds, () = all kinds.
 
-        Raises BadOption for a kind that it lacks.
+        num: the most conversations in all, None = no limit. per_kind: the most conversations of each kind, None = no
+        limit. Raises BadOption for a kind that the suite lacks.
         """
         for kind in kinds:
             if kind not in self.kinds:
@@ -77,9 +79,10 @@ def names() -> dict[str, str]:
 
 
 def read(name: str, file: Path | None = None) -> Suite:
-    """Read a suite from a file, None = the files of its package.
+    """Read a suite from a file, or from the files of its package where `file` is None.
 
-    Raises BadOption for an unknown suite and for lines of another kind, NotFound where the questions are not here.
+    Raises BadOption for an unknown suite and for lines of another form, and NotFound where the questions are not on
+    this machine.
     """
     if name not in names():
         raise BadOption(registry.unknown("suite", name, names()))
@@ -136,7 +139,7 @@ def _listed(files: list[Path]) -> str:
 
 
 def said(*texts: str) -> tuple[Turn, ...]:
-    """Return turns of a user who says these texts. Raises TypeError for anything but texts."""
+    """Return the turns of a user, one for each text. Raises TypeError for a value that is not a text."""
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a turn is a text")
     return tuple(({"role": "user", "content": text},) for text in texts)

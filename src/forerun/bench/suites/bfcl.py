@@ -1,7 +1,7 @@
 """BFCL, the Berkeley Function Calling Leaderboard, version 4: questions that are answered by calls of functions.
 
-Patil et al. 2025, "The Berkeley Function Calling Leaderboard", ICML. Questions of one turn are read. Longer ones call
-functions and go on with the results, and no function is run here.
+Patil et al. 2025, "The Berkeley Function Calling Leaderboard", ICML. Only questions of one turn are read. Longer
+questions call functions and go on with the results, but no function is run here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ HOME = "berkeley-function-call-leaderboard/bfcl_eval/data of github.com/ShishirP
 PACKAGE, MODULE = "bfcl-eval", "bfcl_eval"
 KINDS = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple")
 FILES = tuple(f"data/BFCL_v4_{kind}.json" for kind in KINDS)
-TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # its names for JSON's types
+TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # BFCL's names for JSON's types
 
 
 def conversation(line: Mapping[str, Any]) -> Conversation | None:
-    """Read a question of one turn with its functions; None for one of several turns."""
+    """Read a question of one turn with its functions. Return None for a question of several turns."""
     turns = line["question"]
     if len(turns) != 1:
         return None
@@ -31,13 +31,13 @@ def conversation(line: Mapping[str, Any]) -> Conversation | None:
 
 
 def tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function as a tool of the chat API, whose names have no dots."""
+    """Return a function as a tool of the chat API, in which names have no dots."""
     about = {"name": str(function["name"]).replace(".", "_"), "description": str(function["description"])}
     return {"type": "function", "function": {**about, "parameters": _schema(function["parameters"])}}
 
 
 def _schema(value: Any) -> Any:
-    """Return a schema with JSON's own names of types."""
+    """Return a schema with JSON's own names for types."""
     if isinstance(value, Mapping):
         return {key: _named(one) if key == "type" else _schema(one) for key, one in value.items()}
     return [_schema(one) for one in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
 """Spec-Bench: 480 questions of six tasks, for speculative decoding (Xia et al. 2024, arXiv:2401.07851, section 6).
 
-Its first task is MT-bench, whose eight kinds count as one, as in its leaderboard.
+The first task is MT-bench. Its eight kinds count as one kind, as in Spec-Bench's leaderboard.
 """
 
 from __future__ import annotations

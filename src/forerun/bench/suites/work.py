@@ -15,5 +15,5 @@ FILES = ("work.jsonl",)
 
 
 def conversation(line: Mapping[str, Any]) -> Conversation:
-    """Read a conversation, whose last message is answered."""
+    """Read a conversation. The model answers the last message."""
     return Conversation(str(line["id"]), str(line["kind"]), (tuple(line["messages"]),))
