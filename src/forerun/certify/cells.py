@@ -1,4 +1,4 @@
-"""The second part: the real pair held to a few ids, so that every output can be counted (G-tests on cells)."""
+"""The third part: the real pair with only a few ids allowed, so that every output can be counted (G-tests on cells)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from forerun.sampling import probs
 from forerun.theory.significance import g_test, weissman
 from forerun.types import SamplingParams
 
-BIAS = 1000.0  # added to the logits of the ids that stay: the others then have probability 0 in float32
-SIZES = ((4, 3), (8, 2), (2, 6))  # ids, and output tokens: 64 cells each
+BIAS = 1000.0  # added to the logits of the allowed ids, so that all other ids have probability 0 in float32
+SIZES = ((4, 3), (8, 2), (2, 6))  # allowed ids, and tokens of an output: each makes 64 possible outputs, the cells
 TEMPERATURES, LENGTHS = (1.0, 0.7, 1.3), (2, 4, 1)
-FIRST_SAMPLES, MOST_SAMPLES = 64, 4096  # of one request for several outputs
+FIRST_SAMPLES, MOST_SAMPLES = 64, 4096  # outputs that one request asks for
 LEAST_TESTS, MOST_TESTS = 3, 12
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that outputs of one test are drawn with. size: allowed ids, and tokens of an output."""
+    """The settings of one test's outputs. size: the number of allowed ids, and of tokens of an output."""
 
     source: Source
     rule: str
@@ -40,7 +40,7 @@ class Setting:
         return f"{how}, {ids} ids x {length} tokens"
 
     def params(self, allowed: Seq[int], num: int = 1, seed: int = 0) -> SamplingParams:
-        """Return the parameters of `num` outputs."""
+        """Return the parameters of a request for `num` outputs. allowed: the allowed ids."""
         return SamplingParams(
             max_tokens=self.size[1],
             temperature=self.temperature,
@@ -55,7 +55,7 @@ class Setting:
 
 
 class Sampler:
-    """Draws outputs of one setting, and knows plain decoding's probability of each."""
+    """A sampler of outputs of one setting. It knows plain decoding's probability of each output."""
 
     def __init__(self, pair: Pair, setting: Setting, seed: int) -> None:
         self.setting, self._seed = setting, seed
@@ -86,7 +86,7 @@ class Sampler:
 
 
 def check(clock: Clock, pair: Pair, seed: int) -> Check:
-    """Draw outputs of every setting, with the remaining time split evenly over the settings that are left."""
+    """Draw and test outputs of every setting. The remaining time is split evenly over the remaining settings."""
     counted = Check(
         "counted outputs",
         "few ids",
@@ -129,7 +129,10 @@ def check(clock: Clock, pair: Pair, seed: int) -> Check:
 
 
 def _settings(pair: Pair) -> Iterator[Setting]:
-    """Yield every way to draft with every rule, in changing sizes, temperatures and lengths; the user's first."""
+    """Yield a setting for every way to draft and each of its rules, the user's drafter first.
+
+    Sizes, temperatures and lengths change from setting to setting.
+    """
     number = 0
     ways: Mapping[Source, list[str]] = {
         pair.own: pair.own.rules(),
@@ -150,7 +153,10 @@ def _settings(pair: Pair) -> Iterator[Setting]:
 
 
 def _least_certain(pair: Pair, setting: Setting) -> tuple[list[int], list[int]]:
-    """Return the prompt with the least certain next token among its likeliest ids, and these ids, which stay."""
+    """Return the prompt after which the next token is least certain, and the ids to allow.
+
+    The ids to allow are the likeliest ids after the prompt. Certainty is measured by the entropy of a draw among them.
+    """
     best = (-1.0, list[int](), list[int]())
     for prompt, row in pair.last_rows:
         allowed = sorted(row.argsort(kind="stable")[::-1][: setting.size[0]].tolist())

@@ -19,7 +19,7 @@ from forerun.registry import unknown
 from forerun.testing.wrong import find
 from forerun.theory.significance import holm
 
-# The share of the time at which each part ends; the last batch of the last part has the rest.
+# The share of the time at which each part ends. The rest of the time is for the last batch of the last part.
 PARTS = {"toys": 0.2, "texts": 0.4, "cells": 0.68, "streams": 0.96}
 NOT_PROVEN = (
     "that the target computes what its makers meant: it is compared with this package's own plain decoding",
@@ -33,9 +33,10 @@ NOT_PROVEN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of a certificate. mutant: a wrong version that is switched in first, to see the certificate fail.
+    """The options of a certificate.
 
-    parts: the PARTS that are run; a whole certificate has all of them.
+    mutant: a wrong version of the code that is switched in, with which the certificate must fail. parts: the PARTS that
+    are run; a whole certificate has all of them.
     """
 
     minutes: float = 10.0
@@ -57,7 +58,7 @@ class Plan:
 
 @dataclass
 class Certificate:
-    """The results. facts: about the pair and the machine, for people and for JSON."""
+    """The results of all checks. facts: about the pair and the machine, for people and for JSON."""
 
     plan: Plan
     facts: dict[str, Any]
@@ -66,21 +67,21 @@ class Certificate:
 
     @property
     def tests(self) -> list[Test]:
-        """All statistical tests, which are one family."""
+        """All statistical tests, which are judged as one family."""
         return [test for check in self.checks for test in check.tests]
 
     @property
     def passed(self) -> bool:
-        """Whether no check that ran found a problem, and at least one check is there."""
+        """Whether there is at least one check, and no check found a problem."""
         return bool(self.checks) and all(check.passed is not False for check in self.checks)
 
     def detects(self, check: Check) -> float | None:
-        """Return the total variation that each test of a check finds with probability POWER; None = not known."""
+        """Return the total variation that every test of a check would find with probability POWER; None = not known."""
         known = [one for test in check.tests if (one := test.detects(len(self.tests))) is not None]
         return max(known, default=None)
 
     def record(self) -> dict[str, Any]:
-        """Return everything, for JSON."""
+        """Return the whole certificate for JSON."""
         return {
             "certificate": "forerun",
             "passed": self.passed,
@@ -151,7 +152,7 @@ def certify(config: EngineConfig, plan: Plan, tell: Tell | None = None) -> Certi
 
 
 def _guarded(name: str, run: Callable[[], list[Check]]) -> list[Check]:
-    """Run a part; an exception inside of it becomes a failed check. CapacityError passes."""
+    """Run a part. An exception inside of the part becomes a failed check, but CapacityError is raised."""
     try:
         return run()
     except CapacityError:

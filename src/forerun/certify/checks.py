@@ -1,4 +1,4 @@
-"""The parts of a certificate: statistical tests, the checks that they belong to, and the time that they may take."""
+"""The elements of a certificate: statistical tests, the checks that contain them, and the clock of the checks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from forerun.theory.significance import Fit, detectable_tv
 
-LEVEL = 1e-3  # the probability at most that a right engine fails one of all statistical tests
+LEVEL = 1e-3  # at most this is the probability that a right engine fails any of all statistical tests
 POWER = 0.99
-ETA = 1e-3  # the probability at most that a stated bound is too small
+ETA = 1e-3  # at most this is the probability that a stated bound is too small
 
 Tell = Callable[[str, float], None]  # called with the current work, and the share of all time that is over
 
@@ -20,8 +20,8 @@ Tell = Callable[[str, float], None]  # called with the current work, and the sha
 class Test:
     """One statistical test of a family that is judged together (Holm 1979).
 
-    about: the setting in words. num_free: degrees of freedom, 0 = the power is not known. tv, tv_bound: the total
-    variation between the shares of the sample and the stated probabilities, and the margin of Weissman's bound.
+    about: the setting in words. num_free: degrees of freedom, 0 = the power is not known. tv: the total variation
+    between the sample's shares and the stated probabilities. tv_bound: the margin that Weissman's bound adds to tv.
     """
 
     about: str
@@ -34,11 +34,14 @@ class Test:
 
     @classmethod
     def of(cls, about: str, fit: Fit, tv: float | None = None, tv_bound: float | None = None) -> Test:
-        """Make a test of a fit."""
+        """Make a test from a fit."""
         return cls(about, fit.p_value, fit.num_samples, fit.num_free, tv, tv_bound)
 
     def detects(self, num_tests: int) -> float | None:
-        """Return the total variation that it finds with probability POWER as one of a family; None = not known."""
+        """Return the total variation that the test finds with probability POWER; None = not known.
+
+        num_tests: the size of the family that the test belongs to.
+        """
         return detectable_tv(self.num_samples, self.num_free, LEVEL / num_tests, POWER) if self.num_free else None
 
     @property
@@ -51,9 +54,9 @@ class Test:
 class Check:
     """One line of a certificate.
 
-    subject: "toy" (models whose probabilities are known), "few ids" (the pair, held to at most 8 ids), or "pair".
-    num_samples: of `unit`. problems: a sentence for each failure; none = passed. ran: whether there was anything to
-    look at. result: the outcome, in short. proves: the claim that it supports, and its limits.
+    subject: "toy" (models whose probabilities are known), "few ids" (the pair, with at most 8 ids allowed), or "pair".
+    num_samples: the number of samples, counted in `unit`. problems: a sentence for each failure. ran: whether there was
+    anything to look at. result: the outcome in short. proves: the claim that the check supports, and its limits.
     """
 
     name: str
@@ -75,7 +78,7 @@ class Check:
 
 
 class Clock:
-    """The time of a certificate. Parts take shares of it in turn; time that a part leaves goes to the next."""
+    """The clock of a certificate. Parts take shares of the time in turn, and unused time goes to the next part."""
 
     def __init__(self, minutes: float, tell: Tell | None = None) -> None:
         self._begun_s, self._all_s = time.monotonic(), 60 * minutes
@@ -83,7 +86,7 @@ class Clock:
         self.deadline_s = self._begun_s + self._all_s
 
     def part(self, what: str, until: float) -> None:
-        """Begin a part that may go on until this share of all time is over."""
+        """Begin a part that may go on until the share `until` of all time is over."""
         self._what, self.deadline_s = what, self._begun_s + until * self._all_s
         self.look()
 

@@ -27,8 +27,8 @@ from forerun.sampling.largest import Rows
 from forerun.types import Probs, SamplingParams
 
 PROMPT_TOKENS = 24
-NUM_TRIED = 8  # prompts: cells take the one with the least certain outputs
-CELL_TOKENS = 17  # of such a prompt: all but the last fill one block of the cache, which the outputs share
+NUM_TRIED = 8  # prompts, of which cells.py takes the one with the least certain next token
+CELL_TOKENS = 17  # of such a prompt: all tokens but the last fill one block of the cache, which the outputs share
 MAX_SEQ_LEN = 512  # prompts and outputs are short
 WARMER, RANDOM = "model:draft_temperature=0.6", "random"
 BAD = "random ids"  # a drafter that is nearly always wrong
@@ -36,7 +36,7 @@ BAD = "random ids"  # a drafter that is nearly always wrong
 
 @dataclass(frozen=True)
 class Source:
-    """One way to draft. name: for people; llm: the engine that has it; draft: its name there."""
+    """One way to draft. name: for people. llm: the engine with the drafter. draft: the drafter's name in the engine."""
 
     name: str
     llm: LLM
@@ -44,11 +44,11 @@ class Source:
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter object that serves it."""
+        """The drafter object that serves requests for `draft`."""
         return self.llm.engine.drafter.members[self.llm.engine.drafter.chosen(self.draft)]
 
     def rules(self) -> list[str]:
-        """Return the lossless rules that can judge its drafts, ratio and match first."""
+        """Return the lossless rules that can judge the drafter's drafts, ratio and match first."""
         names = [
             name
             for name in verify.rules()
@@ -58,9 +58,10 @@ class Source:
 
 
 class Pair:
-    """A target and its drafter; the target with itself as a perfect draft; and a drafter that is nearly always wrong.
+    """A target, and four ways to draft for it.
 
-    Raises UserError as LLM does.
+    They are the user's drafter, the target at another temperature, a perfect copy of the target, and a drafter that is
+    nearly always wrong. Raises UserError as LLM does.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -87,16 +88,16 @@ class Pair:
 
     @property
     def row_invariant(self) -> bool:
-        """Whether the backend promises equal bits, so that texts must be equal without exception."""
+        """Whether the bits of a row depend on that row alone, so that texts must be equal without exception."""
         return bool(self.llm.checkpoint.model.ops.row_invariant)
 
     def failed_drafters(self) -> list[str]:
-        """Return the names of drafters that raised: their engine went on by plain decoding, which proves nothing."""
+        """Return the names of drafters that raised. Their engine went on by plain decoding, which proves nothing."""
         return [source.name for source in self.sources if source.drafter is not self._built[source.name]]
 
     @cached_property
     def last_rows(self) -> list[tuple[list[int], Row]]:
-        """Some short prompts, and the logits of the token behind each."""
+        """Some short prompts, and the logits of the token after each prompt."""
         prompts = [prompt[:CELL_TOKENS] for prompt in self.prompts()[:NUM_TRIED]]
         return [(prompt, self.plain.logits(prompt, len(prompt))[-1]) for prompt in prompts]
 
@@ -118,7 +119,7 @@ def _refuse_no_draft(config: EngineConfig) -> None:
 
 
 def _opened(config: EngineConfig, longest: int) -> LLM:
-    """Open the target, with sequences no longer than its own maximum."""
+    """Open the target with at most `longest` positions. A target that has fewer gets its own maximum."""
     try:
         return LLM.from_config(config)
     except BadOption:
@@ -128,7 +129,7 @@ def _opened(config: EngineConfig, longest: int) -> LLM:
 
 
 def run(engine: Engine, jobs: Seq[tuple[Seq[int], SamplingParams]]) -> list[Request]:
-    """Run requests in one continuous batch. Raises InternalError where one of them failed."""
+    """Run requests in one continuous batch. Raises InternalError where a request failed."""
     requests = [request for prompt, params in jobs for request in engine.make(prompt, params)]
     engine.queue(requests)
     while any(request.seq.finish_reason is None for request in requests):
@@ -140,9 +141,10 @@ def run(engine: Engine, jobs: Seq[tuple[Seq[int], SamplingParams]]) -> list[Requ
 
 
 class Plain:
-    """The target alone, as plain decoding runs it: with a separate cache, one row to a pass.
+    """The target alone, as plain decoding runs it: with a separate cache, one token per pass.
 
-    Where rows are invariant, many rows to a pass give the same bits (docs/exactness.md), and are run at once.
+    Where the backend is row-invariant, a pass over many tokens gives the same bits (docs/exactness.md), so many tokens
+    are run at once.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -160,7 +162,7 @@ class Plain:
         self._ids: list[int] = []
 
     def logits(self, ids: Seq[int], start: int) -> Rows:
-        """Return the logits behind ids[:start], ids[:start + 1], ..., ids: [len(ids) - start + 1, V]."""
+        """Return the logits after ids[:start], after ids[:start + 1], ..., and after ids: [len(ids) - start + 1, V]."""
         shared = 0
         while shared < min(len(self._ids), start - 1) and self._ids[shared] == ids[shared]:
             shared += 1
@@ -175,14 +177,14 @@ class Plain:
         return np.stack(rows)
 
     def distributions(self, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> list[Probs]:
-        """Return plain decoding's distribution of each output token of `ids`, and of the next one behind them."""
+        """Return plain decoding's distribution of each output token of `ids`, and of the token after the last."""
         return [
             probs(row, params, History(ids[: num_prompt_tokens + i], num_prompt_tokens))
             for i, row in enumerate(self.logits(ids, num_prompt_tokens))
         ]
 
     def next(self, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> Probs:
-        """Return plain decoding's distribution of the token behind `ids`."""
+        """Return plain decoding's distribution of the token after `ids`."""
         return probs(self.logits(ids, len(ids))[-1], params, History(ids, num_prompt_tokens))
 
     def outputs(self, prompt: Seq[int], length: int, params: SamplingParams) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -199,7 +201,7 @@ class Plain:
 
 
 def listed(target_probs: Probs) -> Mapping[int, float]:
-    """Map each id with a probability above 0 to it."""
+    """Map each id that has a probability above 0 to that probability."""
     if target_probs.point is not None:
         return {target_probs.point: 1.0}
     weights = target_probs.weights.astype(np.float64)

@@ -1,8 +1,9 @@
-"""The third part: the pair as it is, over its whole vocabulary, by the conditional probability integral transform.
+"""The fourth part: the pair as it is, over its whole vocabulary, by the conditional probability integral transform.
 
-For each emitted token x, with the reference probabilities p of plain decoding and the ids ordered by p, the number
-u = F(x-) + W p(x), W uniform, is uniform and independent of the earlier ones if, and only if, x was drawn from p given
-the tokens before it, whatever the model. So one test serves any vocabulary.
+Let p be plain decoding's probabilities at an emitted token x, with the ids ordered by p. Let F(x-) be the probability
+of all ids before x, and W a uniform random number. Then u = F(x-) + W p(x) is uniform, and independent of the earlier
+u, if and only if x was drawn from p given the tokens before it. This holds for every model, so one test serves any
+vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from forerun.certify.pair import Pair, Source, run
 from forerun.theory.significance import Fit, g_test, independence_test, largest_log_e, poisson_binomial_p, weissman
 from forerun.types import Probs, SamplingParams
 
-BINS, COARSE = 64, 8  # of u; of pairs of neighbours, in each direction
+BINS, COARSE = 64, 8  # bins of u; and bins in each direction of the table of neighbouring tokens
 RARE = 1e-4  # the probability below which a token counts as rare
 NUM_TOKENS = 48  # of an output
 LEAST_BATCHES = 2
@@ -64,7 +65,11 @@ class Setting:
 
 @dataclass
 class Stream:
-    """The statistics of a setting: u of each token, by output; how rare tokens were, and how rare they should be."""
+    """The statistics of a setting.
+
+    series: u of each token, a list for each output. num_rare: the number of rare tokens. rare_probs: for each token,
+    the probability that plain decoding draws a rare token there.
+    """
 
     setting: Setting
     series: list[list[float]] = field(default_factory=list)
@@ -96,7 +101,7 @@ class Stream:
         return Test.of(self.setting.about, g_test(counts, uniform), tv, weissman(int(counts.sum()), BINS, ETA))
 
     def lag(self) -> Test:
-        """Test whether neighbours are independent."""
+        """Test whether the u of neighbouring tokens are independent."""
         table = np.zeros((COARSE, COARSE))
         for series in self.series:
             for pair in itertools.pairwise(min(COARSE - 1, int(u * COARSE)) for u in series):
@@ -104,21 +109,21 @@ class Stream:
         return Test.of(self.setting.about, independence_test(table))
 
     def any_time(self) -> Test:
-        """Test by an e-process, which allows a look after every token."""
+        """Test whether u is uniform, by an e-process, which allows a look after every token."""
         largest = largest_log_e(self.bins, np.full(BINS, 1 / BINS))
         return Test(self.setting.about, math.exp(-largest) if largest < math.inf else 0.0, len(self.bins))
 
     def rare(self) -> Test:
-        """Test the number of rare tokens."""
+        """Test whether the number of rare tokens is as expected."""
         p_value = poisson_binomial_p(self.num_rare, self.rare_probs)
         return Test.of(self.setting.about, Fit(float(self.num_rare), 0, p_value, len(self.rare_probs)))
 
 
 def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool, float]:
-    """Return u of a token, whether it is rare, and the probability that a token is rare.
+    """Return u of a token, whether the token is rare, and the probability of drawing a rare token.
 
-    Ids are ordered by their probability, the likeliest first, then by id. A token of probability 0 has u = 1 and is
-    rare where no token can be.
+    Ids are ordered by their probability, the likeliest first, then by id. A token of probability 0 has u = 1, and is
+    rare even where that probability is 0. w: the uniform random number W.
     """
     if target_probs.point is not None:
         return (w, False, 0.0) if token == target_probs.point else (1.0, True, 0.0)
@@ -132,7 +137,7 @@ def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool,
 
 
 def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
-    """Let the pair write as long as there is time, each setting in turn, and test its texts."""
+    """Let the pair write texts in each setting in turn, as long as there is time, and test the texts."""
     all_checks = [
         Check(
             "u is uniform",
@@ -185,7 +190,7 @@ def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
 def _write(
     pair: Pair, stream: Stream, prompts: Seq[list[int]], seed: int, number: int, rng: np.random.Generator
 ) -> None:
-    """Let a setting write a batch of texts, and transform them."""
+    """Let a setting write a batch of texts, and add their transformed tokens to the stream."""
     llm = stream.setting.source.llm
     size = llm.config.max_batch_size
     jobs = [
@@ -201,7 +206,10 @@ def _write(
 
 
 def _settings(pair: Pair) -> Iterator[Setting]:
-    """Yield the user's drafter with up to three rules, and the target as its own draft; options and lengths in turn."""
+    """Yield the settings: the user's drafter with up to three rules, and the target as its own drafter with two rules.
+
+    Options and lengths alternate.
+    """
     ways = [(pair.own, rule) for rule in pair.own.rules()[:3]] + [(pair.warmer, "ratio"), (pair.warmer, "block")]
     for number, (source, rule) in enumerate(ways):
         yield Setting(source, rule, list(OPTIONS)[number % len(OPTIONS)], (4, 2, 7)[number % 3])

@@ -1,4 +1,4 @@
-"""The fourth part: greedy and `match` texts of the pair equal plain decoding's, token for token."""
+"""The second part: greedy and `match` texts of the pair must equal plain decoding's, token for token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.types import SamplingParams
 
 NUM_TOKENS = 40  # of a text
 LENGTHS = (1, 4, 7)  # K
-SPOILED = 5  # every n-th token of the plain text is replaced, for a draft that is right until it is not
+SPOILED = 5  # every 5th token of the plain text is replaced, for drafts that are right up to a wrong token
 MODES: dict[str, SamplingParams] = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
     "match": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, ignore_eos=True),
@@ -40,7 +40,7 @@ class Job:
 
 
 def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
-    """Compare texts prompt by prompt, as long as there is time; then judge the perfect copies."""
+    """Compare texts prompt by prompt, as long as there is time. Then judge the drafts of the perfect copy."""
     equal = Check(
         "equal texts",
         "pair",
@@ -69,7 +69,7 @@ def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
 
 
 def _endless(prompts: Seq[list[int]]) -> Iterator[tuple[list[int], tuple[str, SamplingParams]]]:
-    """Yield each prompt in each mode, round and round."""
+    """Yield each prompt in each mode, without end."""
     for prompt in itertools.cycle(prompts):
         for mode in MODES.items():
             yield prompt, mode
@@ -86,12 +86,12 @@ def _judge_copies(check: Check, compared: _Compared, row_invariant: bool) -> Non
 
 
 class _Compared:
-    """The comparisons so far."""
+    """All comparisons so far."""
 
     def __init__(self, pair: Pair, check: Check) -> None:
         self.pair, self.check = pair, check
         self.num_tokens = self.num_ties = self.num_copied = self.num_right_copies = 0
-        self.by_source: dict[str, tuple[int, int]] = {}  # texts, and accepted tokens
+        self.by_source: dict[str, tuple[int, int]] = {}  # numbers of texts, and of accepted tokens
 
     def look(self, prompt: list[int], mode: str, params: SamplingParams, alone: Request) -> None:
         """Run one prompt with every drafter and length, in one batch for each engine, and compare."""
@@ -135,7 +135,7 @@ class _Compared:
 
     @cached_property
     def _oracle(self) -> Runner:
-        """The target with rows that do not depend on each other; only torch's backends have rows that do."""
+        """The target, computed row by row, so that rows do not depend on each other. Only torch's backends need it."""
         from forerun.ops.reference import ReferenceOps
         from forerun.ops.torch import TorchModel
 
@@ -176,5 +176,5 @@ def _runner(model: object, pair: Pair) -> Runner:
 
 
 def spoiled(ids: Seq[int], num_ids: int, first: int) -> tuple[int, ...]:
-    """Return ids with every SPOILEDth replaced by its neighbour, from `first` on (mod SPOILED)."""
+    """Replace every SPOILED-th id by that id + 1, beginning at index `first` (mod SPOILED)."""
     return tuple((i + 1) % num_ids if n % SPOILED == first % SPOILED else i for n, i in enumerate(ids))

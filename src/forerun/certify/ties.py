@@ -1,8 +1,9 @@
-"""Tie certificates: that two texts part where rounding decides, and nowhere else (docs/exactness.md, Rounding).
+"""Tie certificates: evidence that two texts differ only because rounding decided (docs/exactness.md, Rounding).
 
-At the first position where the texts part, the logits are computed once more, by operators whose rows do not depend on
-how they are batched. The two tokens must be the two best there (after temperature and noise, for `match`), and their
-scores closer than tau: twice the largest deviation of a logit between passes of one row, of six rows and of all rows.
+At the first position where the texts differ, the logits are computed once more, row by row, so that batching cannot
+change them. The two tokens must be the two best tokens there (for `match`, after temperature and noise), and the
+difference of their scores must be at most tau. Tau is twice the largest deviation of a logit between passes with one
+row, with six rows and with all rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> Row:
 
 
 def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
-    """Return twice the largest deviation of a logit between passes of different heights, over these texts."""
+    """Return twice the largest deviation of a logit between passes with different numbers of rows, over these texts."""
     deviation = 0.0
     for ids in texts:
         first, *others = (last_logits(runner, ids, chunk) for chunk in PASSES)
@@ -48,8 +49,8 @@ def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
 def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> tuple[set[int], float]:
     """Return the two best ids of the next position, and how far apart their scores are.
 
-    The score is the logit, which greedy requests without penalties choose by; for sampled requests it is log p + Gumbel
-    noise of the seed.
+    For greedy requests, which have no penalties here, the score is the logit. For sampled requests the score is
+    log p + the seed's Gumbel noise.
     """
     logits = last_logits(oracle, ids, PASSES[-1])
     scores = logits
@@ -66,7 +67,7 @@ def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: Samp
 def why_no_tie(
     oracle: Runner, prompt: Seq[int], plain: Seq[int], ours: Seq[int], params: SamplingParams, tau: float
 ) -> str | None:
-    """Return why the place where two outputs part is no tie; None where it is one."""
+    """Return the reason why the first difference of two outputs is no tie; None where it is a tie."""
     at = next(i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b)
     pair, gap = best_two(oracle, [*prompt, *plain[:at]], len(prompt), params)
     limit = tau if params.greedy else tau / params.temperature

@@ -1,4 +1,4 @@
-"""The first part: exact enumeration, wrong versions, and caches, on toy models through the installed package."""
+"""The first part: exact enumeration, wrong versions and caches, with toy models run by the installed package."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SAMPLING: Mapping[str, Mapping[str, Any]] = {
         "logit_bias": {1: 0.3},
     },
 }
-# The toy's only layer is the whole target, which a draft temperature makes wrong sometimes.
+# The toy has one layer, so that an early exit is the whole target: a draft temperature makes it wrong sometimes.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"early_exit": {"draft_temperature": 0.5}}
 NARROW: Mapping[str, Any] = MappingProxyType({})
 
 
 def checks(clock: Clock, mutant: Wrong | None) -> list[Check]:
-    """Run the checks on toys. mutant: the wrong version that is switched in, None = none."""
+    """Run the checks on toys. mutant: the wrong version that is switched in, None = the right code runs."""
     all_checks = [enumeration(clock, mutant), in_float32(clock, mutant), caches(), production_coins()]
     if mutant is None:
         all_checks.insert(1, wrong_versions(clock))
@@ -45,7 +45,7 @@ def checks(clock: Clock, mutant: Wrong | None) -> list[Check]:
 
 
 def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
-    """Enumerate engines with every drafter and every lossless rule that can judge its drafts."""
+    """Enumerate engines with every drafter, and with every lossless rule that can judge the drafter's drafts."""
     check = Check(
         "every outcome",
         "toy",
@@ -57,7 +57,7 @@ def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
     worst, names, rules = 0.0, set[str](), set[str]()
     cases, missing = _cases()
     core = _core()
-    if mutant is not None:  # the case in which it shows comes first
+    if mutant is not None:  # the case in which the mutant shows comes first
         core = [(about, case) for about, case in core if case is mutant.case]
         cases = [*core, *cases]
     for number, (about, case) in enumerate(cases):
@@ -77,7 +77,7 @@ def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
 
 
 def _distance(check: Check, about: str, case: Case, mutant: Wrong | None) -> float:
-    """Return the total variation of a case; where it raises, note a problem and return 0."""
+    """Return the total variation of a case from plain decoding. Where the case raises, note a problem and return 0."""
     wrap = as_they_are if mutant is None else mutant.wrap
     try:
         return error(case, wrap)
@@ -87,7 +87,7 @@ def _distance(check: Check, about: str, case: Case, mutant: Wrong | None) -> flo
 
 
 def _core() -> list[tuple[str, Case]]:
-    """Return the cases in which the wrong versions show, which are run whatever the time."""
+    """Return the cases in which the wrong versions show. They are run even where no time is left."""
     cases = dict[int, tuple[str, Case]]()
     for wrong in WRONG.values():
         if wrong.shows_in == "outputs":
@@ -97,7 +97,7 @@ def _core() -> list[tuple[str, Case]]:
 
 @functools.cache
 def _cases() -> tuple[list[tuple[str, Case]], list[str]]:
-    """Return every case, the ones for wrong versions first; and the drafters that cannot be built without a file."""
+    """Return all cases, the cases of wrong versions first, and the drafters that cannot be built without a file."""
     missing, matrix = list[str](), list[tuple[str, Case]]()
     for name in registry.names(drafters.__name__):
         options = OPTIONS.get(name, NARROW)
@@ -132,7 +132,7 @@ def _label(case: Case, said: str) -> str:
 
 
 def wrong_versions(clock: Clock) -> Check:
-    """Switch each wrong version in and out: a check that cannot find it would prove nothing of the right code."""
+    """Check that each wrong version is found: a check that cannot fail would prove nothing about the right code."""
     check = Check(
         "wrong versions",
         "toy",
@@ -155,7 +155,7 @@ def wrong_versions(clock: Clock) -> Check:
 
 
 def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
-    """Enumerate a few engines with float32 logits, which the sampling of real models gets."""
+    """Enumerate a few engines with float32 logits, as the kernels of real models return them."""
     check = Check(
         "float32 sampling",
         "toy",
@@ -180,7 +180,7 @@ def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
 
 
 def caches() -> Check:
-    """Compare both caches with the committed tokens; a draft model equal to its target must always be right."""
+    """Compare both caches with the committed tokens, and check that a perfect copy as draft model is always right."""
     check = Check(
         "caches",
         "toy",
@@ -201,7 +201,7 @@ def caches() -> Check:
 
 
 def production_coins() -> Check:
-    """Draw rounds with the coins of real requests, which the enumeration replaces."""
+    """Draw rounds with the coins of real requests, which the enumeration replaces by its own coins."""
     check = Check(
         "production coins",
         "toy",
@@ -217,7 +217,7 @@ def production_coins() -> Check:
 
 
 def perfect_alpha() -> float:
-    """Return accepted over tested tokens of a perfect copy, over all outcomes of a few rounds."""
+    """Return accepted / tested tokens of a perfect copy, over all outcomes of a few rounds."""
     tested = accepted = 0.0
     long = dataclasses.replace(PERFECT, params=dataclasses.replace(PERFECT.params, max_tokens=4))
     for weight, (_, reports) in every_way(long):
