@@ -1,14 +1,14 @@
 """Speculation with modules and functions that you bring along (extra `hf`; docs/use/functional.md).
 
-Generate with any module in the form of Hugging Face transformers, given as an object: `speculative_generate`,
-`autoregressive_generate`, `beam_search_generate`, `ngram_assisted_speculative_generate`, with logits processors of your
-own; or in one line:
+`speculative_generate`, `autoregressive_generate`, `beam_search_generate` and `ngram_assisted_speculative_generate`
+generate with any module in the form of Hugging Face transformers, given as an object. They take logits processors of
+your own. In one line:
 
     from forerun.functional import speculate_with
     print(speculate_with(model, tokenizer, draft="suffix").generate("def fib(n):").text)
 
-`speculate` is speculative sampling outside of language models: a slow function runs on a guess of what another slow
-function will ask it for.
+`speculate` is speculative sampling outside of language models: a slow function runs on a guess of the input that
+another slow function will choose.
 """
 
 from importlib.util import find_spec

@@ -1,7 +1,7 @@
-"""Cut the caches of Hugging Face modules: tuples of tensors, DynamicCache, and the pair of an encoder-decoder.
+"""Functions that shorten the caches of Hugging Face modules: tuples of tensors, DynamicCache, EncoderDecoderCache.
 
-Only what the decoder attends to of itself is cut. The keys and values of the encoder's output stay whole: in a layer of
-four tensors they are the last two, in an EncoderDecoderCache the second cache.
+Only the keys and values of the decoder's own tokens are cut. The keys and values of the encoder's output stay whole:
+they are the last two tensors of a layer with four, or the second cache of an EncoderDecoderCache.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Layer = tuple[Tensor, ...] | None
 
 
 def prune_cache(cache: Any, num_tokens_to_discard: int) -> Any:
-    """Remove the last tokens of a cache of any kind; None stays None.
+    """Remove the last tokens of a cache of any kind. None stays None.
 
-    A tuple is left as it is and a shorter one returned; an object is shortened in place and returned. Raises BadOption
-    for another kind, and for a number below 0 or beyond what the cache holds; 0 removes nothing.
+    A tuple is not changed, and a shorter tuple is returned. A cache object is shortened in place and returned. Raises
+    BadOption for another type, and for a number below 0 or above the number of cached tokens; 0 removes nothing.
     """
     if cache is None:
         return None
@@ -29,7 +29,10 @@ def prune_cache(cache: Any, num_tokens_to_discard: int) -> Any:
 
 
 def prune_tuple_cache(cache: tuple[Layer, ...] | None, num_tokens_to_discard: int) -> tuple[Layer, ...] | None:
-    """Remove the last tokens of a tuple of layers (keys, values[, encoder's keys, values]), [B, heads, tokens, dim]."""
+    """Remove the last tokens of a tuple of layers.
+
+    A layer is (keys, values) or (keys, values, encoder's keys, encoder's values), each [B, heads, tokens, dim].
+    """
     if cache is None:
         return None
     _check(num_tokens_to_discard, cached_tokens(cache))
@@ -55,7 +58,7 @@ def prune_dynamic_cache(cache: Any, num_tokens_to_discard: int) -> Any:
 
 
 def cached_tokens(cache: Any) -> int:
-    """Return how many tokens a cache of any kind holds; 0 for None."""
+    """Return the number of tokens in a cache of any kind; 0 for None."""
     if cache is None:
         return 0
     if isinstance(cache, tuple | list):
@@ -64,7 +67,7 @@ def cached_tokens(cache: Any) -> int:
 
 
 def _shortened(tensor: Tensor, num: int) -> Tensor:
-    return tensor[:, :, : tensor.shape[2] - num, :]  # by its new length: -0 would be its beginning
+    return tensor[:, :, : tensor.shape[2] - num, :]  # not by -num: with num = 0, [:-0] would be empty
 
 
 def _check(num: int, held: int) -> None:

@@ -1,10 +1,11 @@
-"""Generate with modules that were given as objects: speculative, autoregressive, with n-grams, and by beam search.
+"""Generation with modules that are given as objects: speculative, autoregressive, with n-grams, and by beam search.
 
-The signatures follow a published toolkit for speculative decoding. Behind them is the engine: one step for all,
-its rules, its pipeline, its policies; a module stands behind the engine's interface for models (modules.py). Where the
-toolkit errs, the mended form is meant: with use_cache=True only the tokens that the cache lacks are run,
-and it is cut to the tokens that were kept; an end inside a draft ends the output there; what is drafted never depends
-on the length of an encoder's input. The acceptance rate is accepted / drafted, which is not alpha (docs/exactness.md).
+The signatures follow a published toolkit for speculative decoding. The work is done by the engine, with its step, its
+rules, its sampling pipeline and its policies; modules.py gives a module the engine's interface for models.
+
+The toolkit's errors are mended. With use_cache=True only the tokens that the cache lacks are run, and the cache is cut
+to the accepted tokens. An end id inside a draft ends the output there. The draft never depends on the length of an
+encoder's input. The acceptance rate is accepted / drafted, which is not alpha (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -62,29 +63,34 @@ def speculative_generate(
 ) -> tuple[Any, Any]:
     """Generate from `target` with the drafts of `drafter` (Leviathan et al. 2023; Chen et al. 2023).
 
-    The output has exactly the distribution of `target` with this processor; greedy output is its greedy output.
+    The output has exactly the distribution of `target` with this processor. Greedy output is the target's greedy
+    output.
 
     Args:
-        inputs: token ids, or several lists of them; each list is generated from by itself.
-        drafter: a module with config.vocab_size, causal or an encoder-decoder as the target is.
-        target: the module whose text it is. Each module may stand on a device of its own.
-        tokenizer: of transformers, for `debug`, and for how many ids have a token, where the modules have padding.
-        gamma: tokens drafted per round, 1 to 64; near the end of the output fewer.
-        use_egag: draft by the entropy of the drafter's first distribution (forerun/pacing/entropy.py), from gamma_min
-            to gamma_max tokens (None = gamma); egag_ema_beta smooths it over the rounds.
+        inputs: token ids, or a list of such lists. Each list has an output of its own.
+        drafter: a module with config.vocab_size. It is causal or an encoder-decoder, as the target is.
+        target: the module that the output comes from. Target and drafter may be on different devices.
+        tokenizer: a tokenizer of transformers. It spells tokens for `debug`, and tells how many ids have a token, where
+            the vocabulary of the modules is padded.
+        gamma: the number of tokens drafted per round, 1 to 64; fewer near the end of the output.
+        use_egag: set the draft length by the entropy of the drafter's first distribution (forerun/pacing/entropy.py),
+            from gamma_min to gamma_max tokens. gamma_max=None stands for gamma. egag_ema_beta smooths the entropy over
+            the rounds.
         logits_processor: how a token is drawn, by drafter and target alike.
-        max_gen_len: tokens to generate at most, and no more than the target has positions for.
-        eos_tokens_id: the ids that end the output, which keeps the one that did; None = none.
-        pad_token_id: what an encoder-decoder begins with, if its configuration names no start token. Nothing is padded.
+        max_gen_len: the most tokens to generate; fewer where the target has too few positions.
+        eos_tokens_id: the ids that end the output; None = no id does. The output keeps the id that ended it.
+        pad_token_id: the first token of an encoder-decoder's output, if its configuration names no start token. It is
+            never used as padding.
         use_cache: keep keys and values between passes. The output is the same up to the rounding of the module.
-        skip_sample_adjustment: draw corrections from the target and not from the residual, which is biased (warns).
-        first_target: the first token is drawn from the target before anything is drafted.
+        skip_sample_adjustment: draw corrections from the target's distribution and not from the residual. This biases
+            the output, and causes a warning.
+        first_target: draw the first token from the target before anything is drafted.
         debug: print every round.
-        coins: sequence -> the random decisions of its next round (docs/exactness.md); None = Philox, with a seed drawn
-            by torch's global generator.
+        coins: a function from a sequence to the random decisions of its next round (docs/exactness.md); None = Philox,
+            with a seed drawn by torch's global generator.
 
-    Returns (ids, acceptance rate), the rate 0.0 where nothing was drafted; lists of both for several inputs.
-    Raises UserError for what cannot be honoured, before anything runs.
+    Returns (ids, acceptance rate), or for several inputs a list of ids and a list of rates. The rate is 0.0 where
+    nothing was drafted. Raises UserError for arguments that cannot be honoured, before anything runs.
     """
     drafted = ModuleModel(drafter, "drafter", **_shape(tokenizer, logits_processor, use_cache))
     policy = _egag(gamma, gamma_min, gamma_max, egag_ema_beta) if use_egag else _fixed(gamma)
@@ -119,7 +125,10 @@ def autoregressive_generate(
     tokenizer: Any = None,
     coins: CoinsOf | None = None,
 ) -> Any:
-    """Generate token by token; arguments as for `speculative_generate`. Returns the ids, or lists of them."""
+    """Generate token by token, without drafts. Returns the ids, or a list of outputs for several inputs.
+
+    The arguments are as in `speculative_generate`.
+    """
     ids, _ = _Task(
         target=ModuleModel(model, "model", **_shape(tokenizer, logits_processor, use_cache)),
         draft=None,
@@ -153,11 +162,12 @@ def ngram_assisted_speculative_generate(
     *,
     coins: CoinsOf | None = None,
 ) -> tuple[Any, Any]:
-    """Generate with drafts from the n-grams of the text so far (forerun/drafters/ngram.py); needs no second module.
+    """Generate with drafts from the n-grams of the text so far (forerun/drafters/ngram.py), without a second module.
 
-    ngram: longest n-gram in tokens, context and token, 2 to 16. filler_top_k: likeliest tokens of the target at each
-    place that become known, too, 0 to 16. Where no context is known the draft ends. An encoder-decoder has the n-grams
-    of its input and of its decoder's text. Other arguments, results and errors are as in `speculative_generate`.
+    ngram: the length of the longest n-gram, 2 to 16 tokens: a context and the token after it. filler_top_k: how many of
+    the target's likeliest tokens at each place are stored in n-grams, too, 0 to 16. A draft ends where its context is
+    not known. For an encoder-decoder, n-grams come from the input and from the output. Other arguments, results and
+    errors are as in `speculative_generate`.
     """
     policy = _fixed(gamma)
     return _Task(
@@ -195,14 +205,15 @@ def beam_search_generate(
     """Generate by beam search, as transformers defines it, with drafts if there is a drafter (docs/methods/beam.md).
 
     Args:
-        num_beams: texts that compete, 1 to 64. num_return_sequences: how many of the best are returned.
+        num_beams: the number of beams, 1 to 64. num_return_sequences: how many of the best texts are returned.
         length_penalty: a text's score is the sum of its log-probabilities / length^length_penalty.
-        early_stopping: True = end at num_beams finished texts; False and "never" = while one may still get better.
-        drafter: a module that searches ahead, `gamma` tokens per pass with draft_beams texts, at least num_beams and
-            None = as many (Leviathan et al. 2023, appendix A.4); None = no drafts. The output is the same.
+        early_stopping: True = stop at num_beams finished texts. False and "never" = go on while a better text may come.
+        drafter: a module that searches ahead, `gamma` tokens per pass of the target (Leviathan et al. 2023, appendix
+            A.4); None = no drafts. The output is the same.
+        draft_beams: the number of beams in the drafter's search, at least num_beams; None = num_beams.
 
-    Other arguments are as in `speculative_generate`. Returns the ids of the best text, or a list of the best ones
-    where num_return_sequences is more than 1; lists of these for several inputs.
+    Other arguments are as in `speculative_generate`. Returns the ids of the best text. Where num_return_sequences is
+    more than 1, returns a list of the best texts. For several inputs, returns a list of such results.
     """
     if drafter is None and draft_beams is not None:
         raise BadOption(f"draft_beams={shown(draft_beams)} belongs to a drafter: give one, or drop it")
@@ -253,7 +264,7 @@ def _egag(gamma: int, gamma_min: int, gamma_max: int | None, beta: float) -> Pac
 
 @dataclass
 class _Task:
-    """The arguments of one call, and how they are run."""
+    """The arguments of one call, and the run of its inputs."""
 
     target: ModuleModel
     draft: ModuleModel | None
@@ -270,7 +281,7 @@ class _Task:
     beams: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters of a beam search
 
     def run(self, inputs: Any) -> tuple[Any, Any]:
-        """Return ids and rate, or lists of both."""
+        """Generate for all inputs. Return ids and acceptance rate, or lists of both for several inputs."""
         draws = Draws.of(self.processor)
         if draws.sample is not None and self.is_unadjusted:
             raise BadOption(
@@ -293,7 +304,7 @@ class _Task:
         return ([ids for ids, _ in results], [rate for _, rate in results]) if many else results[0]
 
     def _room(self, inputs: list[int]) -> int:
-        """Return how many tokens may be generated. Raises UserError for an input that cannot be taken."""
+        """Return the number of tokens that may be generated. Raises UserError for an input that a model cannot take."""
         for model in (self.target, *([self.draft] if self.draft is not None else [])):
             model.check(inputs)
         room = self.target.max_positions - len(self.target.start_ids(self.pad_token_id) or inputs)

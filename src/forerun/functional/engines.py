@@ -1,4 +1,4 @@
-"""An engine around modules: target, drafter and policy are put together, and inputs are brought through it."""
+"""An engine around modules: it is assembled from a target, a drafter and a policy, and runs inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CoinsOf = Callable[[Sequence], Coins]
 
 @dataclass(frozen=True)
 class Assembly:
-    """An engine, and the models in it."""
+    """An engine, and the models inside of it."""
 
     engine: Engine
     target: ModuleModel
@@ -46,7 +46,10 @@ class Assembly:
 
     @contextmanager
     def request(self, inputs: Seq[int], params: SamplingParams) -> Iterator[list[Request]]:
-        """Queue one input, params.n times, and forget it afterwards. Raises UserError for what cannot be honoured."""
+        """Queue one input params.n times, yield the requests, and abort them afterwards.
+
+        Raises UserError for an input or parameters that cannot be honoured.
+        """
         for model in self.models:
             model.check(inputs)
         requests = self.engine.add_all(inputs, params)
@@ -57,7 +60,7 @@ class Assembly:
                 self.engine.abort(request)
 
     def run(self, requests: Seq[Request]) -> None:
-        """Step until these requests have ended. Raises what ended one before its time."""
+        """Step until these requests have ended. Raises the error that ended a request."""
         while any(request.seq.finish_reason is None for request in requests):
             self.engine.step()
         for request in requests:
@@ -79,9 +82,10 @@ def assembled(
 ) -> Assembly:
     """Make an engine that serves one request at a time.
 
-    spec: a drafter's name with its options; those that need a model get `draft`. spares: a drafter that raises is left
-    out, instead of raising. pad_token_id: what a decoder's text begins with, where its module names no start token.
-    Raises UserError for a pair or a drafter that is not possible.
+    spec: a drafter's name with its options. draft: the draft model, for drafters that need one. spares: whether a
+    drafter that raises is left out; if False, its errors are raised. pad_token_id: the first token of an
+    encoder-decoder's output, where the module names no start token. Raises UserError for a drafter, or a pair of
+    modules, that is not possible.
     """
     _check_pair(target, draft)
     config = EngineConfig(ops=target.ops.name, max_batch_size=1, max_seq_len=target.max_positions)
@@ -119,7 +123,7 @@ def assembled(
 
 
 def _checkpoint(draft: ModuleModel, tokenizer: Tokenizer | None) -> Checkpoint:
-    """Return a module as a loaded draft model with the target's ids."""
+    """Return a draft module as a loaded checkpoint that has the target's tokenizer."""
     return Checkpoint(OpenedCheckpoint.in_memory(draft, tokenizer, name=draft.model_type), draft, tokenizer)  # type: ignore[arg-type]
 
 
@@ -142,13 +146,13 @@ def _check_pair(target: ModuleModel, draft: ModuleModel | None) -> None:
 
 
 def num_ids_of(tokenizer: Any) -> int | None:
-    """Return the highest id of a tokenizer of transformers + 1; None where there is none or it does not say."""
+    """Return 1 + the highest id of a tokenizer of transformers; None without a tokenizer or a vocabulary."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     return max(vocabulary.values()) + 1 if vocabulary else None
 
 
 def as_ids(inputs: Any) -> list[int]:
-    """Return token ids as Python integers. Raises BadOption for something else."""
+    """Return token ids as Python integers. Raises BadOption for anything but token ids."""
     if isinstance(inputs, torch.Tensor):
         inputs = inputs.reshape(-1).tolist()
     try:
@@ -160,14 +164,14 @@ def as_ids(inputs: Any) -> list[int]:
 
 
 def several(inputs: Any) -> bool:
-    """Return whether these are several inputs: a list of lists."""
+    """Return whether `inputs` is a list of several inputs, and not one input."""
     if isinstance(inputs, torch.Tensor):
         return inputs.dim() > 1
     return bool(len(inputs)) and not isinstance(inputs, str) and hasattr(inputs[0], "__len__")
 
 
 def warn_biased() -> None:
-    """Warn of a distribution that is not the target's."""
+    """Warn that the output will not have the target's distribution."""
     warnings.warn(
         "skip_sample_adjustment=True is biased: corrections are drawn from the target's distribution and not from the "
         "residual, so that likely tokens become likelier; leave it out for the target's own distribution",
@@ -177,7 +181,7 @@ def warn_biased() -> None:
 
 
 class AfterTheFirst(Pacing):
-    """A policy that grants nothing until a text has its first token, and then what another policy grants."""
+    """A policy that lets nothing be drafted until a text has its first token. Then another policy decides."""
 
     def __init__(self, policy: Pacing) -> None:
         self.policy, self.reads_logits = policy, policy.reads_logits

@@ -1,14 +1,16 @@
-"""A module of torch as the engine's model: any causal or encoder-decoder module in the form of Hugging Face.
+"""A torch module as the engine's model: any causal or encoder-decoder module in the form of Hugging Face.
 
-What is asked of a module: `config.vocab_size`, and a call with `input_ids` (an encoder-decoder: `encoder_outputs` and
-`decoder_input_ids`), `past_key_values` and `use_cache` that returns an object with `logits` [1, n, V] and
-`past_key_values`; or with `cache` in the latter's place, as transformers has it from 5.24 on. The cache may be a tuple
-of layers or an object with `crop`. With use_cache=False each pass runs the whole text, which every module can.
+A module must have `config.vocab_size`. Its call takes `input_ids` (of an encoder-decoder: `encoder_outputs` and
+`decoder_input_ids`), `past_key_values` and `use_cache`, and returns an object with `logits` [1, n, V] and
+`past_key_values`. In place of `past_key_values` there may be `cache`, as in transformers from 5.24 on. The cache may be
+a tuple of layers or an object with `crop`. With use_cache=False each pass runs the whole text, so that a module needs
+no cache.
 
-ModuleCache is the engine's KVCache (forerun/kv): it keeps token ids, and no block of memory. The module's own cache
-holds the keys and values of some text; a pass compares that with the text that it needs, cuts the cache to what both
-begin with, and runs the rest. So a rejected token costs nothing until the next pass, and a branch of a tree is run from
-where it leaves the branch before: one call of the module for each leaf. Hidden states are the logits (H = V).
+ModuleCache is the engine's KVCache (forerun/kv). It stores token ids, and no keys and values. The module's own cache
+holds the keys and values of some text. A pass compares that text with the text to run, cuts the module's cache to the
+common beginning, and runs the rest. So a rejected token costs nothing until the next pass. A tree takes one call of the
+module for each leaf: a branch is run from where it leaves the previous branch. The engine's hidden states are logits
+here (H = V).
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ from forerun.types import RaggedBatch
 
 UNLIMITED = 2**24  # tokens, of a module that states no limit
 LIMITS = ("max_position_embeddings", "max_context_length")  # names of a limit in config
-CUT_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # layers that a DynamicCache can keep whole and cut
+CUT_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # types of layers that a DynamicCache can store and cut
 
 
 class ModuleModel:
-    """A module behind the interface of forerun.models.runner.Model.
+    """A module with the interface of forerun.ops.model.Model.
 
-    role: what messages call it. uses_cache: whether it keeps keys and values between passes. num_ids: ids that have a
-    token, where rows of its LM head beyond them are padding. draws: the processor that changes its logits.
+    role: the name of the module in messages. uses_cache: whether keys and values are kept between passes. num_ids: how
+    many ids have a token, where the module's vocabulary is padded. draws: the processor that changes the logits.
     Raises BadOption for an object that is no such module.
     """
 
@@ -69,7 +71,7 @@ class ModuleModel:
         self.max_positions = self.limit or UNLIMITED
         self.is_encoder_decoder = bool(getattr(whole, "is_encoder_decoder", False))
         self.model_type = str(getattr(whole, "model_type", type(module).__name__))
-        self.cache_shape, self.num_layers = CacheShape(0, 1, 1), 1  # the engine can look at no layer
+        self.cache_shape, self.num_layers = CacheShape(0, 1, 1), 1  # of no use: no layer can be seen
         first = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0))
         self.place = torch.device(getattr(module, "device", first.device))
         self.device = self.place.type
@@ -79,7 +81,7 @@ class ModuleModel:
         self.make_pools, self.rows = pools_on(str(self.place)), TorchRows(self.place, torch.float32)
         self.ops = ReferenceOps()
         named = inspect.signature(module.forward).parameters
-        self._keeps_last = "logits_to_keep" in named  # whether it can leave the logits of other rows out
+        self._keeps_last = "logits_to_keep" in named  # whether a call can return only the last rows' logits
         self._past = "cache" if "cache" in named and "past_key_values" not in named else "past_key_values"
         self._generation = getattr(module, "generation_config", None)
         if uses_cache:
@@ -89,7 +91,7 @@ class ModuleModel:
 
     @property
     def config(self) -> ModuleModel:
-        """What the engine must know of an architecture: this object itself has the names of ModelConfig."""
+        """The ModelConfig of the module, which is this object: it has all attributes of a ModelConfig."""
         return self
 
     has_experts, num_slots = False, 1
@@ -98,11 +100,11 @@ class ModuleModel:
 
     @property
     def encoder(self) -> ModuleModel | None:
-        """The model that reads the sources of an encoder-decoder, with the same limit; None for a causal module."""
+        """The model that reads the inputs of an encoder-decoder, which is this object; None for a causal module."""
         return self if self.is_encoder_decoder else None
 
     def own_cache(self) -> ModuleCache:
-        """Make the cache that this model reads."""
+        """Make a cache for this model."""
         return ModuleCache()
 
     def forward(
@@ -113,9 +115,10 @@ class ModuleModel:
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run every run of the batch by itself; logits [T, V] before the processor, in place of hidden states.
+        """Run each run of the batch by itself, and return the logits [T, V] in place of hidden states.
 
-        Raises InternalError where some layers, inner states, or vectors in place of tokens are asked for.
+        The processor has not changed these logits yet. Raises InternalError where the caller asks for some of the
+        layers, for inner states, or for a run of vectors in place of tokens.
         """
         if layers is not None or hidden is not None or taps:
             raise InternalError("a module is run whole, from token ids to logits: it has no inner layers to show")
@@ -131,28 +134,28 @@ class ModuleModel:
         )
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """Map hidden [R, V] to logits [R, V], or [R, num_ids] of the first ids, as the processor changed them."""
+        """Return the logits `hidden` [R, V] as the processor changes them, or only the first num_ids: [R, num_ids]."""
         return wide(self._draws.logits(hidden[:, :num_ids].clone()))
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """Return hidden [R, V]: logits need no norm."""
+        """Return `hidden` [R, V] unchanged, because logits need no norm."""
         return hidden
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """Raise BadOption: a module takes ids alone."""
+        """Raise BadOption, because a module takes only ids."""
         raise BadOption(f"the {self.role} is a module, which takes ids and no vectors: use another drafter")
 
     def head(self, ids: Seq[int]) -> Any:
-        """Raise BadOption: a module takes ids alone."""
+        """Raise BadOption, because a module takes only ids."""
         return self.embed(ids)
 
     def wait(self) -> None:
-        """Wait until all that was asked for is computed; on a CPU it is."""
+        """Wait until a CUDA device has computed all passes. On a CPU there is nothing to wait for."""
         if self.device == "cuda":
             torch.cuda.synchronize(self.place)
 
     def rounded(self, quantization: Quantization) -> ModuleModel:
-        """Raise BadOption: the weights of a module are not changed here."""
+        """Raise BadOption, because the weights of a module are never changed."""
         raise BadOption(
             f"the {self.role} is a module, whose weights are not rounded here: give a draft model of its own"
         )
@@ -160,14 +163,17 @@ class ModuleModel:
     # ------------------------------------------------------------------------------------------- encoder and decoder
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: ModuleCache) -> None:
-        """Run the encoder over sources, by slot of the cache, each by itself."""
+        """Run the encoder over each source by itself, and store its output. sources: token ids by slot of the cache."""
         encoder = self.module.get_encoder()
         with torch.inference_mode():
             for slot, ids in sources.items():
                 cache.fill(slot, ids, encoder(input_ids=torch.tensor([list(ids)], device=self.place)))
 
     def start_ids(self, pad_token_id: int) -> list[int]:
-        """Return the start ids of a decoder's text, pad_token_id if no id is named; none for a causal module."""
+        """Return a list with the start id of a decoder's text, which is empty for a causal module.
+
+        pad_token_id: the start id where the module names none.
+        """
         if not self.is_encoder_decoder:
             return []
         places = (self._generation, getattr(self.module, "config", None))
@@ -176,13 +182,13 @@ class ModuleModel:
         return [int(start[0] if isinstance(start, list) else start)]
 
     def end_ids(self) -> frozenset[int]:
-        """Return the ids that end the output, by the module's generation_config and config."""
+        """Return the ids that end the output, which the module's generation_config and config name."""
         places = (self._generation, getattr(self.module, "config", None))
         known = (getattr(place, "eos_token_id", None) for place in places)
         return frozenset(i for ids in known if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
 
     def check(self, inputs: Seq[int]) -> None:
-        """Raise UserError for an input that the module cannot take: empty, of other ids, or too long for an encoder.
+        """Raise UserError for an input that is empty, has unknown ids, or is too long for the encoder.
 
         The engine refuses an input that is too long for a decoder.
         """
@@ -201,13 +207,13 @@ class ModuleModel:
     # ------------------------------------------------------------------------------------------------------ its passes
 
     def new_past(self) -> Any:
-        """Make an empty cache for the module; None where it makes its own.
+        """Make an empty cache for the module; None where the module makes its own cache.
 
-        A module of transformers gets layers that remember everything, so that they can be cut: a sliding window is then
-        a matter of its mask alone. Raises BadOption for one whose state cannot be cut.
+        A module of transformers gets layers that keep all tokens, so that they can be cut. A sliding window is then
+        only in the attention mask. Raises BadOption for a module with a state that cannot be cut.
         """
         config = self.module.config
-        if not hasattr(config, "get_text_config"):  # none of transformers
+        if not hasattr(config, "get_text_config"):  # a module that is not from transformers
             return None
         dynamic, pair = cache_classes()
         kinds = {type(layer).__name__ for layer in dynamic(config=config).layers}
@@ -219,7 +225,7 @@ class ModuleModel:
         return pair(dynamic(), dynamic()) if self.is_encoder_decoder else dynamic()
 
     def _run(self, text: Text, batch: RaggedBatch, b: int, is_silent: bool) -> Tensor:
-        """Return the logits [n, V] of a run; zeros, which take no memory, where nobody wants them."""
+        """Return the logits [n, V] of a run. Where nobody reads them (is_silent), return zeros that take no memory."""
         num = len(batch.run(b))
         if is_silent:
             if self.uses_cache:
@@ -238,9 +244,12 @@ class ModuleModel:
         return torch.stack([row for row in rows if row is not None])
 
     def _behind(self, text: Text, ids: list[int], num: int, num_wanted: int) -> Tensor:
-        """Return the logits behind the last `num_wanted` of these tokens, [num_wanted, V]; the last `num` are run."""
+        """Return the logits after each of the last `num_wanted` ids, [num_wanted, V].
+
+        The last `num` ids are run. Ids before these are run, too, where the module's cache lacks them.
+        """
         past_ids, past = text.past_ids, text.past
-        text.past_ids, text.past = [], None  # stays so where the pass fails
+        text.past_ids, text.past = [], None  # the text stays without a cache where the pass fails
         start = _num_common(past_ids, ids, len(ids) - num)
         if self.uses_cache and past is None:
             past = self.new_past()
@@ -265,7 +274,7 @@ class ModuleModel:
 
 
 def cache_classes() -> tuple[Any, Any]:
-    """Return DynamicCache and EncoderDecoderCache. Raises NotFound, in one sentence, without the package."""
+    """Return DynamicCache and EncoderDecoderCache. Raises NotFound where transformers is not installed."""
     try:
         from transformers import DynamicCache, EncoderDecoderCache
     except ImportError as error:
@@ -276,7 +285,7 @@ def cache_classes() -> tuple[Any, Any]:
 
 
 def _num_common(a: list[int], b: list[int], most: int) -> int:
-    """Return how many first tokens two texts share, at most `most`."""
+    """Return the length of the common beginning of two texts, at most `most`."""
     if a[:most] == b[:most] and len(a) >= most:
         return most
     return next((i for i, (x, y) in enumerate(zip(a[:most], b, strict=False)) if x != y), min(len(a), most))
@@ -287,10 +296,12 @@ def _num_common(a: list[int], b: list[int], most: int) -> int:
 
 @dataclass
 class Text:
-    """The tokens of a slot: kept ones, then pending ones and the last run's with their parents (-1 = kept).
+    """The tokens of a slot, and the module's own cache for them.
 
-    past, past_ids: the module's own cache, and its tokens, in order. encoded: the encoder's output for a source (of an
-    encoder-decoder): kept with the source, and lent to a text that is run.
+    kept: the kept tokens. nodes: the tokens after these: first the num_pending pending tokens, then the last run's.
+    parents: the parent of each node, -1 = the last kept token. past: the module's own cache. past_ids: the tokens in
+    that cache, in order. encoded: the encoder's output for a source of an encoder-decoder. It is stored in the source's
+    slot, and lent to a text that is run.
     """
 
     kept: list[int] = field(default_factory=list)
@@ -302,7 +313,7 @@ class Text:
     encoded: Any = None
 
     def ancestors(self, node: int) -> list[int]:
-        """Return the nodes from the first one down to `node`, both included."""
+        """Return the nodes on the path down to `node`, which comes last."""
         nodes = []
         while node >= 0:
             nodes.append(node)
@@ -310,17 +321,17 @@ class Text:
         return nodes[::-1]
 
     def path(self, node: int) -> list[int]:
-        """Return all tokens down to a node, -1 = the last one."""
+        """Return all kept tokens, and the tokens of the path down to a node, -1 = the last node."""
         at = len(self.nodes) - 1 if node < 0 else node
         return [*self.kept, *(self.nodes[n] for n in self.ancestors(at))]
 
     def cut(self, num_nodes: int) -> None:
-        """Forget the nodes behind the first ones."""
+        """Forget all nodes but the first `num_nodes`."""
         del self.nodes[num_nodes:], self.parents[num_nodes:]
 
 
 class ModuleCache:
-    """The KVCache of a ModuleModel: the texts of its slots. Memory is the module's, and not counted here."""
+    """The KVCache of a ModuleModel: the text of each slot. Memory belongs to the module, and is not counted here."""
 
     block_tokens = 1
     num_blocks = 2**40
@@ -329,7 +340,7 @@ class ModuleCache:
         self.texts: dict[int, Text] = {}
 
     def write(self, slot: int, tokens: Seq[int], batch: RaggedBatch, b: int) -> Text:
-        """Put the tokens of a run behind the pending ones, and return the text."""
+        """Add the tokens of a run after the pending tokens, and return the slot's text."""
         text = self.texts[slot]
         text.cut(text.num_pending)
         num_pending = len(text.nodes)
@@ -341,20 +352,23 @@ class ModuleCache:
         return text
 
     def fill(self, slot: int, ids: Seq[int], encoded: Any) -> None:
-        """Put a whole source into an empty text, with the encoder's output for it."""
+        """Store a whole source as the text of a slot, with the encoder's output for the source."""
         self.texts[slot] = Text(nodes=list(ids), parents=list(range(-1, len(ids) - 1)), encoded=encoded)
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a text; nothing is shared, so that 0 of its tokens are known."""
+        """Begin a text. Return 0, the number of its tokens that are in the cache, because texts share nothing."""
         self.texts[slot] = Text()
         return 0
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a text with the kept tokens of another; but for a source, its keys and values are computed again."""
+        """Begin a text with the kept tokens of another text. Its keys and values are computed again.
+
+        Only the encoder's output is shared.
+        """
         self.texts[new_slot] = Text(kept=list(self.texts[slot].kept), encoded=self.texts[slot].encoded)
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Nothing is shared."""
+        """Do nothing, because texts share nothing."""
 
     def release(self, slot: int) -> None:
         """Forget a text."""
@@ -370,22 +384,22 @@ class ModuleCache:
         return () if text is None else text.parents[: text.num_pending]
 
     def room(self, slot: int) -> Room:
-        """Return a room that no text fills."""
+        """Return a Room that is larger than any text."""
         return Room(self.length(slot), self.num_blocks, 0)
 
     def free_tokens(self, without: Collection[int] = ()) -> int:
-        """Return more than any text has."""
+        """Return a number of tokens that is larger than any text."""
         return self.num_blocks
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
-        """Return 0: no memory is set aside."""
+        """Return 0, because no memory is set aside."""
         return 0
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Set nothing aside."""
+        """Do nothing, because no memory is set aside."""
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] | None = None) -> list[int]:
-        """Keep the tokens of a path, and the pending ones; the module's cache is cut by the next pass."""
+        """Keep the tokens of a path, and the tokens of `held` as pending. The next pass cuts the module's cache."""
         for slot, rows in kept.items():
             text, stay = self.texts[slot], (held or {}).get(slot, Held((), ()))
             text.kept += [text.nodes[row] for row in rows]
@@ -394,12 +408,12 @@ class ModuleCache:
         return []
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """Make the run just written pending; its parents are known from the pass."""
+        """Make the run just written pending. Its parents are known from the pass, so `parents` is not read."""
         text = self.texts[slot]
         text.num_pending = len(text.nodes)
 
     def truncate_to(self, slot: int, length: int) -> int:
-        """Keep the first tokens only, and return how many. Raises InternalError where fewer are kept."""
+        """Keep only the first `length` tokens, and return `length`. Raises InternalError where fewer are kept."""
         text = self.texts[slot]
         if length > len(text.kept):
             raise InternalError(f"slot {slot} keeps {len(text.kept)} tokens and cannot be cut to {length}")
@@ -409,7 +423,7 @@ class ModuleCache:
         return length
 
     def check_integrity(self) -> None:
-        """Raise InternalError where a module's cache has another length than its text."""
+        """Raise InternalError where the module's cache for a text does not have as many tokens as `past_ids`."""
         for slot, text in self.texts.items():
             if text.past is not None and cached_tokens(text.past) != len(text.past_ids):
                 raise InternalError(f"the cache of slot {slot} does not hold its text")

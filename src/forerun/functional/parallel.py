@@ -1,10 +1,10 @@
-"""Speculative sampling outside of language models: two slow functions run side by side, and nothing changes.
+"""Speculative sampling outside of language models: two slow functions run side by side, at the same distribution.
 
-Let f(x) be a distribution from which the input y of g is drawn, as a policy that chooses the action of a simulator. One
-after the other they take t_f + t_g. Here y' is drawn from a cheap guess of that distribution, g runs on y' while f
-runs, and then y' is kept with probability min(1, p(y') / q(y')); otherwise y is drawn from norm(max(0, p - q)) and g
-runs again. So y has exactly the distribution f(x) (Leviathan et al. 2023, arXiv 2211.17192, section 6, last paragraph),
-and a step takes max(t_f, t_g) where the guess is kept. The test is the engine's own rule `ratio`.
+Let f(x) be a distribution p from which the input y of g is drawn. For example, f is a policy that chooses the action of
+a simulator g. One after the other, f and g take t_f + t_g. Here y' is drawn from q, a cheap guess of p, and g runs on
+y' while f runs. Then y' is kept with probability min(1, p(y') / q(y')). Otherwise y is drawn from norm(max(0, p - q)),
+and g runs again. So y has exactly the distribution p (Leviathan et al. 2023, arXiv 2211.17192, section 6, last
+paragraph), and a step takes max(t_f, t_g) where the guess is kept. The test is the engine's own rule `ratio`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from forerun.verify import ratio
 
 X = TypeVar("X")
 Distribution = Any  # weights of the inputs 0 to V - 1 of g: a list, an array or a tensor [V], or a Probs
-NUM_THREADS = 3  # f, g, and a g whose guess was not kept and that has not ended yet
+NUM_THREADS = 3  # for f, for g, and for a g that is still running on a guess that was not kept
 UNNORMALISED = 1e-6  # how far from 1 a sum may be
 
 
 @dataclass(frozen=True)
 class Choice(Generic[X]):
-    """One step: the drawn input, the guessed one, and the result of g."""
+    """One step: the drawn input, the guessed input, and the result of g."""
 
     drawn: int
     guessed: int
@@ -38,20 +38,20 @@ class Choice(Generic[X]):
 
     @property
     def is_kept(self) -> bool:
-        """Whether g had been given the right input before f was known."""
+        """Whether the guess was kept, so that g ran on the right input while f was running."""
         return self.drawn == self.guessed
 
 
 @dataclass(frozen=True)
 class Speculated(Generic[X]):
-    """All steps. result: of the last one, or the start where there was none."""
+    """All steps. result: the result of the last step, or the start where there was no step."""
 
     result: X
     choices: list[Choice[X]]
 
     @property
     def acceptance_rate(self) -> float:
-        """Kept / guessed; 0.0 where nothing was guessed."""
+        """Kept / guessed inputs; 0.0 where nothing was guessed."""
         return sum(choice.is_kept for choice in self.choices) / len(self.choices) if self.choices else 0.0
 
 
@@ -66,23 +66,23 @@ def speculate(
     seed: int | None = None,
     executor: Executor | None = None,
 ) -> Speculated[X]:
-    """Draw y ~ f(x), then x <- g(x, y), n times from `start`, with g on a guess of y while f runs.
+    """Repeat y ~ f(x), x <- g(x, y) n times from `start`, and run g on a guess of y while f runs.
 
-    The sequence of all draws and results has exactly the distribution of that loop, whatever `guess` is.
+    All draws and results together have exactly the distribution of that loop, whatever `guess` returns.
 
     Args:
-        f: x -> weights of the inputs of g, 0 to V - 1, that add up to 1. It runs in another thread.
-        g: (x, y) -> the next x. It runs in another thread, also on inputs that turn out not to be drawn: it must change
-            nothing outside. What it raises on such an input is dropped.
-        guess: x -> weights in the form of f's, cheap. It runs in this thread.
-        n: steps, at least 0. Functions that ignore x make them independent draws.
+        f: x -> weights of the inputs of g, 0 to V - 1, that add up to 1. f runs in another thread.
+        g: (x, y) -> the next x. g runs in another thread, and also on guesses that are not kept. So g must change
+            nothing outside of itself, and its errors on such guesses are dropped.
+        guess: x -> weights as f returns them, but cheap. It runs in this thread.
+        n: the number of steps, at least 0. If the functions ignore x, the steps are independent draws.
         start: the first x.
         coins: step -> the random decisions of that step (docs/exactness.md); None = Philox.
-        seed: of these coins, 64 bit; None = one is drawn.
-        executor: where f and g run; None = threads, which are waited for at the end. Functions that compute in Python
-            itself need processes (ProcessPoolExecutor) to run side by side.
+        seed: the 64-bit seed of Philox; None = a random seed.
+        executor: where f and g run; None = threads, which this call waits for at the end. Functions that compute in
+            Python itself need processes (ProcessPoolExecutor) to run side by side.
 
-    Raises BadOption for weights that are no distribution or have different lengths; and what f, g or guess raise.
+    Raises BadOption for weights that are no distribution, or whose lengths differ. Raises what f, g or guess raise.
     """
     if n < 0:
         raise BadOption(f"n={n} is not possible: it must be at least 0")
@@ -117,7 +117,7 @@ def _step(
     if p.point is None and q.point is None and len(p.weights) != len(q.weights):
         raise BadOption(f"f gave {len(p.weights)} weights and guess {len(q.weights)}: both are of the inputs of g")
     draft = Draft.chains([[guessed]], [[q]])
-    # Behind a kept guess nothing is drawn: a point needs no coin.
+    # After a kept guess nothing is drawn: the second distribution is a point mass, which needs no coin.
     drawn = ratio.verify(draft, [[p, Probs.of_point(guessed)]], [coins]).emitted(draft, 0)[0]
     if drawn == guessed:
         return Choice(drawn, guessed, ahead.result())

@@ -18,7 +18,8 @@ WIDTH = 39
 class DebugPrinter:
     """A listener that prints every round of one text.
 
-    tokenizer: with `decode(ids)`; None = ids are shown. seq: the text, whose output before a round is printed with it.
+    tokenizer: an object with `decode(ids)`; None = ids are printed. seq: the text. Its output up to a round is printed
+    with the round.
     """
 
     def __init__(self, tokenizer: Any, seq: Sequence) -> None:
@@ -29,9 +30,9 @@ class DebugPrinter:
             print("\n".join(self.lines(detail, step.num_committed)))
 
     def lines(self, detail: RoundDetail, num_committed: int) -> Iterator[str]:
-        """Yield the lines of one round: its drafts with their probabilities and coins, and the token of the target.
+        """Yield the lines of one round: the drafted tokens with probabilities and coins, and the target's token.
 
-        num_committed: tokens that entered the output, where its end cut the round.
+        num_committed: how many of the round's tokens entered the output, which may end within the round.
         """
         num, accepted = len(detail.tokens), set(detail.accepted)
         yield " Speculative Step ".center(WIDTH, "=")
@@ -72,5 +73,5 @@ def _why(test: Any, coin: float | None) -> str:
 
 
 def _prob(value: float) -> str:
-    """Return a number with two digits behind the point, or two significant ones where it is smaller."""
+    """Return a number with two decimals, or with two significant digits where two decimals would show 0.00."""
     return f"{value:.2f}" if value == 0 or value >= 0.005 else f"{value:.2g}"

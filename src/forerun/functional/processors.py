@@ -1,12 +1,12 @@
 """Logits processors: how a token is drawn from logits, in the form in which library users write their own.
 
-A processor is `_process` (change the logits), a temperature, and `sample` (draw from probabilities). The ones here are
-the engine's own pipeline (forerun/sampling) under other names. A subclass is taken as it is: the distribution that it
-makes is what drafter and verifier see.
+A processor is `_process` (change the logits), a temperature, and `sample` (draw from probabilities). The processors
+here are the engine's own pipeline (forerun/sampling) under other names. A subclass is taken as it is: drafter and
+verifier see the distribution that it makes.
 
-The interface follows a published toolkit for speculative decoding, with its errors mended: greedy is the point mass
-at the largest logit, and no softmax whose argmax is taken later, which verification would not keep greedy; temperature
-comes before top-p; top-k keeps exactly k ids, of equal ones the lowest; no logits are changed in place.
+The interface follows a published toolkit for speculative decoding, with its errors mended. Greedy is the point mass at
+the largest logit. (If it were a softmax with an argmax taken later, verification would not keep it greedy.) Temperature
+comes before top-p. Top-k keeps exactly k ids, the lowest ids among equal logits. No logits are changed in place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from forerun.verify.arithmetic import aligned, normalised
 
 
 class LogitsProcessor(abc.ABC):
-    """Logits -> the distribution of the next token, and a draw from it.
+    """A map from logits to the distribution of the next token, and a draw from that distribution.
 
-    A subclass with a `_process` of its own keeps one of the two `sample` below. One with a `sample` of its own is
-    honoured, too: every emitted token is then what it returns for the target's distribution, and a drafted token is
-    kept where it is that one (the rule `match`), which is exact for any `sample` and accepts fewer tokens than `ratio`.
+    A subclass with its own `_process` inherits one of the two `sample` methods below. A subclass may also have its own
+    `sample`. Then every emitted token is the token that `sample` returns for the target's distribution, and a drafted
+    token is accepted where it equals that token (the rule `match`). This is exact for any `sample`, but accepts fewer
+    tokens than `ratio`.
     """
 
     def __init__(self, temperature: float = 1.0) -> None:
@@ -54,7 +55,7 @@ class LogitsProcessor(abc.ABC):
 
     @abc.abstractmethod
     def _process(self, logits: Tensor) -> Tensor:
-        """Return changed logits [..., V]; -inf excludes an id. What is passed in is the caller's own."""
+        """Return changed logits [..., V]; -inf excludes an id. The argument is the caller's, and stays as it is."""
 
     @abc.abstractmethod
     def sample(self, probs: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class LogitsProcessor(abc.ABC):
 
 
 class GreedyProcessor(LogitsProcessor):
-    """The most probable token; of equal ones the lowest id. The temperature changes nothing."""
+    """The most probable token, the lowest id among equals. The temperature changes nothing."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Map logits [..., V] to one-hot vectors [..., V]."""
@@ -103,7 +104,7 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """A draw from the most likely ids whose mass reaches top_p, at this temperature."""
+    """A draw from the nucleus at this temperature: the most likely ids that together just reach probability top_p."""
 
     def __init__(self, temperature: float, top_p: float) -> None:
         self.top_p = top_p
@@ -115,7 +116,7 @@ class NucleusProcessor(MultinomialProcessor):
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
-    """A draw from the most likely ids whose mass reaches top_p, among the top_k most likely ones."""
+    """A draw from the nucleus (top_p) of the top_k most likely ids."""
 
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
         self.top_k, self.top_p = top_k, top_p
@@ -127,7 +128,7 @@ class TopKNucleusProcessor(MultinomialProcessor):
 
 
 def max_fn(x: Tensor) -> Tensor:
-    """Return norm(max(0, x)) over the last dimension [..., V]: with x = p - q, the distribution of a correction.
+    """Return norm(max(0, x)) over the last dimension [..., V]. With x = p - q it is the distribution of a correction.
 
     Raises BadOption for a row without a positive entry, which cannot be normalised.
     """
@@ -148,7 +149,7 @@ def _rows(logits: Tensor, given: dict[str, Any]) -> Tensor:
 
 
 def wide(logits: Tensor) -> Tensor:
-    """Return logits in a type that numpy has: float32 in place of bfloat16 and float16."""
+    """Return logits in a dtype that numpy has: float32 in place of bfloat16 and float16."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -165,8 +166,8 @@ def spelled_out(probs: Probs, num_ids: int) -> Tensor:
 class Draws:
     """A processor as the engine applies it.
 
-    params: fields of SamplingParams. process: logits of one row [1, V] -> changed ones, where the pipeline does not do
-    it itself. sample: probabilities [1, V] -> an id, where a subclass brings its own.
+    params: fields of SamplingParams. process: logits of one row [1, V] -> changed logits; None = the engine's sampling
+    pipeline makes all changes. sample: probabilities [1, V] -> an id; None = the engine draws.
     """
 
     params: dict[str, Any]
@@ -175,7 +176,7 @@ class Draws:
 
     @staticmethod
     def of(processor: LogitsProcessor) -> Draws:
-        """Take a processor apart, by the methods that its class overrides. Raises BadOption for something else."""
+        """Take a processor apart, by the methods that its class overrides. Raises BadOption for any other object."""
         if not isinstance(processor, LogitsProcessor):
             raise BadOption(
                 f"logits_processor={shown(processor)} is no LogitsProcessor: make an instance of GreedyProcessor, "
@@ -210,14 +211,14 @@ class Draws:
 
 
 class SampledCoins:
-    """Coins whose picks are what a processor's own `sample` returns; the rest comes from the coins that they wrap."""
+    """Coins that pick tokens by a processor's own `sample`. All other decisions come from the wrapped coins."""
 
     def __init__(self, coins: Coins, sample: Callable[[Tensor], Tensor], num_ids: int) -> None:
         self.accept, self.draw, self.draft, self.picks = coins.accept, coins.draw, coins.draft, coins.picks
         self._sample, self._num_ids = sample, num_ids
 
     def pick(self, probs: Probs, depth: int) -> int:
-        """Return the id that `sample` draws. Raises BadOption for one that has probability 0, or for no single id."""
+        """Return the id that `sample` draws. Raises BadOption for several ids, and for an id of probability 0."""
         drawn = self._sample(spelled_out(probs, self._num_ids)[None])
         token = int(drawn) if not isinstance(drawn, Tensor) or drawn.numel() == 1 else -1
         if not (0 <= token < self._num_ids and probs.at(token) > 0):

@@ -31,19 +31,19 @@ def speculate_with(
     use_cache: bool = True,
     draft_model: Any = None,
 ) -> Speculating:
-    """Put speculation around a model of transformers, which forerun need not have an architecture for.
+    """Put speculation around a model of transformers. forerun need not know the model's architecture.
 
     Args:
         model: a causal or encoder-decoder module, in evaluation mode, on its own device.
-        tokenizer: its tokenizer, a fast one; None = ids are all there is.
+        tokenizer: the model's tokenizer, a fast one; None = prompts are ids, and outputs have no text.
         draft: a drafter without a model (suffix, lookup, ngram, recycle, ...; docs/drafters.md), with options as
             everywhere; or a module that drafts, on its own device, with the same vocabulary.
-        spec_length: tokens drafted per step, None = as the policy has it. pacing_policy: how far is drafted
-            (docs/methods); `auto` drafts as far as it pays.
-        use_cache: keep keys and values between passes; False for models whose state cannot be cut.
-        draft_model: the module, where `draft` names a drafter that is made of one, such as tree or cascade.
+        spec_length: the number of tokens drafted per step; None = the policy's default. pacing_policy: decides how far
+            to draft (docs/methods); `auto` drafts as far as it pays.
+        use_cache: keep keys and values between passes; False for a model with a state that cannot be cut.
+        draft_model: the module that drafts, where `draft` names a drafter that needs one, such as tree or cascade.
 
-    Raises UserError for what cannot be honoured.
+    Raises UserError for arguments that cannot be honoured.
     """
     is_module = isinstance(draft, torch.nn.Module)
     if is_module and draft_model is not None:
@@ -58,9 +58,9 @@ def speculate_with(
 
 
 class Speculating:
-    """A model with speculation; what a drafter learns stays from one call to the next. For one thread at a time.
+    """A model with speculation, made by `speculate_with`. Only one thread may use it at a time.
 
-    Made by `speculate_with`.
+    What a drafter learns in one call, it still knows in the next call.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Speculating:
         self.engine = self._assembly.engine
 
     def generate(self, prompts: Any, params: SamplingParams | None = None) -> Any:
-        """Generate for one prompt, or for several: a RequestOutput (text, token_ids, report), or a list of them.
+        """Generate for one prompt or several. Return a RequestOutput (text, token_ids, report), or a list of these.
 
-        prompts: a text, a conversation (messages with role and content) or token ids; or a list of such. params: None =
-        the defaults of SamplingParams, which draw at temperature 1. Where params.n asks for several outputs, there is a
-        list. Raises UserError for what cannot be honoured.
+        prompts: a text, a conversation (messages with role and content) or token ids; or a list of these. params: None
+        = the defaults of SamplingParams, which draw at temperature 1. The result is a list for several prompts, and
+        where params.n asks for several outputs. Raises UserError for arguments that cannot be honoured.
         """
         params = params or SamplingParams()
         is_one = self._is_one(prompts)
@@ -107,7 +107,10 @@ class Speculating:
         return outputs[0] if is_one and params.n == 1 else outputs
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Any:
-        """Call `listener` with every StepReport; `detail` fills its rounds. Returns a function that ends it."""
+        """Call `listener` with every StepReport from now on. Returns a function that ends this.
+
+        detail: whether the reports contain their rounds.
+        """
         return self.engine.listen(listener, detail=detail)
 
     def _is_one(self, prompts: Any) -> bool:
@@ -135,9 +138,9 @@ class Speculating:
 
 
 def own_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Return the engine's Tokenizer for a fast tokenizer of transformers, whose backend is copied.
+    """Return the engine's Tokenizer for a fast tokenizer of transformers. The tokenizer's backend is copied.
 
-    A Tokenizer is returned as it is. Raises BadOption for any other object.
+    A Tokenizer of the engine is returned as it is. Raises BadOption for any other object.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
