@@ -1,4 +1,4 @@
-"""Proofs for verification rules: they enumerate all outcomes of a rule's coins, and must refuse wrong rules.
+"""Proofs for verification rules. A proof enumerates all outcomes of a rule's coins, and must refuse wrong rules.
 
 This proves a rule of your own, `rule(draft, b, target_probs, coins) -> (path, next token, acceptance tests)`:
 
@@ -6,13 +6,13 @@ This proves a rule of your own, `rule(draft, b, target_probs, coins) -> (path, n
     said = emitted(rule, target, drawn_tree((-1, -1, 0), near, "independent"), horizon=3)
     assert total_variation(said, plain(target, horizon=3)) < 1e-12
 
-`emitted` runs the rule through all outcomes of its coins and of the drafter's (exact enumeration, docs/exactness.md),
-and continues each output with the target up to the horizon. A rule is exact if one round that the target continues has
-the distribution of the target alone, because rounds compose. `MUTANTS` are small changes of a right rule, or of its
-input, that a proof must refuse.
+`emitted` runs rule and drafter through all outcomes of their coins (exact enumeration, docs/exactness.md), and
+continues each output with the target up to the horizon. A rule is exact if one round of the rule, continued by the
+target, has the distribution of the target alone, because rounds compose. `MUTANTS` are small changes of a right rule,
+or of its input. A proof must refuse them.
 
-`forerun.testing.engines` does the same with a whole engine on a toy model, and `forerun.testing.wrong` switches the
-mutants m1 ... m19 in wherever the package computes: the tests and `forerun certify` share both.
+`forerun.testing.engines` proves a whole engine on a toy model in this way. `forerun.testing.wrong` switches the mutants
+m1 ... m19 into the code of the package. The tests and `forerun certify` share both.
 """
 
 from forerun.testing.coins import Branching, enumerate_outcomes

@@ -1,4 +1,4 @@
-"""Coins that take every outcome in turn: exact enumeration of whatever draws through them."""
+"""Coins that take every outcome in turn, for the exact enumeration of whatever draws with these coins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Polygon = list[tuple[float, float, float]]  # its corners in order; for three nu
 class _Way:
     """One way through all branchings of a run."""
 
-    script: list[int]  # outcomes to take first; behind them the first outcome is taken
+    script: list[int]  # outcomes to take first; after them the first outcome is taken
     trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
     weight: float = 1.0
     noise: dict[int, Polygon] = field(default_factory=dict)  # absolute index -> polygon of the possible match noise
@@ -31,13 +31,15 @@ class _Way:
 
 
 class Branching:
-    """Coins that take every outcome in turn, depth first, and count its probability (docs/exactness.md).
+    """Coins that take every outcome in turn, depth first, and multiply the probabilities (docs/exactness.md).
 
-    `enumerate_outcomes` makes them; `at(position)` gives the Coins of a round whose first token has that absolute
+    `enumerate_outcomes` makes these coins. `at(position)` returns the coins of a round that begins at that absolute
     index. A production coin is a function of (purpose, depth, lane), so a rule that asks for the same coin twice in a
     round gets the same random number twice. Here that raises an AssertionError, because enumeration would count the two
-    as independent. The match noise of one index is one random object, however often it is used (by a drafter and the
-    verifier, or in two rounds), so `pick` takes each outcome that the earlier picks leave possible, with its exact
+    uses as independent.
+
+    The match noise of one index is one random object, however often it is used (by a drafter and the verifier, or in
+    two rounds). So `pick` takes each outcome that is possible after the earlier picks at that index, with its exact
     conditional probability.
     """
 
@@ -46,11 +48,11 @@ class Branching:
         self._asked: set[tuple[str, int, int]] = set()
 
     def at(self, position: int) -> Branching:
-        """Return the coins of a round on the same way that starts at this absolute index."""
+        """Return the coins of a round that begins at this absolute index, on the same way."""
         return Branching(self._way, position)
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Take both outcomes in turn, with weights prob and 1 - prob."""
+        """Take acceptance and rejection in turn, with the weights prob and 1 - prob."""
         prob = min(1.0, max(0.0, prob))
         if 0 < prob < 1:  # production uses no random number for 0 and 1
             self._ask("accept", depth, lane)
@@ -61,7 +63,7 @@ class Branching:
         return self._draw(probs, "next", depth, 0)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Do as `draw`, with a separate random number for the drafter."""
+        """Take every id of the support in turn, as `draw` does, with the drafter's own random number."""
         return self._draw(probs, "draft", depth, lane)
 
     def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
@@ -72,7 +74,7 @@ class Branching:
 
     def _ask(self, purpose: str, depth: int, lane: int) -> None:
         if (purpose, depth, lane) in self._asked:
-            raise AssertionError(  # the engine lets it pass, whatever part of it asked
+            raise AssertionError(  # the engine passes an AssertionError on, whichever part of the engine asked
                 f"the coin ({purpose}, depth {depth}, lane {lane}) is used twice in a round: it is one random number; "
                 "give each draw and each test at a depth a lane of its own"
             )
@@ -96,7 +98,7 @@ class Branching:
         return list(orders[i])
 
     def _branch(self, weights: npt.NDArray[Any], rounding: float = 0.0) -> int:
-        """Take one index whose share of the weights is above `rounding`; the weights need not be normalised."""
+        """Take each index of `weights` with a share above `rounding` in turn. The weights need not be normalised."""
         shares = weights.astype(np.float64) / weights.sum(dtype=np.float64)
         possible = np.flatnonzero(shares > rounding)
         way = self._way
@@ -109,10 +111,10 @@ class Branching:
 
 
 class Reused(Branching):
-    """Coins without the round number: the uniform of a purpose, a position and a lane is one number in all rounds.
+    """Coins that ignore the round number: a purpose, position and lane have the same uniform number in all rounds.
 
-    Each use of a uniform leaves an interval for it, which later rounds cut further. A rule that looks
-    at coins of positions that it discards is biased by them (mutant m13).
+    After each use, the number is known to lie in an interval, which later rounds cut further. Such coins bias a rule
+    that looks at coins of positions and then discards these positions (mutant m13).
     """
 
     def __init__(self, coins: Branching) -> None:
@@ -120,14 +122,14 @@ class Reused(Branching):
         self._left = coins._way.uniforms
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Take both outcomes that the interval of this uniform leaves."""
+        """Take acceptance and rejection in turn, where the uniform number's interval allows them."""
         return prob >= 1 or (prob > 0 and self._cut("accept", depth, lane, np.array([prob, 1 - prob])) == 0)
 
     def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
         return probs.point if probs.point is not None else self._cut(purpose, depth, lane, spelled_out(probs))
 
     def _cut(self, purpose: str, depth: int, lane: int, weights: npt.NDArray[Any]) -> int:
-        """Return the share that the uniform falls into; all possible ones are taken in turn."""
+        """Return the index of the weight that the uniform number falls into. All possible indices are taken in turn."""
         key = (purpose, self._position + depth, lane)
         low, high = self._left.get(key, (0.0, 1.0))
         ends = np.append(0.0, weights.cumsum() / weights.sum())
@@ -138,7 +140,10 @@ class Reused(Branching):
 
 
 def spelled_out(probs: Probs) -> npt.NDArray[Any]:
-    """Return the weights of the ids 0 to n - 1, also for listed ids. Raises InternalError for no distribution."""
+    """Return the weights of the ids 0 to n - 1, with 0 for ids that `probs` does not list.
+
+    Raises InternalError where `probs` is no distribution.
+    """
     if probs.point is not None:
         return np.asarray(np.eye(1, probs.point + 1, probs.point)[0])
     weights, ids = weights_of(probs)
@@ -150,7 +155,7 @@ def spelled_out(probs: Probs) -> npt.NDArray[Any]:
 
 
 def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
-    """Return (probability, result) of every way that `run` can go. `run` must be a function of its coins alone."""
+    """Return (probability, result) of every way that `run` can go. `run` may depend on nothing but its coins."""
     outcomes: list[tuple[float, T]] = []
     script: list[int] = []
     while True:
@@ -194,7 +199,10 @@ def _ordered(polygon: Polygon, weights: Seq[float], order: Seq[int]) -> Polygon:
 
 
 def _clip(polygon: Polygon, height: Seq[float]) -> Polygon:
-    """Cut a convex polygon to where a linear function, given at its corners, is <= 0 (Sutherland, Hodgman 1974)."""
+    """Cut a convex polygon to the part where a linear function is <= 0 (Sutherland, Hodgman 1974).
+
+    height: the value of the function at each corner.
+    """
     corners: Polygon = []
     for i, corner in enumerate(polygon):
         j = (i + 1) % len(polygon)
@@ -208,6 +216,6 @@ def _clip(polygon: Polygon, height: Seq[float]) -> Polygon:
 
 
 def _area(polygon: Polygon) -> float:
-    """Return the area relative to the whole triangle, by the shoelace formula."""
+    """Return the area of a polygon relative to the whole triangle, by the shoelace formula."""
     ends = zip(polygon, polygon[1:] + polygon[:1], strict=True)
     return abs(math.fsum(a[0] * b[1] - a[1] * b[0] for a, b in ends)) if len(polygon) > 2 else 0.0

@@ -1,8 +1,8 @@
 """Exact enumeration of a whole engine on a toy model: every outcome of every coin, with its probability.
 
-`spoken` runs the real engine through Branching coins and sums the probability of each output. `plain_outputs` is the
-product of the target's own probabilities, by a pipeline that is written a second time in plain Python. A rule is
-lossless if both agree to the last bits of float64 (docs/exactness.md).
+`spoken` runs the real engine with Branching coins and sums the probability of each output. `plain_outputs` multiplies
+the target's own probabilities, which a second sampling pipeline computes in plain Python. A rule is lossless if both
+agree to the last bits of float64 (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -41,39 +41,40 @@ TARGET = ToyModel(V, 1)  # shared by most cases: its table is made once
 
 Wrap = Callable[[Coins], Coins]
 Ways = list[tuple[float, tuple[tuple[int, ...], list[StepReport]]]]  # probability, (output, reports)
-Needs = Callable[[str, Target], Mapping[str, Any]]  # (drafter, target) -> options that it cannot do without
+Needs = Callable[[str, Target], Mapping[str, Any]]  # (drafter, target) -> options that the drafter cannot do without
 
 
 def nothing(drafter: str, target: Target) -> Mapping[str, Any]:
-    """Say that a drafter needs no option."""
+    """Return no options, for a drafter that needs none."""
     return {}
 
 
 class Letters:
-    """A tokenizer of ids that are letters: 0 is a, 1 is b. Ids that end a text are no letters."""
+    """A tokenizer in which each id is a letter: 0 is a, 1 is b. Special ids, which end a text, are no letters."""
 
     def __init__(self, num_ids: int, special_ids: frozenset[int]) -> None:
         self.special_ids = special_ids
         self.token_bytes = [chr(97 + token).encode() for token in range(num_ids)]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of the letters of a text; other characters have none."""
+        """Return the ids of a text's letters. Other characters have no id and are left out."""
         ids = [ord(letter) - 97 for letter in text]
         return [token for token in ids if 0 <= token < len(self.token_bytes) and token not in self.special_ids]
 
 
-letters = functools.cache(Letters)  # a grammar is compiled once for each of them
+letters = functools.cache(Letters)  # cached, because a grammar is compiled once for each tokenizer
 
 
 @dataclass(frozen=True)
 class Case:
     """One engine and one request.
 
-    options: of the drafter. near: the draft model, where the drafter wants one; None = resembling(target). bad_words:
-    ids that must not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten:
-    ids that drafts must not contain. A target with a source is asked with that; `prompt` begins its text. params may
-    have a choice of texts in the letters of `Letters`. forced: whether the tokens that a choice forces are drafted,
-    before and behind the drafter's guesses.
+    params: a choice of texts is written in the letters of `Letters`. options: the drafter's options. near: the draft
+    model, for drafters that need one; None = resembling(target). prompt: the request's prompt. Where the target has a
+    source, the source is the request's prompt, and `prompt` begins the output. bad_words: sequences of ids that must
+    not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten: ids that drafts
+    must not contain. forced: whether tokens that a choice forces are drafted, before and after the drafter's guesses.
+    needs: returns options that the drafter cannot do without.
     """
 
     drafter: str
@@ -94,7 +95,7 @@ class Case:
 
 @functools.cache
 def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyModel:
-    """Return a draft model that is right most of the time."""
+    """Return a draft model that agrees with the target most of the time."""
     return ToyModel(
         target.config.vocab_size,
         seed,
@@ -106,21 +107,21 @@ def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyMod
 
 
 def runner_for(model: ToyModel) -> Runner:
-    """Return a runner of a toy, with a cache whose memory is full of wrong rows."""
+    """Return a runner of a toy model. The memory of its cache is full of wrong rows."""
     cache = BlockCache.of(model, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS)
     spoil(cache)
     return Runner(model, cache)
 
 
 def spoil(cache: Any) -> None:
-    """Fill a new cache with -1: rows of an earlier engine in its memory would hide rows that were never written."""
+    """Fill a new cache with -1, because rows of an earlier engine would hide that a row was never written."""
     for part in cache.pools.tensors():
         numbers = part.values if isinstance(part, HostTensor) else part
         numbers[...] = -1
 
 
 def checkpoint_of(model: Any) -> Checkpoint:
-    """Return a model as if it had been loaded."""
+    """Return a checkpoint of a model in memory, as if the model had been loaded."""
     return Checkpoint(OpenedCheckpoint.in_memory(model.config, name="draft"), model)
 
 
@@ -133,9 +134,10 @@ def target_for(
     loaded_draft: Checkpoint | None = None,
     **options: Any,
 ) -> Target:
-    """Return the Target that drafters get for a model in memory, as if it had been opened.
+    """Return the Target that drafters get for a model in memory, as if the model had been opened.
 
-    num_ids: None = as Target.of counts them. options: of the engine; draft models get the model's operators.
+    num_ids: the number of ids, None = as Target.of counts them. options: of the engine; by default draft models get the
+    model's operators.
     """
     config = EngineConfig(**{"ops": model.ops.name, "max_batch_size": 8, "max_seq_len": 256, **options})
     opened = Opened(config, OpenedCheckpoint.in_memory(model.config, tokenizer, end_ids), loaded_draft is not None)
@@ -145,14 +147,14 @@ def target_for(
 
 
 def everyone(drafter: Drafter) -> Iterator[Drafter]:
-    """Yield a drafter and all drafters that it is made of."""
+    """Yield a drafter and all drafters inside of it."""
     yield drafter
     for member in getattr(drafter, "members", ()):
         yield from everyone(member)
 
 
 def drafter_for(case: Case) -> Drafter:
-    """Return any drafter by name; a draft model, by itself or within another drafter, is a toy model."""
+    """Build the drafter of a case. A draft model, by itself or inside of another drafter, is a toy model."""
     near = case.near or resembling(case.target)
     size = case.target.config.vocab_size
     texts, own_texts = case.tokenizers
@@ -176,7 +178,7 @@ def _ticking() -> Callable[[], float]:
 
 
 def steady(policy: pacing.Pacing) -> pacing.Pacing:
-    """Return the policy with constant step times, so that the same coins lead to the same lengths."""
+    """Let a policy see made-up step times that depend on counts alone, so that equal coins lead to equal lengths."""
     observe = policy.observe
 
     def told(report: StepReport) -> None:
@@ -209,12 +211,12 @@ def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
 
 
 def _letters_of(case: Case) -> Any:
-    """Return the tokenizer of a case with a choice; None for other cases, which have ids alone."""
+    """Return the tokenizer of a case with a choice; None for other cases, which have only ids."""
     return letters(case.target.config.vocab_size, case.end_ids) if case.params.choice else None
 
 
 def generate(case: Case, coins: Callable[[Sequence], Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
-    """Run one request to its end on a new engine; return its output, and the reports of steps that decoded.
+    """Run one request to its end on a new engine. Return the output, and the reports of the steps that decoded.
 
     Raises the error of a failed request, and InternalError where the drafter failed and the engine went on without it.
     """
@@ -240,7 +242,7 @@ def as_they_are(coins: Coins) -> Coins:
 
 
 def every_way(case: Case, wrap: Wrap = as_they_are) -> Ways:
-    """Return (probability, (output, reports)) of every way the engine can go."""
+    """Return (probability, (output, reports)) of every way that the engine can go."""
 
     def run(way: Branching) -> tuple[tuple[int, ...], list[StepReport]]:
         return generate(case, lambda seq: wrap(way.at(len(seq.tokens))))
@@ -249,7 +251,7 @@ def every_way(case: Case, wrap: Wrap = as_they_are) -> Ways:
 
 
 def spoken(case: Case, wrap: Wrap = as_they_are) -> Outputs:
-    """Return the probability of each output, by the real engine."""
+    """Return the probability of each output of the real engine."""
     return summed(every_way(case, wrap))
 
 
@@ -270,7 +272,7 @@ def error(case: Case, wrap: Wrap = as_they_are) -> float:
 
 
 def plain_outputs(case: Case) -> Outputs:
-    """Return the probability of each output of plain decoding: the product of the target's probabilities to an end."""
+    """Return the probability of each output of plain decoding: the product of the target's probabilities."""
     if case.params.max_tokens is None:
         raise InternalError("outputs without an end cannot be enumerated: give max_tokens")
     outputs: dict[tuple[int, ...], float] = {}
@@ -291,7 +293,7 @@ def plain_outputs(case: Case) -> Outputs:
 
 
 def is_whole(params: SamplingParams, output: Seq[int]) -> bool:
-    """Return whether an output is a text of the choice that begins no other one."""
+    """Return whether an output is a text of the choice, and no other text of the choice begins with the output."""
     text = _spelled(output)
     return text in params.choice and not any(one != text and one.startswith(text) for one in params.choice)
 
@@ -308,7 +310,7 @@ def second_pipeline(
     end_ids: Seq[int] | frozenset[int],
     bad_words: Seq[tuple[int, ...]] = (),
 ) -> list[float]:
-    """Compute `forerun.sampling.probs` a second time, with lists and full sorts, as weights [V]."""
+    """Return the weights [V] that `forerun.sampling.probs` computes, by a second code with lists and full sorts."""
     if params.forced_eos_token_id is not None and len(output) + 1 == params.max_tokens:
         return [float(x == params.forced_eos_token_id) for x in range(len(logits))]
     z = list(logits)
@@ -329,7 +331,7 @@ def second_pipeline(
     for x in end_ids:
         z[x] = -math.inf if len(output) < params.min_tokens else z[x]
     largest = max(z)
-    z = [value - largest for value in z]  # first, as in the pipeline: rounding may tie logits that differ by a bit
+    z = [value - largest for value in z]  # before the sort, as in the pipeline: rounding may tie logits
     order = sorted(range(len(z)), key=lambda x: (-z[x], x))
     if params.temperature == 0:
         return [float(x == order[0]) for x in range(len(z))]

@@ -1,4 +1,4 @@
-"""Wrong rules, each a small change of a right one, or of its input. The numbers m1 ... m19 are fixed names."""
+"""Wrong rules. Each is a small change of a right rule, or of the rule's input. m1 ... m19 are fixed names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from forerun.verify import Ruling
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong rule made from a right one. needs: "chain" or "tree", and for trees how their siblings are drawn."""
+    """A wrong rule that is made from a right rule.
+
+    needs: the drafts in which the mutant shows: "chain", trees with "independent" or "distinct" siblings, or drafts for
+    the rule "match".
+    """
 
     name: str
     needs: str
@@ -25,9 +29,10 @@ class Mutant:
 
 
 class _Spy:
-    """Stands between a rule and its coins and rows; subclasses change some of them, which makes a mutant.
+    """A spy between a rule and its coins, and between the rule and its rows, the target's distributions.
 
-    row: the target's distribution that the rule read last, which is the one behind the path so far.
+    A subclass changes some coins or rows, which makes a mutant. row: the distribution that the rule read last, which is
+    the distribution after the path so far.
     """
 
     def __init__(self, draft: Draft, b: int, rows: Seq[Probs], coins: Coins) -> None:
@@ -65,7 +70,10 @@ def _spied(spy: type[_Spy]) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def _given(change: Callable[[Draft], Draft]) -> Callable[[RuleFunction], RuleFunction]:
-    """Make a mutant that judges a changed draft. The target's row of a node is found by the tokens of its path."""
+    """Make a mutant that judges a changed draft.
+
+    The rule sees the right target distribution for each node, which is found by the tokens on the node's path.
+    """
 
     def apply(rule: RuleFunction) -> RuleFunction:
         def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
@@ -182,7 +190,7 @@ def _first_probs(draft: Draft) -> Draft:
 
 
 def _sorted_siblings(draft: Draft) -> Draft:
-    """Sort siblings by their probability, with their whole subtrees."""
+    """Sort siblings by their probability. Each sibling takes its whole subtree along."""
     order: list[int] = []
 
     def visit(parent: int) -> None:

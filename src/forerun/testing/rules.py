@@ -1,4 +1,4 @@
-"""Rules by themselves: random tables, drafted trees, and the outputs of a rule."""
+"""The parts of a proof that needs no engine: random tables, drafted trees, and the outputs of a rule."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RuleFunction = Callable[..., Ruling]  # (draft, b, target_probs, coins)
 
 
 def tables(num_ids: int, seed: int, *, zero_share: float = 0.0, near: Table | None = None, share: float = 0.5) -> Table:
-    """Make a random distribution for each context, float64 [num_ids]; about `zero_share` of its entries are 0.
+    """Make a table: a random distribution for each context, float64 [num_ids].
 
-    near: another table, which is mixed in with a weight of `share`.
+    zero_share: about this share of the entries is 0. near: another table, which is mixed in with the weight `share`.
     """
 
     @functools.cache
@@ -44,11 +44,12 @@ def dense(weights: Floats) -> Probs:
 
 
 def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins], Draft]:
-    """Return a drafter of trees of one shape: node i has parents[i], -1 = the root. Tokens are drawn from `table`.
+    """Return a drafter that drafts trees of one shape, with tokens drawn from `table`.
 
-    draws: "independent" siblings (with replacement), "distinct" ones (without; each states the distribution that its
-    earlier siblings left), or the most likely ones as "point" masses. A node for which no token is left is not drafted,
-    nor are its descendants.
+    parents: the parent of each node, -1 = the root. draws: "independent" = siblings are drawn with replacement.
+    "distinct" = siblings are drawn without replacement, and each states the distribution without the earlier siblings.
+    "point" = siblings are the most likely tokens, as point masses. Where no token remains for a node, the node and its
+    descendants are not drafted.
     """
 
     def draft(coins: Coins) -> Draft:
@@ -95,7 +96,7 @@ def emitted(rule: RuleFunction, target: Table, drafter: Callable[[Coins], Draft]
 
 
 def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
-    """Return the probability, by the target alone, of each output of `horizon` tokens that begins with `start`."""
+    """Return the target's own probability of each output of `horizon` tokens that begins with `start`."""
     outputs = {start: 1.0}
     for _ in range(horizon - len(start)):
         outputs = {
@@ -108,5 +109,5 @@ def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
 
 
 def total_variation(a: Outputs, b: Outputs) -> float:
-    """Return the total variation distance: half the sum of absolute differences over the outputs of both."""
+    """Return the total variation distance: half the sum of absolute differences over all outputs of a and b."""
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b}) / 2

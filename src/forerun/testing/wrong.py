@@ -1,8 +1,8 @@
 """Wrong versions of the package, m1 ... m19, each with the toy case in which it must show.
 
 A proof is worth something only if it can fail. `WRONG[name].switched_in()` changes the code that runs, in this process,
-until the block ends; `WRONG[name].error()` is the error of the case, and must be above CAUGHT with the mutant and below
-EXACT without. The numbers are fixed names; docs/exactness.md says in words what the versions are.
+until the block ends. `WRONG[name].error()` is the error of the case. It must be above CAUGHT with the mutant, and below
+EXACT without. The numbers are fixed names. docs/exactness.md says in words what the versions are.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from forerun.verify import Ruling, kseq, match, ratio
 
 CAUGHT, EXACT = 1e-6, 1e-12
 NUM_CACHE_TOKENS = 12  # of the request in `cache_errors`
-NUM_ROUNDS = 2000  # of production coins, which find a total variation of 0.06
-CHANCE = 1e-6  # a lower p-value is no chance; the seeds are fixed
+NUM_ROUNDS = 2000  # with production coins, enough to find a total variation of 0.06
+CHANCE = 1e-6  # a lower p-value does not come by chance; the seeds are fixed
 
 Switch = Callable[[], AbstractContextManager[None]]
 
@@ -45,8 +45,9 @@ Switch = Callable[[], AbstractContextManager[None]]
 class Wrong:
     """One wrong version.
 
-    case: where it shows. wrap: put around the coins of the enumeration while the mutant is in. shows_in: "outputs" of
-    the enumeration; "caches", where outputs stay exact; or the production "coins", which enumeration replaces.
+    case: the toy case in which the mutant shows. wrap: goes around the coins of the enumeration while the mutant is
+    switched in. shows_in: where to look for the error. "outputs" = in the enumeration's outputs. "caches" = in cache
+    rows, where outputs stay exact. "coins" = in draws with production coins, which the enumeration replaces.
     """
 
     name: str
@@ -57,9 +58,10 @@ class Wrong:
     shows_in: Literal["outputs", "caches", "coins"] = "outputs"
 
     def error(self, is_in: bool = True) -> float:
-        """Return the total variation of the case from plain decoding, the wrong rows of caches, or `coin_error`.
+        """Return the error of the case, as `shows_in` measures it.
 
-        shows_in decides which. is_in: whether the mutant is switched in while this runs.
+        "outputs" = the total variation from plain decoding. "caches" = the number of wrong cache rows. "coins" =
+        `coin_error`. is_in: whether the mutant is switched in while this runs.
         """
         if self.shows_in == "caches":
             return float(cache_errors(self.case))
@@ -69,7 +71,7 @@ class Wrong:
 
 
 def find(name: str) -> Wrong:
-    """Return a wrong version by its number. Raises BadOption."""
+    """Return a wrong version by its name, such as m1. Raises BadOption."""
     if name not in WRONG:
         raise BadOption(unknown("mutant", name, WRONG))
     return WRONG[name]
@@ -77,9 +79,9 @@ def find(name: str) -> Wrong:
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Give attributes, as (owner, name, value), other values until the block ends."""
+    """Replace the values of attributes until the block ends. changes: (owner, name, new value) for each attribute."""
     for owner, name, _ in changes:
-        getattr(owner, name)  # a module may load it when it is first used
+        getattr(owner, name)  # a module may load an attribute only when it is first used
     before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -94,7 +96,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _rule(module: Any, number: str) -> Switch:
-    """Return the switch of a rule's mutant; a mutant for chains leaves trees to the right rule."""
+    """Return the switch of a rule's mutant. A mutant for chains leaves trees to the right rule."""
     mutant = next(m for m in (*MUTANTS, SECOND_DRAW) if m.name.split()[0] == number)
 
     def switch() -> AbstractContextManager[None]:
@@ -117,7 +119,7 @@ def _on_chains(wrong: RuleFunction, right: RuleFunction) -> RuleFunction:
 
 
 def _soft_greedy() -> AbstractContextManager[None]:
-    """Judge greedy requests by softmax vectors while tokens are argmaxes, as found in the wild."""
+    """Judge greedy requests by softmax vectors although tokens are argmaxes, a mistake found in the wild."""
     right_probs, right_rule = sampling.probs, ratio.rule
 
     def probs(logits: Row, params: SamplingParams, history: Any = None, soft: bool = False) -> Probs:
@@ -153,7 +155,7 @@ def _soft_greedy() -> AbstractContextManager[None]:
 
 
 def _noise_reused() -> AbstractContextManager[None]:
-    """Leave the round number out of the counter."""
+    """Leave the round number out of the counter of production coins."""
     right = PhiloxCoins.__init__
 
     def without_round(self: PhiloxCoins, seed: int, position: int, round: int) -> None:
@@ -172,7 +174,7 @@ def _frozen_penalties() -> AbstractContextManager[None]:
 
 
 def _stale_draft_cache() -> AbstractContextManager[None]:
-    """Count the last drafted token as fed, though it was not; an old row of the cache is read in its place."""
+    """Record that the last drafted token was fed, although it was not. An old cache row is read in its place."""
     right = feeding.FedModel._forget_rejected
 
     def extend_upward(self: feeding.FedModel, seq: Sequence) -> None:
@@ -187,10 +189,10 @@ def _stale_draft_cache() -> AbstractContextManager[None]:
 
 
 def cache_errors(case: Case) -> int:
-    """Count rows of both caches that differ from the committed tokens, over one generation.
+    """Count the rows of both caches that differ from the committed tokens, over the steps of one generation.
 
-    See docs/development/journey.md. The toy keeps ids and positions in its cache, so a rebuilt cache is the token list
-    itself.
+    See docs/development/journey.md. A cache row of the toy model is an id and a position, so a rebuilt cache would be
+    the token list itself.
     """
     engine = engines.engine_for(case, lambda seq: PhiloxCoins(seq.seed, len(seq.tokens), seq.round))
     params = dataclasses.replace(case.params, seed=3, acceptance="ratio", max_tokens=NUM_CACHE_TOKENS)
@@ -204,7 +206,7 @@ def cache_errors(case: Case) -> int:
 
 
 def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
-    """Count the wrong rows among the kept ones before the last committed token."""
+    """Count the wrong rows among the kept cache rows, without the last committed token's row."""
     assert isinstance(cache, BlockCache)
     held = min(cache.length(slot), len(tokens) - 1)
     ids, positions = (np.asarray(kept)[:, 0, 0] for kept in cache.pools[0].read(cache.rows(slot, 0, held)))
@@ -212,15 +214,16 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
 
 
 def _purpose(name: str, other: str) -> Switch:
-    """Return the switch that draws the numbers of one purpose with the word of another."""
+    """Return the switch that draws the random numbers of one purpose with the counter word of another purpose."""
     return lambda: replaced((rng, name, getattr(rng, other)))
 
 
 def coin_error() -> float:
-    """Return the total variation of `ratio` with production coins from the target's distribution; 0 = by chance.
+    """Return the total variation between the target's distribution and what `ratio` emits with production coins.
 
-    Each round drafts two tokens with its own seed. First tokens are counted, and tokens behind an accepted one; the
-    result is the larger total variation of these two, where a G-test with a p-value of CHANCE or more counts as 0.
+    Each round has a seed of its own and drafts two tokens. First tokens are counted, and so are tokens after an
+    accepted first token. The larger total variation of these two counts is returned. A total variation counts as 0
+    where a G-test has a p-value of CHANCE or more.
     """
     target, drafted = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.4, 0.1, 0.2])
     p, q = (Probs(dense=probs.astype(np.float32)) for probs in (target, drafted))
@@ -252,7 +255,8 @@ def _case(rule: str = "ratio", drafter: str = "model", **options: Any) -> Case:
 # The draft model draws from all ids, and the target's top-k forbids one of them.
 WIDER = dataclasses.replace(_case(top_k=2), options={"draft_top_k": 0})
 PERFECT = dataclasses.replace(_case(), near=resembling(TARGET, distance=0.0))  # so that full acceptance happens
-UNLIKE = resembling(TARGET, distance=4.0)  # two ids are left where one was drawn too often, as siblings need it
+# Where this draft model drafts one id too often, two ids are left to draw, which mutants of siblings need.
+UNLIKE = resembling(TARGET, distance=4.0)
 TREE = {"shape": "2"}
 SIBLINGS = dataclasses.replace(_case(drafter="tree"), options={**TREE, "draws": "independent"}, near=UNLIKE)
 DISTINCT = dataclasses.replace(SIBLINGS, options=TREE)
