@@ -1,18 +1,18 @@
-"""The backends that compute models: every file and subfolder here that defines NAME, found by scanning.
+"""The backends that compute models. A backend is a file or a subfolder of this folder that defines NAME.
 
-A backend's file defines the following names, and the backend is listed nowhere else.
+Backends are found by a scan of the folder, and are listed nowhere else. The file of a backend defines these names:
 
     NAME                                        the backend's name in the option `ops`
-    RANK                                        auto takes the highest rank that can compute the model; 0 = never
+    RANK                                        its rank: auto prefers high ranks; 0 = auto never takes it
     DEVICE                                      the device that it computes on, "cpu" or "cuda"; left out = both
-    NEEDS = "torch"                             where the file imports torch; left out = it needs numpy alone
-    usable(device) -> reason or None            why it cannot run on "cpu" or "cuda", worded to follow its name
+    NEEDS = "torch"                             given where the file imports torch; left out = numpy is enough
+    usable(device) -> reason or None            why it cannot run on a device, as words that follow its name
     supports(spec) -> reason or None            why it does not compute a model
     row_invariant                               whether the bits of an output row depend on that row alone
     KV_DTYPES                                   the values of kv_cache_dtype; left out = the model's own dtype
     make() -> operators                         the operators, see operators.py
     load(spec, weights, operators, ...)         a model; see `load_model`
-    sizes(wanted) -> Sizes                      the memory that it takes: bytes of weights and of a pass
+    sizes(wanted) -> Sizes                      the memory that weights and passes take
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def files() -> Mapping[str, str]:
 
 
 def backends() -> Mapping[str, Backend]:
-    """Return the backends that can be imported here (most need torch), by name, in the order of `files`."""
+    """Return the backends that can be imported on this machine (most need torch), by name, in the order of `files`."""
     return {name: backend(name) for name in files() if why_no_import(name) is None}
 
 
@@ -82,7 +82,7 @@ def backend(name: str) -> Backend:
 
 @cache
 def why_no_import(name: str) -> str | None:
-    """Return why a backend's file cannot be imported, worded to follow the backend's name; None where it can."""
+    """Return why a backend's file cannot be imported, as words that follow the backend's name; None where it can."""
     is_missing = _states(name, "NEEDS") == "torch" and native.torch_version() is None
     return f"is not possible: {native.needs_torch('it')}" if is_missing else None
 
@@ -101,7 +101,7 @@ def _states(name: str, constant: str) -> str | None:
 def resolve(name: str, device: str, spec: Spec | None = None) -> str:
     """Resolve "auto" to the name of a backend on a device; return any other name as it is.
 
-    spec: the spec of the model to compute, if known. Raises BadOption for a backend that cannot run here, and
+    spec: the spec of the model to compute, if known. Raises BadOption for a backend that cannot run on the device, and
     UnsupportedModel for a backend that does not compute the model.
     """
     refuse_without_torch(device)
@@ -120,12 +120,11 @@ def resolve(name: str, device: str, spec: Spec | None = None) -> str:
 
 
 def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -> str:
-    """Return the name of the backend that computes a draft model.
+    """Return the name of the backend that computes a draft model. Raises the errors of `resolve`.
 
-    name: the option `ops`. target: the backend that runs the target. A backend that the option names computes all
-    models. "auto" takes the best backend for each model, with one exception: where the target runs on another backend
-    than "auto" would choose now, the draft model runs on the target's backend too, if it can. Raises the errors of
-    `resolve`.
+    name: the option `ops`. target: the backend that runs the target. Any name but "auto" is the backend of all models.
+    "auto" takes the best backend for each model, with one exception. Where the target runs on another backend than
+    "auto" would choose for it, the draft model runs on the target's backend too, if that backend can compute it.
     """
     if name == "auto" and target != resolve("auto", device, target_spec) and why_not(target, device, spec) is None:
         return target
@@ -169,8 +168,8 @@ def kv_dtype(option: str, model: Model, *, must: bool = True) -> str:
 def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: bool = True) -> str:
     """Return the dtype of a KV cache of this shape under the option kv_cache_dtype.
 
-    name: the backend that computes the model. own: the model's own cache dtype. must: whether to raise BadOption for a
-    dtype that the backend does not compute with; otherwise `own` is returned in its place.
+    name: the backend that computes the model. own: the model's own cache dtype. must: whether to raise BadOption where
+    the backend cannot keep the cache in the wanted dtype. If not, `own` is returned in this case.
     """
     if option in ("auto", own):
         return own
@@ -202,11 +201,12 @@ def load_model(
 ) -> LoadedModel:
     """Make a model from a spec and its weights, computed by these operators.
 
-    weights: a tensor for every name of `blocks.weights(spec)`, of the shape given there. They are host tensors of one
-    dtype, or torch tensors on one device. Each weight is looked up once, so later changes must be in place. device:
-    "cpu" or "cuda". consume: whether a backend that packs weights may free the tensors as it goes, so that no weight is
-    in memory twice; the mapping must then not be used again. lent: the parts that a head borrows from its target, which
-    must have the same operators. Raises UnsupportedModel for a spec that the backend does not compute.
+    weights: a tensor for every name of `blocks.weights(spec)`, in the shape that is given there. They are host tensors
+    of one dtype, or torch tensors on one device. Each weight is looked up only once, so a later change to a weight must
+    be made in place. device: "cpu" or "cuda". consume: whether a backend that packs weights may free the tensors while
+    it packs them, so that no weight is in memory twice. The mapping must not be used again then. lent: the parts that a
+    head borrows from its target. The target must have the same operators. Raises UnsupportedModel for a spec that the
+    backend does not compute.
     """
     if operators.name in files() and (reason := backend(operators.name).supports(spec)) is not None:
         raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={operators.name!r}: {reason}")

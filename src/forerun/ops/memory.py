@@ -30,9 +30,9 @@ BLOCK_BYTES = 8 << 20  # of a block of a file, which is in memory while a tensor
 class Beside:
     """The weights of a trained head beside a model, as the head's file headers describe them.
 
-    matrices: each matrix's (outputs, inputs), and the scheme that it is rounded to; None = not rounded. num_looked_up:
-    the number of embedding weights, which take the dtype of the model's weights. num_floats: the number of weights that
-    are kept in float32, such as norms.
+    matrices: the shape (outputs, inputs) of each matrix, and the scheme to which it is rounded; None = it is not
+    rounded. num_looked_up: the number of embedding weights, which take the dtype of the model's weights. num_floats:
+    the number of weights that are kept in float32, such as norms.
     """
 
     matrices: tuple[tuple[tuple[int, int], Scheme | None], ...]
@@ -59,9 +59,9 @@ class Pass:
     """The largest forward pass of a model. name: "target", "draft", or the name of an extra draft model.
 
     num_rows: the number of new tokens. longest_run: the most new tokens of one sequence. num_masked: the number of rows
-    in runs of more than one token, which need a mask. context: the most cached and new tokens that one row may see.
-    num_read: the number of cached and new tokens of all runs together. num_logits: the number of rows whose logits are
-    wanted. num_taps: the number of inner layers whose rows the pass returns.
+    that need a mask, because their run has more than one token. context: the most cached and new tokens that one row
+    may see. num_read: the number of cached and new tokens of all runs together. num_logits: the number of rows whose
+    logits are wanted. num_taps: the number of inner layers whose rows the pass returns.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Pass:
 
     @property
     def taps_said(self) -> str:
-        """The words about taps that end a sentence about a pass's bytes; empty without taps."""
+        """The words about rows of inner layers, for the end of `MemoryPart.how`; empty where there are no such rows."""
         rows = f"{self.num_taps} x {self.num_rows:,} rows of inner layers, {self.tap_bytes / 1e6:,.1f} MB"
         return f"; {rows}" if self.num_taps else ""
 
@@ -93,7 +93,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The settings that decide the memory of a backend, besides its models.
+    """The settings, besides the models, on which the memory of a backend depends.
 
     dtype: the dtype of weights. in_place: whether consecutive rows of the cache are read without a copy. schemes: by
     model name, the schemes of the model's quantised matrices. rounded: the names of models whose matrices are rounded
@@ -112,7 +112,7 @@ class Sizes(Protocol):
     """The memory that operators need. Each kind of operators has its own class."""
 
     def cache_dtype_of(self, name: str) -> str:
-        """Return the dtype of keys and values in this model's cache. name: as in `weights`."""
+        """Return the dtype of keys and values in a model's cache. name: the model's name, as in `weights`."""
 
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
@@ -137,8 +137,9 @@ class Sizes(Protocol):
 class Widths:
     """The largest widths of rows over all blocks.
 
-    q, kv: of queries, and of keys or values, all heads together. ffn: inside the feed-forward part. head_dim: of one
-    head. heads: the number of query heads. has_head_norm: whether queries are normed in some block.
+    q: the width of queries, all heads together. kv: the width of keys, or of values, all heads together. ffn: the inner
+    width of the feed-forward part. head_dim: the width of one head. heads: the number of query heads. has_head_norm:
+    whether queries are normed in some block.
     """
 
     q: int
@@ -183,7 +184,7 @@ def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
 
 
 def weight_bytes(config: Spec, dtype: str) -> int:
-    """Return the bytes of all weights; a tied LM head is the embedding, and counts once."""
+    """Return the bytes of all weights. A tied LM head is the embedding, so it does not count again."""
     return config.num_weights * itemsize(dtype)
 
 

@@ -39,7 +39,7 @@ class ModelConfig(Protocol):
 
     @property
     def has_experts(self) -> bool:
-        """Whether rows choose experts in some layer."""
+        """Whether some layer has a mixture of experts."""
 
 
 class RowsOf(Protocol):
@@ -62,9 +62,10 @@ class RowsOf(Protocol):
 
 
 class Model(Protocol):
-    """Weights and one forward pass. A model knows nothing of drafts, requests or text, and reads caches of one class.
+    """Weights and one forward pass. A model knows nothing of drafts, requests or text.
 
-    Further protocols describe what only some models can do: FindsBest, KeepsCache, DrawsRows, RunsAhead.
+    A model reads one class of caches. Further protocols describe what only some models can do: FindsBest, KeepsCache,
+    DrawsRows, RunsAhead.
     """
 
     @property
@@ -85,14 +86,14 @@ class Model(Protocol):
     def ops(self) -> Operators: ...
     @property
     def weight_bits(self) -> tuple[int, ...]:
-        """The bit widths of weights that are multiplied as integers, ascending; () = all weights are `weight_dtype`."""
+        """The bit widths of the quantised matrices, ascending; () = all weights are `weight_dtype`."""
 
     @property
     def bytes_per_pass(self) -> int:
         """The bytes of weights that one pass of a few rows reads: every matrix once, as it is in memory.
 
-        Of a mixture of experts, as many experts count as one row chooses. 0 = the weights are not known, as in a module
-        of torch that a caller gives.
+        Of a mixture of experts, only as many experts count as are chosen for one row. 0 = the weights are not known,
+        because the caller gave a torch module.
         """
 
     def forward(
@@ -120,7 +121,7 @@ class Model(Protocol):
         """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] for the first `num_ids` ids."""
 
     def wait(self) -> None:
-        """Wait until everything launched is computed. A clock that is read earlier measures the launches alone."""
+        """Wait until everything launched is computed. A clock that is read before this measures only the launches."""
 
 
 class LoadedModel(Model, Protocol):
@@ -138,7 +139,7 @@ class LoadedModel(Model, Protocol):
 
 @runtime_checkable
 class FindsBest(Protocol):
-    """A model that finds a row's largest logit without writing the others."""
+    """A model that finds a row's largest logit without writing all of the row's logits to memory."""
 
     def best(self, hidden: Any, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
         """Return the id and value of the largest logit for each of these rows of hidden [T, H].
@@ -165,7 +166,8 @@ class DrawsRows(Protocol):
         """Draw an id for each of these rows of hidden [T, H], with the settings at the same place in `draws`.
 
         Only the first `num_ids` ids take part. asked: for each row, further ids whose probabilities are wanted. Returns
-        each row's distribution and likeliest id; the id is -1 where the row's largest logit is NaN or infinite.
+        each row's distribution and likeliest id. The likeliest id is -1 where the row's largest logit is NaN or
+        infinite.
         """
 
 
@@ -173,7 +175,8 @@ class DrawsRows(Protocol):
 class RunsAhead(Protocol):
     """A model that continues each run by several tokens in one call.
 
-    tells_confidence: whether `run_ahead` takes stops. draws_ahead: whether `run_ahead` takes draws.
+    tells_confidence: whether `run_ahead` takes the argument `stops`. draws_ahead: whether it takes the argument
+    `draws`.
     """
 
     tells_confidence: bool
@@ -192,4 +195,4 @@ class RunsAhead(Protocol):
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run of a batch; return None where a logit is NaN. See CpuModel.run_ahead."""
+        """Continue each run of a batch; see CpuModel.run_ahead. Returns None where a logit is NaN."""

@@ -54,7 +54,7 @@ class Operators:
 
     @property
     def build(self) -> str:
-        """The name of the build, for reports. Bits are promised, and speeds were measured, for this build alone."""
+        """The name of the build, for reports. Bits are guaranteed, and speeds were measured, for this build alone."""
         return self.name
 
     @property
@@ -80,7 +80,7 @@ class Operators:
 
     @property
     def loader(self) -> Callable[..., Any] | None:
-        """The function that loads models for these operators; None = `load` of their backend's file."""
+        """The function that loads models for these operators; None = the function `load` of their backend's file."""
         return None
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:

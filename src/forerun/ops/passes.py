@@ -33,7 +33,7 @@ class Passed:
 
     hidden [T, H]: the output of the final norm if the last layer ran, otherwise the residual stream. taps: by k, the
     residual stream before layer k [T, H]. num_experts: for each layer with experts that ran, the number of experts that
-    at least one row chose.
+    were chosen for at least one row.
     """
 
     hidden: Any
@@ -45,8 +45,8 @@ class Passed:
 class RanAhead:
     """The ids that continue each run of a batch.
 
-    confidences: by run, the probability of each id; given where there were stops and the model knows the probabilities.
-    probs: by run, the distribution from which each id was drawn; given where there were draws.
+    confidences: by run, the probability of each id. Empty if `run_ahead` got no stops, or if the model does not know
+    the probabilities. probs: by run, the distribution from which each id was drawn. Empty if `run_ahead` got no draws.
     """
 
     ids: list[list[int]]
@@ -89,7 +89,10 @@ def float_rows(x: npt.ArrayLike, width: int, num: int | None = None) -> Floats:
 
 
 def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
-    """Return the encoder's batch for these sources, each as one run from position 0 on. sources: tokens by slot."""
+    """Return the encoder's batch for these sources: each is one run, from position 0 on.
+
+    sources: the tokens by slot.
+    """
     starts = [0, *itertools.accumulate(map(len, sources.values()))]
     tokens = [token for source in sources.values() for token in source]
     positions = [i for source in sources.values() for i in range(len(source))]

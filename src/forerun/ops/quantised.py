@@ -1,9 +1,9 @@
-"""Quantised weights on their way from a file to an operator: codes and the scales of their groups, nothing rounded.
+"""Quantised weights as a file stores them and as operators take them: codes, and scales for groups of codes.
 
 A weight is scale * code - minimum, or scale * (code - zero). Where codes are looked up in a table, a weight is scale
 times the table's entry. Along a row, `group` consecutive weights share a scale and a minimum. The formats of GGUF,
-GPTQ, AWQ, compressed-tensors and OCP MX all have this form, so a kernel reads exactly the weights of the file
-(docs/development/kernels.md).
+GPTQ, AWQ, compressed-tensors and OCP MX all have this form. So nothing is rounded between the file and the kernel,
+which reads exactly the weights of the file (docs/development/kernels.md).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Scheme:
     """How a matrix is quantised.
 
     bits: the bits of a code, 2 to 6, or 8 (codes 0 to 255). group: the number of consecutive weights of a row that
-    share a scale; it divides the row. offset: what is subtracted from a weight, "zero" (an integer for each group,
-    times its scale) or "minimum" (a number for each group). scale_dtype: the dtype of scales and minimums; where
-    `super_group` is not 0, the dtype of the factors above them. super_group: the number of consecutive weights whose
-    integer scales (and minimums) share one more factor, as in K-quants; 0 = there are no such factors. zero: the zero
-    point, where all groups of all matrices of this scheme share it; otherwise None. table: 16 integers from -127 to
-    127, one for each code of 4 bits; the zero point is 0 then. () = codes stand for themselves. powers: whether all
-    scales are powers of two, or 0. floats: whether codes are the bits of floats of 8 bits (e4m3, without infinities);
-    the zero point is 0 then.
+    share a scale; it divides the length of a row. offset: what each group subtracts, "zero" (an integer, subtracted
+    from the codes before the scale is applied) or "minimum" (a number, subtracted after the scale is applied).
+    scale_dtype: the dtype of scales and minimums; where `super_group` is not 0, the dtype of their factors.
+    super_group: the number of consecutive weights whose scales, and whose minimums, are integers with one common
+    factor, as in K-quants; 0 = there are no such factors. zero: the zero point, if all groups of all matrices of this
+    scheme share it; otherwise None. table: the 16 integers from -127 to 127 that the codes of 4 bits stand for; the
+    zero point is 0 then. () = codes stand for themselves. powers: whether every scale is 0 or a power of two. floats:
+    whether codes are the bits of floats of 8 bits (e4m3, without infinities); the zero point is 0 then.
     """
 
     bits: int
@@ -64,7 +64,10 @@ class Scheme:
         return max(self.zero, top - self.zero) if self.zero is not None else top
 
     def looked_up(self) -> Scheme:
-        """Return the scheme of the same weights with table entries in place of table codes, as 8-bit codes."""
+        """Return the scheme after table lookup: each table code becomes the 8-bit code of its entry in the table.
+
+        A scheme without a table is returned as it is.
+        """
         return replace(self, bits=8, zero=TABLE_ZERO, table=(), powers=False) if self.table else self
 
 
@@ -102,7 +105,10 @@ class QuantisedRows:
         return numbers.reshape(len(self.codes), -1)
 
     def looked_up(self) -> QuantisedRows:
-        """Return the same weights with table entries in place of table codes, as 8-bit codes."""
+        """Return the same weights after table lookup: each table code becomes the 8-bit code of its entry in the table.
+
+        Rows without a table are returned as they are.
+        """
         if not self.scheme.table:
             return self
         codes = np.array([number + TABLE_ZERO for number in self.scheme.table], np.uint8)[self.codes]
@@ -116,7 +122,7 @@ class QuantisedRows:
         return float8_numbers()[self.codes] if self.scheme.floats else self.codes.astype(np.float32)
 
     def numbers(self, span: int, count: int, offset: str) -> tuple[Floats, Floats]:
-        """Return float32 scales and subtracted numbers, [R, count] each: one for every `span` weights of a row.
+        """Return float32 scales and subtracted numbers, each [R, count]: one number for every `span` weights of a row.
 
         Places beyond the end of a row are 0. offset: the form of the subtracted numbers, "zero" or "minimum"; "minimum"
         turns zero points into minimums. All numbers are exact, because a product of two numbers of at most 8 and 16
@@ -182,17 +188,17 @@ class StoredRows:
     rounded: int = 0
 
     def chosen(self, rows: list[int]) -> StoredRows:
-        """Return the places of these rows alone."""
+        """Return the place of these rows alone."""
         numbers = np.array(rows, np.int32)
         return replace(self, numbers=numbers if self.numbers is None else self.numbers[numbers])
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """A quantised weight [num_out, num_in] that is read only when it is packed, some rows at a time, in order.
+    """A quantised weight [num_out, num_in]. Its rows are only read when it is packed, some at a time, in order.
 
-    blocks() yields these rows. stored: the place of the same rows in a file, for kernels that know the file's blocks
-    and read them many times as fast.
+    blocks(): yields the rows. stored: the place of the rows in a file. Kernels that know the file's format can read the
+    rows from there, many times as fast as `blocks` yields them. None = there is no such place.
     """
 
     scheme: Scheme
@@ -207,7 +213,10 @@ def dequantised(matrix: QuantisedMatrix, dtype: str = "bfloat16") -> HostTensor:
 
 
 def _expanded(numbers: HostTensor, factors: HostTensor | None, scheme: Scheme) -> Floats:
-    """Return each group's number in float32 [R, I / group, 1], multiplied by its factor where there are factors."""
+    """Return the number of each group, such as its scale, float32 [R, I / group, 1].
+
+    factors: the factors by which these numbers are multiplied; None = there are none.
+    """
     floats = numbers.float32()
     if factors is None:
         return floats[..., None]

@@ -1,8 +1,9 @@
 """Rounding of dense weights to 4 or 8 bits, to the nearest integers of each group, without calibration text.
 
-8-bit codes are symmetric around a zero point of 128. 4-bit codes have a zero point within the group's range. Of a few
-scales, the one with the least squared error is taken, because a range that clips the largest weight a little rounds all
-others more finely (the search of GGUF's K-quants, with fewer steps).
+8-bit codes are symmetric around a zero point of 128. 4-bit codes have a zero point within the group's range. Several
+scales are tried for such a group, and the one with the least squared error is taken, because a scale that clips the
+largest weight a little rounds all other weights more finely. The search is like the search of GGUF's K-quants, with
+fewer steps.
 """
 
 from __future__ import annotations
@@ -123,16 +124,17 @@ def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
 
 
 def is_rounded(weight: Weight) -> bool:
-    """Tell whether rounding a model gives this weight fewer bits; matrices, experts and the embedding get fewer."""
+    """Tell whether a weight gets fewer bits when a model is rounded. Matrices, experts and the embedding do."""
     return weight.least_bits < 16
 
 
 class RoundedWeights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """A view of weights in memory that rounds each matrix when it is looked up, as `models.quantising` does for files.
+    """A view of weights in memory that rounds each matrix when it is looked up.
 
-    weights: the weights of the spec. read(name, rows) returns rows of a matrix, and vector(name) a norm or a bias.
-    as_tensors: the dtype to which all weights are dequantised; None = rounded matrices stay quantised. Raises BadOption
-    where groups do not divide a row.
+    The module `models.quantising` does the same for weights in files. weights: the weights of the spec. read(name,
+    rows): returns rows of a matrix. vector(name): returns a norm or a bias. as_tensors: the dtype in which all weights
+    are returned, with rounded matrices dequantised; None = rounded matrices stay quantised. Raises BadOption where
+    groups do not divide a row.
     """
 
     def __init__(

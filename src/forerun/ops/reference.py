@@ -75,8 +75,8 @@ class Plan(CacheView):
 class Scoring:
     """The ways in which attention scores differ from q k / sqrt(D); see blocks.Attention.
 
-    scale: the factor of scores; None = 1 / sqrt(D). sinks: [heads]. buckets, and table [buckets, heads]: a bias by
-    distance. sees_all: whether every row sees all rows of its run.
+    scale: the factor of scores; None = 1 / sqrt(D). sinks: [heads]. buckets: the buckets of distances. table [buckets,
+    heads]: the bias of each bucket. sees_all: whether every row sees all rows of its run.
     """
 
     scale: float | None = None
@@ -199,8 +199,8 @@ class ReferenceOps(Operators):
     def gates_of(self, x: Tensor, bias: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gates of the delta rule, beta and exp(g), each [T, heads], from x [T, 2 heads].
 
-        x holds b and then a; see blocks.Recurrence for the formulas. bias [heads]: dt_bias. decay [heads]: the factor
-        of the softplus.
+        The first half of x is b and the second is a; see blocks.Recurrence for the formulas. bias [heads]: dt_bias.
+        decay [heads]: the factor of the softplus.
         """
 
         def both(row: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class ReferenceOps(Operators):
 
         The first column of weight multiplies the oldest input. inputs [conv - 1 + tokens, width]: the last inputs
         before the tokens, which are stored with the state, then the tokens' inputs. parents: the parent of each token;
-        -1 = the state.
+        -1 = the token comes first after the state.
         """
         num, conv = len(parents), weight.shape[1]
         if parents == range(-1, num - 1):
@@ -233,9 +233,9 @@ class ReferenceOps(Operators):
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """Run the delta rule token by token (Yang et al. 2024, eq. 10).
 
-        state [heads, key_dim, value_dim]: the state to begin with. parents: the parent of each token; -1 = that state.
-        Returns the outputs [T - first, heads, value_dim] of the tokens from `first` on, and the states after the wanted
-        tokens.
+        state [heads, key_dim, value_dim]: the state to begin with. parents: the parent of each token; -1 = the token
+        comes first after that state. wanted: the tokens whose states are returned. Returns the outputs [T - first,
+        heads, value_dim] of the tokens from `first` on, and the state after each wanted token.
         """
         states, left, outs = {-1: state}, dict[int, Tensor](), list[Tensor]()
         is_chain = parents == range(-1, len(parents) - 1)
@@ -259,7 +259,7 @@ class ReferenceOps(Operators):
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """Receive a router's scores [T, experts] and chosen experts [T, chosen]: a hook, which does nothing here."""
+        """Receive a router's scores [T, experts] and the chosen experts [T, chosen]. By default, do nothing."""
 
     def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Plan:
         """Return a view with the data that attention needs, computed once per forward pass."""
@@ -283,10 +283,10 @@ class ReferenceOps(Operators):
     ) -> Tensor:
         """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> [T, heads, D].
 
-        view: says which rows of the pool to write and to read. k, v: None where another layer has written them. pool:
-        None where the given k and v are all keys and values, in the order of the view. A row sees the kept tokens of
-        its slot, its ancestors in the run, and itself. With a sliding `window`, a row sees only the last `window`
-        logical positions, its own included.
+        view: the rows of the pool to write and to read. k, v: None where another layer has written them. pool: None
+        where k and v are all keys and values, in the order of the view. A row sees the kept tokens of its slot, its
+        ancestors in the run, and itself. With a sliding `window`, a row sees only the last `window` logical positions,
+        its own included.
         """
         assert view is not None
         plan = view if isinstance(view, Plan) else self.plan(view, q.device)
@@ -412,7 +412,10 @@ def _on_device(rows: npt.NDArray[np.int64], device: torch.device | str) -> Rows:
 def _scored(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring, distances: Tensor
 ) -> Tensor:
-    """Attend as `_sdpa` does, but with everything in `scoring`, in float32. distances [n, m]: from row to key."""
+    """Attend as `_sdpa` does, but compute scores in float32, and apply everything in `scoring` to them.
+
+    distances [n, m]: the distances from rows back to keys.
+    """
     n, heads, dim = q.shape
     num_kv = keys.shape[1]
     scale = dim**-0.5 if scoring.scale is None else scoring.scale

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Rotations:
-    """A table of cos and sin by position, which grows by whole blocks when higher positions are asked for."""
+    """A table of cos and sin by position, which grows by whole blocks when higher positions are needed."""
 
     BLOCK = 256
 
@@ -57,8 +57,8 @@ def rotations(inv_freq: Singles, factor: float, positions: range) -> Singles:
 def sinusoids(num: int, width: int) -> Singles:
     """Return the sinusoids of positions [num, width]: sines of position times frequency, then cosines.
 
-    Frequencies fall along a row (Vaswani et al. 2017, 3.5). The numbers are float64 until the end, as in published
-    code.
+    Frequencies fall along a row (Vaswani et al. 2017, 3.5). The numbers are float64 until the last step, as in
+    published code.
     """
     frequencies = np.array([10000.0 ** (-i / width) for i in range(0, width, 2)])
     sin, cos = arithmetic.sine_cosine(np.arange(num, dtype=np.float64)[:, None] * frequencies)

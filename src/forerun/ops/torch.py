@@ -113,12 +113,12 @@ def sizes(wanted: Wanted) -> Sizes:
 class Step:
     """The data that all blocks of a pass share.
 
-    positions: [T]. rotations: cos and sin of the rows, by rope and head size. views: one for each kind of layers, the
-    cache rows to write and read. Without a cache, there is one view of the pass's own rows if rows see all of their
-    run, and otherwise no view. sources: the cache rows of each run's source; None where no block reads them.
-    layer_inputs [T, layers, size]: the second inputs of blocks, beside the residual stream; None where no block has
-    one. num_experts: for each block with experts that has run, the number of experts that at least one row chose.
-    batch, states: the runs, and the states and rows that recurrent blocks read and write for each run.
+    positions: [T]. rotations: cos and sin of the rows, by rope and head size. views: for each kind of layers, the cache
+    rows to write and to read. Without a cache, the list holds one view of the pass's own rows if rows see all of their
+    run; otherwise the list is empty. sources: the cache rows of each run's source; None where no block reads them.
+    layer_inputs [T, layers, size]: the second inputs of blocks, see blocks.LayerInput; None where no block has one.
+    num_experts: for each block with experts that has run, the number of experts that were chosen for at least one row.
+    batch: the runs. states: the states and rows that recurrent blocks read and write for each run.
     """
 
     positions: Tensor
@@ -140,7 +140,8 @@ class Step:
 class TorchAttention:
     """The attention of one block.
 
-    at: the prefix of the block's weight names. biased: the attention whose position bias this one shares, if any.
+    at: the prefix of the block's weight names. biased: the attention of another block, whose position bias is used
+    here, too; None = there is none.
     """
 
     def __init__(self, a: Attention, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
@@ -215,7 +216,10 @@ class TorchAttention:
     def keys_values(
         self, ops: ReferenceOps, found: Mapping[str, Tensor], rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values [T, kv_heads, D] as the cache keeps them. found: what `project` returned."""
+        """Return keys and values [T, kv_heads, D] as the cache keeps them.
+
+        found: the products that `project` returned.
+        """
         num, k = self.spec.kv_heads, found["k_proj"]
         values = self._heads(ops, found.get("v_proj", k), num, self.v_norm)
         return _turned(ops, self._heads(ops, k, num, self.k_norm), rotation, self.spec.rope), values
@@ -272,7 +276,7 @@ class TorchExperts:
         self.shared_gate = parts.product(f"{at}shared_expert_gate") if e.shared_gate else None
 
     def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
-        """Apply the mixture to y [T, H] -> [T, H], and count the experts that at least one row chose.
+        """Apply the mixture to y [T, H] -> [T, H]. Also returns how many experts were chosen for at least one row.
 
         stream [T, H]: y before its norm.
         """
@@ -293,7 +297,7 @@ class TorchExperts:
 
     @property
     def unread_bytes(self) -> float:
-        """The bytes of the experts' matrices that a row leaves unread, on average."""
+        """The bytes of the matrices of experts that are not chosen for a row, on average over rows."""
         num_bytes = sum(expert.up.nbytes + expert.down.nbytes for expert in self.experts)
         return num_bytes * (1 - self.spec.chosen / self.spec.num)
 
@@ -332,7 +336,7 @@ class TorchLayerInput:
 
 
 class TorchLayerInputs:
-    """The maker of every block's second input, beside the residual stream; see blocks.LayerInput."""
+    """The computation of every block's second input, beside the residual stream; see blocks.LayerInput."""
 
     def __init__(self, own: LayerInput, parts: Parts) -> None:
         self.spec, self.table = own, parts.weights[LAYER_EMBEDDING]
@@ -350,7 +354,7 @@ class TorchLayerInputs:
 
 
 class TorchFeatures:
-    """The input of a head: each token's embedding beside features, which are made from the target's hidden states."""
+    """The input of a head: each token's embedding, beside features that are made from the target's hidden states."""
 
     def __init__(self, own: Features, parts: Parts) -> None:
         self.spec = own
@@ -374,7 +378,10 @@ class TorchFeatures:
         return made if self.spec.act is None else made + ops.activated(self.spec.act, acted[0])
 
     def begun(self, ops: ReferenceOps, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the first block's input [T, H], and the rows [T, 2 H] that attention reads in its place, or None."""
+        """Return the first block's input [T, H], and the rows [T, 2 H] that attention reads in place of this input.
+
+        None in place of the rows = attention reads the block's input.
+        """
         sides = [normed(norm, ops, x) for norm, x in zip(self.side_norms, (embedded, features), strict=True)]
         both = torch.cat(sides, -1)
         if self.input is not None:
@@ -406,7 +413,10 @@ class TorchBlock:
         self.out_scale = parts.vector(f"{at}layer_scalar.weight") if block.out_scale else None
 
     def run(self, ops: ReferenceOps, x: Tensor, i: int, step: Step, read: Tensor | None = None) -> Tensor:
-        """Run the block on the residual stream x [T, H]. read [T, ...]: rows for attention in place of normed x."""
+        """Run the block on the residual stream x [T, H].
+
+        read [T, ...]: the rows that attention reads; None = attention reads x after its norm.
+        """
         before = x
         if self.attention is not None:
             y = normed(self.pre_attention, ops, x) if read is None else read
@@ -427,7 +437,7 @@ class TorchBlock:
     def fed_forward(self, ops: ReferenceOps, x: Tensor, reads: Tensor, num_experts: list[int] | None = None) -> Tensor:
         """Add the output of the feed-forward part to rows x [T, H]. reads: the part's input rows, before their norm.
 
-        num_experts: a list to which a block with experts appends the number of experts that at least one row chose.
+        num_experts: a list. A block with experts appends the number of experts that were chosen for at least one row.
         """
         y = normed(self.pre_mlp, ops, reads)
         parts = [] if self.mlp is None else [normed(self.post_dense, ops, self.mlp.run(ops, y))]
@@ -455,9 +465,9 @@ class TorchModel:
 
     weights: a tensor for every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: the dtype of the
     weights. activation_dtype: the dtype of input and output rows. cache_dtype: the dtype of a KV cache for this model.
-    The reference operators have one dtype for all three. join: a function that makes a product of matrices;
-    None = matrices stay where they are, which works with the reference operators alone. lent: the parts that a head
-    borrows from its target.
+    The reference operators have one dtype for all three. join: a function that makes one product of several matrices;
+    None = matrices stay where they are, which only the reference operators allow. lent: the parts that a head borrows
+    from its target.
     """
 
     feeds_itself = False  # whether it has a `run_ahead` that takes a head's own rows as features
@@ -529,8 +539,8 @@ class TorchModel:
     def bytes_per_pass(self) -> int:
         """The bytes of weights that one pass of a few rows reads: every matrix once, as it is in memory.
 
-        An untied embedding does not count, because only a few of its rows are looked up. Of a mixture of experts, as
-        many experts count as one row chooses.
+        An untied embedding does not count, because only a few of its rows are looked up. Of a mixture of experts, only
+        as many experts count as are chosen for one row.
         """
         unread = round(sum(block.experts.unread_bytes for block in self.blocks if block.experts is not None))
         if self._packed is not None:
@@ -583,8 +593,8 @@ class TorchModel:
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
         """Run the encoder over the tokens of each slot, and write the keys and values that the decoder reads.
 
-        sources: by slot, the encoder's whole input, in which each row sees all rows. The caller has reserved the slot's
-        cache rows, from the first on, and keeps them reserved.
+        sources: by slot, all tokens of the encoder's input. Each row of a source sees all rows of the source. The
+        caller has reserved the slot's cache rows, from the first on, and keeps them reserved.
         """
         if self.encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
@@ -609,7 +619,10 @@ class TorchModel:
     def _begun(
         self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, chosen: Seq[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the first layer's input [T, H], and the rows that attention reads in its place, or None."""
+        """Return the first layer's input [T, H], and the rows that attention reads in place of this input.
+
+        None in place of the rows = attention reads the layer's input.
+        """
         is_first = len(chosen) > 0 and chosen[0] == 0
         if self._features is None or not is_first or self._features.spec.input in ("features", "context"):
             x = self._embedded(tokens) if hidden is None else hidden.to(self.rows_dtype)
@@ -629,9 +642,10 @@ class TorchModel:
         return self._features.of_rows(self.ops, layer_rows, self.rows_dtype)
 
     def fed(self, hidden: Tensor) -> Tensor:
-        """Project a head's final norm output [n, H] to rows [n, size] for the head's next step.
+        """Project the output of a head's final norm [n, H] to rows [n, size] for the head's next step.
 
-        There they replace the target's hidden states. This works only for a head whose features say feeds="projected".
+        In that step, these rows replace the target's hidden states. Raises InternalError unless the head's features
+        have feeds="projected".
         """
         if self._features is None or self._features.output is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no matrix behind its final norm")
@@ -674,7 +688,7 @@ class TorchModel:
         return x * torch.tensor(self.config.embed_scale, dtype=x.dtype)  # rounded to the type, as published code does
 
     def _entered(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Make the first layer's input: add positions to embeddings and norm the sums, each where the spec says so."""
+        """Make the first layer's input: embeddings plus positions, normed. Steps that the spec lacks are left out."""
         if self._positions is not None and self.config.positions is not None:
             x = x + F.embedding(positions + self.config.positions.offset, self._positions)
         return normed(self._embed_norm, self.ops, x)

@@ -113,9 +113,9 @@ class ReferenceSizes:
         return outside + held, within + held + working, logits + hidden
 
     def _layer_bytes(self, run: Pass) -> tuple[int, int]:
-        """Return the most bytes alive inside one layer: outside of attention, and while attention works.
+        """Return the most bytes in memory at once inside one layer: outside of attention, and while attention works.
 
-        The first number follows TorchBlock.run line by line; the layer's input lives until the layer is done.
+        The first number follows TorchBlock.run line by line. The layer's input stays in memory until the layer is done.
         """
         c, size = Widths.of(run.model), itemsize(self.dtype)
         h, f, q, kv = run.model.hidden_size, c.ffn, c.q, c.kv
@@ -132,7 +132,10 @@ class ReferenceSizes:
         return run.num_rows * max(stages) * size, run.num_rows * (h + q + 2 * kv + rope + twice * q) * size
 
     def _attention_bytes(self, run: Pass) -> tuple[int, int]:
-        """Return the bytes that attention keeps during a pass, such as masks, and of its work on the largest run."""
+        """Return the bytes that attention keeps during a pass, and the bytes of its work on the largest run.
+
+        Masks, indices of cache rows, and rotations are kept during a pass.
+        """
         model, size = run.model, itemsize(self.dtype)
         windows = {block.attention.window for block in model.blocks if block.attention is not None}
         masked, longest = (0, 0) if self.row_by_row else (run.num_masked, run.longest_run)
@@ -151,10 +154,10 @@ class ReferenceSizes:
         return masks + reading, max(building, converting + gathered + max(scored, self._sdpa_bytes(run)))
 
     def _scored_bytes(self, run: Pass) -> int:
-        """Return the bytes of attention whose scores are more than a product; follows reference.py's `_scored`.
+        """Return the bytes of attention with soft caps, sinks or position biases. Follows the function `_scored`.
 
-        The keys of each query head are float32, and so are three copies of the scores: the product, the step of a soft
-        cap, and the result. Distances from rows to keys are int64.
+        The keys of each query head are float32, and so are three copies of the scores: the product, an intermediate
+        step of the soft cap, and the result. Distances from rows back to keys are int64.
         """
         widths, rows = Widths.of(run.model), 1 if self.row_by_row else run.longest_run
         scores, distances = 3 * widths.heads * rows * run.context, 8 * rows * run.context
@@ -174,6 +177,6 @@ class ReferenceSizes:
 
 
 def _has_scores(spec: Spec) -> bool:
-    """Tell whether an attention writes its scores out, as it does with soft caps, sinks and position biases."""
+    """Tell whether some attention writes its scores to memory. Soft caps, sinks and position biases require this."""
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
     return any(a.softcap is not None or a.sinks or a.bias is not None for a in attentions)

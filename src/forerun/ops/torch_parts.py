@@ -14,7 +14,7 @@ from forerun.ops.reference import ReferenceOps
 
 
 class Join(Protocol):
-    """A function that makes one product of the matrices of these names."""
+    """A function that makes one product of the matrices with these names."""
 
     def __call__(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections: ...
 
@@ -23,8 +23,8 @@ class Join(Protocol):
 class Parts:
     """The material from which blocks are built: weights by name, a function that joins matrices, and a dtype.
 
-    dtype: the dtype of rows and norms. apart: whether the queries, their gate, and the keys with the values are
-    separate products. made: all products so far.
+    dtype: the dtype of rows and norms. apart: whether attention has three separate products: for queries, for their
+    gate, and for keys and values together. made: all products so far.
     """
 
     weights: Mapping[str, Tensor]
@@ -53,7 +53,7 @@ class Normed:
 
     @classmethod
     def of(cls, parts: Parts, at: str, norm: Norm | None) -> Normed | None:
-        """Look up the weights of a norm, or return None for no norm. at: the prefix of the weights' names."""
+        """Look up the weights of a norm; None where there is no norm. at: the prefix of the weights' names."""
         if norm is None:
             return None
         weight = parts.vector(f"{at}.weight") if norm.weight else None
@@ -111,7 +111,7 @@ class Projections:
 
 
 def _back_to_back(weights: list[Tensor]) -> Tensor | None:
-    """Return all weights as one matrix; None unless they lie back to back in one storage and none is trained."""
+    """Return all weights as one matrix, if they lie back to back in one storage and none is trained; otherwise None."""
     first, end = weights[0], weights[0].storage_offset()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

@@ -10,7 +10,7 @@ from forerun.ops.rotary import Rotations
 
 
 class TorchRotations:
-    """A table of rotations on a device, in one dtype, which grows when higher positions are asked for."""
+    """A table of rotations on a device, in one dtype, which grows when higher positions are needed."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self._host, self._device, self._dtype = Rotations(rope, head_dim), device, dtype

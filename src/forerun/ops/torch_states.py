@@ -28,7 +28,7 @@ class _Tokens:
 
     inputs [conv - 1 + tokens, width]: the last inputs before these tokens, which are stored with the state, then the
     tokens' inputs. gates: [tokens, gates]. first_own: the index of the run's own first token. parents: the parent of
-    each token; NOWHERE = the state.
+    each token; NOWHERE = the token comes first after the state.
     """
 
     inputs: Tensor
@@ -57,7 +57,7 @@ class TorchRecurrence:
 
     @property
     def decay(self) -> Tensor:
-        """The factor of the softplus in g [heads]. It is computed anew for each pass because it may be trained."""
+        """The factor [heads] of the softplus in g. It is computed anew for each pass because it may be trained."""
         return self._decay if self.spec.decay == "negative" else -self._decay.exp()
 
     def run(
@@ -118,16 +118,16 @@ class TorchRecurrence:
         return parents
 
     def _convolved(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
-        """Return the short convolution of a run's rows [n, H], and save the states that the run leaves."""
+        """Return the short convolution of a run's rows [n, H]. Also writes the run's new states into the pool."""
         for num, state in run.saves:
             assert pool is not None
             pool.history[state] = tokens.inputs[num : num + self.spec.conv - 1].to(pool.history.dtype)
         return ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)[tokens.first_own :]
 
     def _read(self, ops: ReferenceOps, tokens: _Tokens, run: StateRun, pool: StatePool | None) -> Tensor:
-        """Return the outputs that a run's rows read from its states, float32 [n, heads, value_dim].
+        """Return the outputs of a run's rows, float32 [n, heads, value_dim].
 
-        The states that the run leaves are saved on the way.
+        Also writes the run's new states into the pool.
         """
         r, saves = self.spec, {} if pool is None else dict(run.saves)
         state = tokens.gates.new_zeros(r.value_heads, r.key_dim, r.value_dim)

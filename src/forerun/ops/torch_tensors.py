@@ -35,7 +35,7 @@ def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.de
 
 
 def host_of(tensor: Tensor) -> HostTensor:
-    """Return a torch tensor as a host tensor, which shares the memory of a tensor on a CPU."""
+    """Return a torch tensor as a host tensor. If the torch tensor is on a CPU, both share one memory."""
     on_host, name = tensor.detach().cpu(), dtype_name(tensor.dtype)
     if name in ("bfloat16", "float8_e4m3fn"):
         return HostTensor(on_host.view(_BYTES[on_host.dtype.itemsize]).numpy().view(HELD_AS[name]), name)
@@ -121,15 +121,16 @@ class HostWeights(Mapping[str, HostTensor]):
 
 
 def dtype_of(weights: Mapping[str, Any]) -> str:
-    """Return `weights.dtype`, the dtype in which all weights are read, if there is one; else the first weight's."""
+    """Return the dtype in which weights are read: `weights.dtype` if it is set, else the first weight's dtype."""
     dtype: str | None = getattr(weights, "dtype", None)
     return dtype or dtype_name(next(iter(weights.values())).dtype)
 
 
 def as_tensors(weights: Mapping[str, Any], empty: Callable[[], dict[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Return a dictionary of tensors as it is; read the tensors of any other mapping into their places in `empty()`.
+    """Return weights as a dictionary of tensors. A dictionary of tensors is returned as it is.
 
-    Weights that have a method `blocks(name)` are read some rows at a time.
+    The weights of any other mapping are read into the tensors of `empty()`. Where the mapping has a method
+    `blocks(name)`, each weight is read some rows at a time.
     """
     if isinstance(weights, dict) and all(isinstance(weight, Tensor) for weight in weights.values()):
         return weights

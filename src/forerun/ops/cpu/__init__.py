@@ -25,7 +25,7 @@ row_invariant = True
 
 
 def usable(device: str) -> str | None:
-    """Return why these kernels cannot run on a device, worded to follow the backend's name; None where they can."""
+    """Return why these kernels cannot run on a device, as words that follow the backend's name; None where they can."""
     if device != "cpu":
         return f"computes on the CPU and contradicts device={device!r}: drop one of them"
     if native.isa() == "reference":

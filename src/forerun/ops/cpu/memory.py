@@ -1,11 +1,13 @@
 """Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
-The extension tells the bytes of a packed matrix, of an allocated buffer and of all buffers of a pass. Pass buffers grow
-to the largest pass and stay. No kernel is compiled at run time, so memory does not grow later.
+The extension computes the bytes of a packed matrix, of an allocated buffer, and of all buffers of a pass. Pass buffers
+grow to the size that the largest pass needs, and keep it. No kernel is compiled at run time, so memory does not grow
+later.
 
-Where all other weights are bfloat16, quantised matrices are packed as they are; under float32 they are dequantised. The
-bytes of packed quantised matrices follow from their schemes, with one exception. Where a file's 16-bit scales do not
-fit into float16, which the file's header does not say, each scale and minimum takes 2 bytes more.
+Quantised matrices are packed as they are where all other weights are bfloat16. Where the other weights are float32,
+quantised matrices are dequantised. The bytes of packed quantised matrices follow from their schemes, with one
+exception. Where a file's 16-bit scales do not fit into float16, each scale and minimum takes 2 bytes more. The header
+of a file does not say whether its scales fit.
 """
 
 from __future__ import annotations
@@ -63,9 +65,10 @@ class NativeSizes:
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model, then one for each head; buffers count up to the ends of their pages.
+        """Return one part for each model, then one for each head.
 
-        A model has packed matrices with biases, float32 norms, and an untied embedding as it is stored.
+        The part of a model covers its packed matrices with their biases, its float32 norms, and an untied embedding,
+        which is packed only if it is quantised. `allocated_bytes` says how many bytes a matrix takes.
         """
         parts = []
         for name, model in models.items():
@@ -120,9 +123,9 @@ class NativeSizes:
     def loading_bytes(self, model: Spec) -> int:
         """Return the larger of two amounts: the blocks of a file, and the part of a tensor that is in memory twice.
 
-        Two blocks of a file are in memory at once. Where quantised matrices are packed, as much memory counts as four
-        blocks take, because blocks that are unpacked or rounded take several times their bytes. Of a tensor that is
-        being packed, at most GIVE_BACK_BYTES are in memory twice, because its source is given back piece by piece.
+        Two blocks of a file are in memory at once. Where quantised matrices are packed, these two count as four,
+        because blocks that are unpacked or rounded take several times their bytes. While a tensor is packed, at most
+        GIVE_BACK_BYTES of it are in memory twice, because the memory of its source is freed piece by piece.
         """
         num_blocks = 4 if any(map(self._packed_schemes, self.schemes)) else 2
         packed = max(packed_matrix_bytes(model, self.dtype))
@@ -159,7 +162,10 @@ class NativeSizes:
 
 
 def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
-    """Yield the number of weights of each table whose rows are looked up: unpacked embeddings and positions."""
+    """Yield the number of weights of each table that is kept unpacked because its rows are looked up.
+
+    Such tables are position embeddings, and dense embeddings that are not tied to the LM head.
+    """
     if not model.tied and EMBEDDING not in schemes:
         yield model.vocab_size * model.hidden_size
     if model.layer_input is not None and LAYER_EMBEDDING not in schemes:
@@ -172,13 +178,16 @@ def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
 def packed_bytes(num_out: int, num_in: int, dtype: str, *, paired: bool = False) -> int:
     """Return the bytes of a packed dense matrix, padding included.
 
-    paired: whether the matrix is gate and up, with `num_out` outputs each.
+    paired: whether the matrix joins the gate and up matrices of a feed-forward part, with `num_out` outputs each.
     """
     return int(native.extension().packed_bytes(num_out * (1 + paired), num_in, dtype == "bfloat16", paired))
 
 
 def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int:
-    """Return the bytes of these parts packed as one matrix, padding included. paired: whether they are gate and up."""
+    """Return the bytes of these parts packed as one matrix, padding included.
+
+    paired: whether the parts are the gate and up matrices of a feed-forward part.
+    """
     sections = sections_of(list(parts), paired)
     formats = [Format.of([part.scheme for part in section]) for section in sections]
     numbers = section_numbers(sections, formats)
@@ -214,15 +223,18 @@ def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
 
 
 def allocated_bytes(num_bytes: int) -> int:
-    """Return the bytes that the system allocates for a buffer; a buffer of a huge page or more takes whole pages."""
+    """Return the bytes that the system allocates for a buffer of this size.
+
+    Large buffers, from the size of a huge page on, take whole pages of the usual size.
+    """
     return int(native.extension().allocated_bytes(num_bytes))
 
 
 def _vector_bytes(c: Spec) -> int:
-    """Return the bytes of the norms, and of the biases padded to whole panels, all in float32.
+    """Return the float32 bytes of all vectors, such as norms and biases. Biases are padded to whole panels.
 
-    Some vectors are kept in a second form, too: norms with their offset added, biases of relative positions by
-    distance, and weights of convolutions by input.
+    Some vectors are also kept in a second form: norms with their offset added, biases of relative positions in the
+    order of distances, and weights of convolutions in the order of inputs.
     """
     all_weights, panel = weights(c), native.extension().PANEL
     recurrences = [block.recurrence for block in c.blocks if block.recurrence is not None]

@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 
 
 def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
-    """Return the distribution of a drawn token.
+    """Return the distribution from which a token was drawn.
 
-    made: the distribution as (ids or None, probabilities); None = the likeliest token was taken.
+    made: a pair of ids and probabilities, where None in place of the ids = the probabilities are for all ids. None in
+    place of the pair = the likeliest token was taken, without a draw.
     """
     if made is None:
         return Probs.of_point(token)
@@ -67,7 +68,7 @@ class CpuModel:
     """The packed weights of a model, and the native object that runs a pass in one call.
 
     Input and output rows are float32. Keys and values are kept in the dtype of the weights (`weight_dtype`). weights,
-    consume: see ops.load_model; consumed weights are removed from `weights` if it is a dictionary.
+    consume: see ops.load_model. Where `weights` is a dictionary, consumed weights are removed from it.
     """
 
     device = "cpu"
@@ -124,7 +125,10 @@ class CpuModel:
         self._embed_scale = float(scale.float32())  # rounded to the type, as published code does
 
     def _take_table(self, source: _Source, name: str) -> PackedMatrix | None:
-        """Keep an embedding apart from the LM head: pack and return it if it is quantised, else keep it as it is."""
+        """Take over an embedding that is kept apart from the LM head.
+
+        A quantised embedding is packed and returned. A dense embedding is kept as it is, and None is returned.
+        """
         table = source.weights[name]
         if not isinstance(table, QuantisedMatrix):
             self._tables[name] = table.contiguous()
@@ -152,7 +156,10 @@ class CpuModel:
         self._tables[name] = dense.to(self.weight_dtype).contiguous()
 
     def _take_biases(self, source: _Source, spec: Spec, part: str) -> None:
-        """Keep the biases of relative positions as they are stored, and by distance, as csrc/kernels.h reads them."""
+        """Keep the biases of relative positions in two forms: as they are stored, and in the order of distances.
+
+        The kernels read the second form; see Biases in csrc/kernels.h.
+        """
         for i, block in enumerate(spec.blocks):
             a = block.attention
             if a is None or not isinstance(a.bias, Buckets):
@@ -204,8 +211,8 @@ class CpuModel:
     def bytes_per_pass(self) -> int:
         """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once.
 
-        Weights that only a source's rows pass through do not count. Of a mixture of experts, as many experts count as
-        one row chooses.
+        Weights that are only applied to the rows of a source do not count. Of a mixture of experts, only as many
+        experts count as are chosen for one row.
         """
         of_sources = [name for name in self.matrices if name.startswith("encoder.") or name.endswith(".kv")]
         decoders = {name: matrix for name, matrix in self.matrices.items() if name not in of_sources}
@@ -261,7 +268,7 @@ class CpuModel:
         return Passed(out, inner, num_experts)
 
     def _cached(self, batch: RaggedBatch, cache: BlockCache | None) -> tuple[list[list[int]], Any]:
-        """Return the runs of a pass encoded as integers, and the KV pools; without a cache, pools that keep no rows."""
+        """Return the runs of a pass encoded as integers, and the KV pools. Without a cache, the pools keep no rows."""
         if cache is not None:
             return [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds], cache.pools.native
         tables = [list(batch.run(b)) for b in range(len(batch.slots))]
@@ -299,7 +306,10 @@ class CpuModel:
         return out
 
     def fed(self, hidden: Floats) -> Floats:
-        """Project a head's output to rows in place of the target's, for its next step; see TorchModel.fed."""
+        """Project a head's output to rows that replace the target's hidden states in the head's next step.
+
+        See TorchModel.fed.
+        """
         return self.ops.linear(float_rows(hidden, self.config.hidden_size), self.matrices["output"])
 
     @property
@@ -361,15 +371,15 @@ class CpuModel:
         layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run b by lengths[b] ids, all in one native call.
+        """Continue each run b by lengths[b] ids, all in one native call. Returns None where a logit is NaN.
 
         batch: runs of committed tokens. Cache rows are reserved for these tokens and for lengths[b] - 1 more ids, which
-        are fed one by one. layers: the layers that run, None = all; the final norm follows the last of them. ids[b][i]
-        comes from the first `num_ids` logits after the run's tokens and ids[b][:i]. draws: how the ids of each run are
-        drawn; () = the likeliest ids are taken. stops: when each run ends early; () = no run does. Returns None where a
-        logit is NaN.
+        are fed one by one. layers: the layers that run; None = all. The final norm follows the last of these layers.
+        ids[b][i] is chosen from the first `num_ids` logits after the run's tokens and ids[b][:i]. draws: for each run,
+        how its ids are drawn; () = the likeliest ids are taken. stops: for each run, when it ends early; () = no run
+        ends early.
 
-        A head takes one of two inputs: hidden [T, H] is the tokens' features; layer_rows are the target's hidden states
+        A head takes one of two inputs. hidden [T, H] is the tokens' features. layer_rows are the target's hidden states
         [T, size] after each layer that the head reads. For an id that is fed, the features are the head's own output
         for the token before that id.
         """
@@ -465,7 +475,7 @@ class CpuModel:
         """Return the id and value of the largest logit for each of these rows of hidden [T, H].
 
         Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest. The values have
-        the bits of `logits`; the other logits are not written.
+        the same bits as in `logits`. The other logits are not written to memory.
         """
         if not rows:
             return [], []
@@ -525,14 +535,14 @@ def turns(rotations: Seq[Rotations], end: int) -> list[tuple[int, int]]:
 
 
 def _vector(weight: HostTensor | QuantisedMatrix) -> Floats:
-    """Return a float32 copy of a vector, which the model keeps."""
+    """Return a float32 copy of a vector, for the model to keep."""
     assert isinstance(weight, HostTensor)
     return np.array(weight.float32(), order="C")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The weights from which a model is packed. Each is looked up once, and released when it is packed.
+    """The weights from which a model is packed. Each weight is looked up once, and released when it is packed.
 
     consume: whether to remove the weights from the dictionary that holds them.
     """
@@ -541,7 +551,7 @@ class _Source:
     consume: bool
 
     def parts(self, names: Seq[str]) -> tuple[list[HostTensor | QuantisedMatrix], HostTensor | None]:
-        """Return the matrices of these names, and their joined biases; None = no matrix has a bias."""
+        """Return the matrices of these names, and their biases joined to one vector; None = no matrix has a bias."""
         parts = [self.weights[name] for name in names]
         ends = {EMBEDDING: "lm_head.bias", HEAD: "lm_head.bias"}
         bias_names = [ends.get(name, name.removesuffix("weight") + "bias") for name in names]

@@ -3,7 +3,7 @@
 Operators take numpy rows and return float32 rows. A matrix must be packed before it can be used (`CpuOps.pack`).
 Between two operators everything is float32. With bfloat16 weights, the inputs of a product are rounded to bfloat16, and
 so are keys and values before they enter the cache. The bits of a row depend only on that row, its keys and values, and
-the instruction set. They do not depend on the number of rows or threads, nor on where the cache keeps a token
+the instruction set. The number of rows, the number of threads, and the place of a token in the cache change no bits
 (docs/development/kernels.md).
 """
 
@@ -56,7 +56,7 @@ class CpuOps(Operators):
 
     @property
     def build(self) -> str:
-        """The name of the kernels in use; the bits of a result depend on no other part of the build."""
+        """The name of the kernels in use, for reports. Nothing else in a build changes the bits of a result."""
         return f"native kernels, {self.isa}"
 
     @property
@@ -85,7 +85,7 @@ class CpuOps(Operators):
             tell(num_threads)
 
     def auto_dtype(self, device: str, stored: str) -> str:
-        """Return bfloat16, which halves the bytes to read; a row's bits stay independent of the rest of the batch."""
+        """Return bfloat16, so that a pass reads half the bytes. A row's bits still do not depend on other rows."""
         return "bfloat16"
 
     def rows_dtype(self, weights: str) -> str:
@@ -109,12 +109,12 @@ class CpuOps(Operators):
         """Pack the weights [O, I] of one product; several parts are joined along their outputs.
 
         paired: whether the parts are gate and up; see PackedMatrix. consume: whether the parts' memory is given back to
-        the system while they are packed; the caller must not read them again. Raises CapacityError where there is not
-        enough memory, and InternalError for dtypes other than float32 and bfloat16.
+        the system while they are packed. The caller must not read the parts again then. Raises CapacityError where
+        there is not enough memory, and InternalError for dtypes other than float32 and bfloat16.
 
         Quantised parts are read while they are packed, and keep exactly the weights of their file. Where parts with
-        different schemes share a panel of 32 outputs, they all get the most bits and the smallest groups among these
-        schemes.
+        different schemes share a panel of 32 outputs, all of them are packed with the most bits and the smallest groups
+        among their schemes.
         """
         given = [parts] if isinstance(parts, HostTensor | QuantisedMatrix) else list(parts)
         floats = None if bias is None else np.ascontiguousarray(bias.float32())
@@ -150,7 +150,10 @@ class CpuOps(Operators):
         return PackedMatrix(handle, num_out, num_in, "bfloat16", paired, bits, bias)
 
     def _fill(self, handle: Any, sections: list[list[QuantisedMatrix]], formats: list[Format]) -> int | None:
-        """Read all rows into a packed matrix; return the index of a section whose scales need float32, or None."""
+        """Read all rows into a packed matrix. Returns the index of a section whose scales need float32.
+
+        None = the scales of all sections fit the packed format.
+        """
         first = 0
         for i, (section, format) in enumerate(zip(sections, formats, strict=True)):
             for part in section:
@@ -171,9 +174,10 @@ class CpuOps(Operators):
         return True
 
     def _fill_stored(self, handle: Any, first: int, part: QuantisedMatrix) -> bool | None:
-        """Let the kernels read a part's rows from its file; return whether the scales fit the packed format, or None.
+        """Let the kernels read a part's rows from its file. Returns whether the scales fit the packed format.
 
-        None = the kernels cannot read these rows. The caller then reads them block by block, and finds out why.
+        None = the kernels cannot read these rows. The caller then reads the rows block by block, which also raises the
+        errors of a broken file.
         """
         if (stored := part.stored) is None:
             return None

@@ -20,12 +20,12 @@ from forerun.types import RaggedBatch
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A packed weight [num_out, num_in] of one or several parts.
+    """A packed weight [num_out, num_in], made of one or several parts.
 
-    paired: whether it is gate and up of a gated feed-forward block, with outputs side by side in memory. dtype: the
-    dtype of dense weights; for quantised weights, the dtype of the model's keys and values. bits: the bit widths of
-    quantised weights, ascending; () = dense. bias: float32 [num_out], also copied into the packed matrix; None = no
-    bias.
+    paired: whether the parts are gate and up of a gated feed-forward block; their outputs lie side by side in memory
+    then. dtype: for dense weights, their dtype; for quantised weights, the dtype of the model's keys and values. bits:
+    the bit widths of quantised weights, ascending; () = the weights are dense. bias: float32 [num_out], also copied
+    into the packed matrix; None = there is no bias.
     """
 
     handle: Any
@@ -48,9 +48,10 @@ class PackedMatrix:
         return HostTensor.of(np.ctypeslib.as_array(buffer))
 
     def unpack(self, rows: Seq[int] | None = None) -> HostTensor:
-        """Return rows [rows, num_in] of the weight as they were before packing; None = all. Raises IndexError.
+        """Return rows of the weight as they were before packing, [rows, num_in].
 
-        Rows of quantised weights are float32.
+        rows: the indices of the rows; None = all rows. Rows of quantised weights are float32. Raises IndexError for an
+        index outside of the matrix.
         """
         chosen = range(self.num_out) if rows is None else rows
         out = HostTensor.empty((len(chosen), self.num_in), "float32" if self.bits else self.dtype)
@@ -68,9 +69,9 @@ TABLE_CODES = 16  # the number of entries of a table, one for each code
 
 @dataclass(frozen=True)
 class Format:
-    """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that are chosen here.
+    """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that Python code chooses.
 
-    number_bytes: the bytes of a scale or a subtracted number: 4 = float32, 2 = float16, 1 = a power of two.
+    number_bytes: the bytes of each scale and each subtracted number: 4 = float32, 2 = float16, 1 = a power of two.
     """
 
     bits: int
@@ -84,11 +85,13 @@ class Format:
 
     @classmethod
     def of(cls, schemes: Seq[Scheme]) -> Format:
-        """Return the format for rows of these schemes; where they differ, it has the most bits and the smallest groups.
+        """Return the format for rows of these schemes.
 
-        Scales and subtracted numbers are float32 in two cases: where a scheme has float32 numbers, and where they are
-        products of two numbers, as K-quants' are beside other schemes. Otherwise they are float16, but may turn out not
-        to fit. Beside another scheme, table codes are packed as the 8-bit codes that they stand for.
+        Where the schemes differ, the format has the most bits and the smallest groups among them, and table codes are
+        packed as 8-bit codes (`Scheme.looked_up`). Scales that are powers of two take one byte each, unless the schemes
+        differ. Other scales and subtracted numbers are float32 in two cases: where a scheme has float32 numbers, and
+        where each is a product of two numbers, as for K-quants that are packed together with other schemes. Otherwise
+        they are float16, but may turn out not to fit.
         """
         if len(set(schemes)) > 1:
             schemes = [scheme.looked_up() for scheme in schemes]
@@ -106,15 +109,15 @@ class Format:
 
     @property
     def numbers(self) -> list[int]:
-        """The fields as csrc/bind_ops.cpp takes them."""
+        """The fields in the order in which csrc/bind_ops.cpp takes them."""
         *fields, _ = astuple(self)
         return [*map(int, fields), bool(self.table), *(self.table or [0] * TABLE_CODES)]
 
     def numbers_of(self, rows: QuantisedRows, num_in: int) -> list[Array | None]:
         """Return the arguments of the native `fill`: codes, two arrays of floats, and two arrays of integers.
 
-        With two levels, the floats are super scales and super minimums, and the integers are scales and minimums.
-        Otherwise the floats are scales and subtracted numbers, and there are no integers.
+        With two levels of scales, the floats are super scales and super minimums, and the integers are scales and
+        minimums. Otherwise the floats are scales and subtracted numbers, and there are no integers.
         """
         rows = rows if self.table else rows.looked_up()
         codes = np.ascontiguousarray(rows.codes)
@@ -135,8 +138,8 @@ def packs(scheme: Scheme) -> bool:
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
     """Divide the parts of a product into sections; all rows of a section are packed in one format.
 
-    There is one section for each scheme if each section ends at the end of a panel and the parts are not paired.
-    Otherwise all parts are one section.
+    Consecutive parts with one scheme form a section, if each section ends at the end of a panel and the parts are not
+    paired. Otherwise all parts form one section.
     """
     panel = native.extension().PANEL  # outputs that the kernels compute side by side, which are packed alike
     runs = [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.scheme)]
@@ -145,20 +148,23 @@ def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[Quantis
 
 
 def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format]) -> list[list[int]]:
-    """Return sections as csrc/bind_ops.cpp takes them: for each, its number of rows, then the fields of its format."""
+    """Return sections as csrc/bind_ops.cpp takes them: the number of rows of each, then the fields of its format."""
     rows = [sum(part.shape[0] for part in section) for section in sections]
     return [[num, *format.numbers] for num, format in zip(rows, formats, strict=True)]
 
 
 def distances_of(buckets: Buckets) -> list[int]:
-    """Return the distances from row to key that have biases in the kernels, in order; see Biases in csrc/kernels.h."""
+    """Return the distances from a row back to a key that have a bias in the kernels, in the kernels' order.
+
+    See Biases in csrc/kernels.h.
+    """
     block = int(native.extension().KEY_BLOCK)
     reach = buckets.max_distance + block
     return list(range(reach, -reach - block, -1))
 
 
 def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Encode the sources of a batch's runs as csrc/bindings.h takes runs; all rows of a source are cached."""
+    """Encode the sources of a batch's runs like runs (see `run_numbers`). All rows of a source are cached."""
     numbers = [0] * (6 * len(tables))
     for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
         numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)
@@ -178,8 +184,8 @@ def state_numbers(runs: Seq[StateRun]) -> list[int]:
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
     """Encode a batch as csrc/bindings.h takes it: six integers for each run, then block tables and parents of trees.
 
-    The six are the run's first row; its number of rows, of cached rows and of pending rows; the index at which its
-    block table begins; and the index at which its parents begin (0 = a chain).
+    The six integers are the run's first row, its number of rows, its number of cached rows, its number of pending rows,
+    and two indices into the result: where its block table begins, and where its parents begin (0 = a chain).
     """
     numbers = [0] * (6 * len(tables))
     for b, table in enumerate(tables):

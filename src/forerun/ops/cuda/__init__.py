@@ -33,7 +33,7 @@ COMPILERS = ("gcc", "clang", "cc")
 
 
 def usable(device: str) -> str | None:
-    """Return why these kernels cannot run on a device, worded to follow the backend's name; None where they can."""
+    """Return why these kernels cannot run on a device, as words that follow the backend's name; None where they can."""
     if interprets():
         return _without_triton()
     if device != "cuda":

@@ -1,9 +1,9 @@
-"""The kernels of mixtures of experts, in Triton: rows choose on the device, and launches do not depend on the choice.
+"""The kernels of mixtures of experts, in Triton. Which experts are chosen does not change what is launched.
 
-A pair is a row together with one of the experts that the row has chosen; choice c of a row is pair row * CHOSEN + c.
-Pairs are grouped by expert into tiles of a few rows, so that a pass of a few rows reads each chosen expert once.
+A pair is a row together with one of the experts that were chosen for it; choice c of a row is pair row * CHOSEN + c.
+Pairs are grouped by expert into tiles of a few pairs, so that a pass of a few rows reads each chosen expert once.
 Neither a pair's place in a tile nor the order of tiles changes any bits. A pair is multiplied as ops/cuda/kernels.py
-multiplies a row, and the results of a row's experts are added in the order in which the row has chosen them.
+multiplies a row, and the results of a row's experts are added in the order in which the experts were chosen.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def routed(
     """Choose the experts of one row from the router's partial sums; on ties, the lowest expert id.
 
     parts: the partial sums, [SPLITS, num_rows, num_experts]. ids, shares: the chosen experts and their weights,
-    [num_rows, CHOSEN]; the ids are -1 where live is 0. counts [2] are set to 0. ALONE: whether there is only one row;
-    then order, tiles and counts get what `grouped` would write. CHOICES: a power of two, no less than CHOSEN. BLOCK: a
-    power of two, no less than num_experts.
+    [num_rows, CHOSEN]. live [num_rows]: 0 = the row is padding, and its ids are -1. counts [2]: set to 0. ALONE:
+    whether there is only one row. If so, this kernel also writes what `grouped` would write to order, tiles and counts.
+    CHOICES: a power of two, no less than CHOSEN. BLOCK: a power of two, no less than num_experts.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -88,10 +88,10 @@ def routed(
 def grouped(
     ids, order, tiles, counts, num_rows, num_pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    """Collect the pairs of one expert, and cut them into tiles of ROWS pairs: one program for each expert.
+    """Collect the pairs of one expert, and cut them into tiles of ROWS pairs. One program runs for each expert.
 
     ids [num_pairs]: the expert of each pair. order: the collected pairs, with num_rows places for each expert. tiles
-    [most, 3]: for each tile its expert, its first place in `order`, and its number of pairs. counts: the number of
+    [most, 3]: for each tile, its expert, its first place in `order`, and its number of pairs. counts: the number of
     tiles, and the number of experts that have pairs.
     """
     _begun(EARLY)
@@ -117,13 +117,16 @@ def grouped(
 
 @triton.jit
 def _of_expert(addresses, at, like):
-    """Load the address at index `at`, which is a multiple of 16 bytes, as a pointer of the same type as `like`."""
+    """Load the address at index `at` as a pointer of the same type as `like`.
+
+    The address must be a multiple of 16 bytes.
+    """
     return tl.multiple_of(tl.load(addresses + at).to(like.dtype), 16)
 
 
 @triton.jit
 def _first_bias(biases, expert, outs, num_out, split):
-    """Load an expert's bias for the first part of K, and 0 for the other parts, so that the bias is added once."""
+    """Load an expert's bias for the first part of the inputs, and 0 for other parts, so that the bias is added once."""
     at = biases + expert.to(tl.int64) * num_out + outs
     return tl.load(at, mask=outs < tl.where(split == 0, num_out, 0), other=0.0).to(tl.float32)
 
@@ -136,8 +139,9 @@ def product_of_experts(
 ):  # fmt: skip
     """Multiply each pair by its expert's matrix [O, I] -> out [splits, num_pairs, O], as `product` multiplies rows.
 
-    x: [num_pairs / EACH, I]. matrices: the address of each expert's matrix, which has the dtype of x and begins at a
-    multiple of 16 bytes. biases [experts, O]: added to the first part.
+    x [num_pairs / EACH, I]: the inputs; EACH consecutive pairs share a row. matrices: the address of each expert's
+    matrix. A matrix has the dtype of x, and begins at a multiple of 16 bytes. biases [experts, O]: added to the first
+    part.
     """
     _begun(EARLY)
     tile = tl.program_id(0)
@@ -173,8 +177,8 @@ def product_of_experts_codes(
     """Multiply each pair by its expert's packed matrix -> out [splits, num_pairs, O], as `product_of_codes` does rows.
 
     addresses [experts, 6]: the addresses of each expert's codes, scales, zeros, minimums, supers and super_minimums.
-    The arguments of these names are the first expert's tensors, which give the types. See product_of_experts for the
-    other arguments.
+    The arguments with these six names are the tensors of the first expert; only their types are used. See
+    product_of_experts for the other arguments.
     """
     _begun(EARLY)
     pair_tile = tl.program_id(0)
@@ -210,12 +214,12 @@ def experts_added(
     SPLITS: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, SHARED_BIAS: tl.constexpr, GATES: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add up the outputs of a row's experts, in the order of its choice, and of the shared expert.
+    """Add up the outputs of a row's experts, in the order in which they were chosen, then the shared expert's output.
 
     out: [num_rows, width]. parts [SPLITS, num_rows * CHOSEN, width]: partial sums of the chosen experts. shared
-    [SHARED, num_rows, width]: partial sums of the expert that all rows share; SHARED is 0 without one. gates
-    [GATES, num_rows]: partial sums of the shared expert's gate; the sigmoid of their sum weighs this expert, which
-    counts whole where GATES is 0.
+    [SHARED, num_rows, width]: partial sums of the expert that all rows share; SHARED = 0: there is no such expert.
+    gates [GATES, num_rows]: partial sums of the shared expert's gate. The output of the shared expert is multiplied by
+    the sigmoid of the gate; GATES = 0: it is added as it is.
     """
     _begun(EARLY)
     row = tl.program_id(0)

@@ -1,6 +1,6 @@
-"""Mixtures of experts on a CUDA device. No launch depends on which experts rows choose, so a graph can hold them all.
+"""Mixtures of experts on a CUDA device. Which experts are chosen does not change what is launched.
 
-The bits of a row depend on that row alone: see ops/cuda/expert_kernels.py.
+So one CUDA graph serves every choice. The bits of a row depend on that row alone; see ops/cuda/expert_kernels.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_PAIRS = 1024  # pairs of a row and an expert that are looked through at on
 class Tally:
     """The numbers of tiles and of chosen experts in one pass, int32 [layers, 2], for each layer with experts.
 
-    live [T]: 0 = the row is padding, and chooses no experts; None = there is no padding.
+    live [T]: 0 = the row is padding, for which no experts are chosen; None = there is no padding.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
@@ -35,12 +35,15 @@ class Tally:
         self._told: tuple[list[int], list[int]] | None = None
 
     def tell(self, to: list[int], layers: list[int]) -> None:
-        """Copy this pass's counts to the host. `arrive` then appends these layers' expert counts to the list `to`."""
+        """Copy this pass's counts to the host.
+
+        to: the list to which `arrive` will append the number of chosen experts of each of these layers.
+        """
         self._host.copy_(self.counts, non_blocking=True)
         self._told = to, layers
 
     def arrive(self) -> None:
-        """Append the counts that `tell` copied; the device must have finished."""
+        """Append the counts that `tell` copied to the list that it was given. The device must have finished."""
         if self._told is not None:
             to, layers = self._told
             to += [int(self._host[i, 1]) for i in layers]
@@ -49,9 +52,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The experts that the rows of a pass have chosen, on the device.
+    """The experts that were chosen for the rows of a pass, on the device.
 
-    ids, shares [T, chosen]: each row's experts and their weights. See expert_kernels.grouped for the other fields.
+    ids, shares [T, chosen]: the experts of each row, and their weights. order, tiles, counts: see
+    expert_kernels.grouped. num_tiles: the largest possible number of tiles. rows: the number of places for pairs in a
+    tile.
     """
 
     ids: Tensor
@@ -69,9 +74,9 @@ class _Choice:
 
 
 class _Matrices:
-    """One matrix of each expert, such as all down projections.
+    """The matrices of all experts for one product, such as all down projections.
 
-    biases: [experts, O], or None. first: the first expert's matrix.
+    biases: [experts, O]; None = there are no biases. first: the first expert's matrix.
     """
 
     def __init__(self, parts: Seq[tuple[Any, Tensor | None]], times: int) -> None:
@@ -110,14 +115,17 @@ def _packed(part: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """Return what must be equal for all experts in a field's value: a tensor's dtype and shape, or the value."""
+    """Return what must be equal for all experts in a field.
+
+    For a tensor, this is its dtype and shape; for any other value, it is the value.
+    """
     return (value.dtype, value.shape) if isinstance(value, Tensor) else value
 
 
 class CudaExperts(TorchExperts):
-    """A mixture of experts whose rows choose on the device.
+    """A mixture whose experts are chosen on the device.
 
-    own: the same mixture in torch. layer: the mixture's index in the tally.
+    own: the same mixture in torch. layer: the index of the mixture in the tally.
     """
 
     def __init__(self, ops: CudaOps, own: TorchExperts, dtype: torch.dtype, tally: Tally, layer: int) -> None:
@@ -127,7 +135,7 @@ class CudaExperts(TorchExperts):
         self.down = _Matrices([expert.down.parts[0] for expert in self.experts], self.spec.chosen)
 
     def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
-        """Apply the mixture to y [T, H] -> float32 [T, H]. The returned count is 0; the tally counts experts."""
+        """Apply the mixture to y [T, H] -> float32 [T, H]. The returned count is 0; the tally has the counts."""
         return self.parts(y, stream).sums[0], 0
 
     def parts(self, y: Tensor, stream: Tensor) -> Parts:
@@ -263,15 +271,15 @@ class CudaExperts(TorchExperts):
 
 
 def _rows(num_pairs: int, num_experts: int) -> int:
-    """Return the number of rows of a tile, about as many as choose an expert. It does not change any bits.
+    """Return the number of rows of a tile: about the average number of rows for which an expert is chosen.
 
-    See CudaOps.cut.
+    The number does not change any bits; see CudaOps.cut.
     """
     return next((rows for rows in ROWS if num_pairs <= rows * num_experts), ROWS[-1])
 
 
 def _whole(product: Any) -> tuple[Any, Tensor | None]:
-    """Return a product as one matrix, and its bias."""
+    """Return the matrices of a product as one matrix, and their biases as one vector; None = there are no biases."""
     if product.joined is not None or len(product.parts) == 1:
         return product.joined or product.parts[0]  # type: ignore[no-any-return]
     biases = [bias for _, bias in product.parts if bias is not None]
@@ -285,7 +293,10 @@ def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> Parts:
 
 
 def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> Tally | None:
-    """Let the experts of all blocks choose on the device; return the tally that they share, None without experts."""
+    """Make the mixtures of experts of all blocks choose their experts on the device.
+
+    Returns the Tally that the mixtures share; None where no block has experts.
+    """
     mixtures = [(block, block.experts) for block in blocks if block.experts is not None]
     if not mixtures:
         return None

@@ -1,10 +1,11 @@
 """The kernels of the CUDA backend, in Triton. Each also runs under Triton's interpreter on a CPU.
 
-Three rules fix the bits of a row. First, a product runs over tiles of 16, 32 or 64 rows, which are padded where there
-are fewer rows, so that every row takes the same instructions. K is cut into parts whose number depends on the matrix
-alone, and the parts are added in order. Second, attention walks the keys of a row in the order of their logical
-positions, in parts that begin at multiples of SPLIT_KEYS, and adds the parts in order; where a key lies in the cache
-does not matter. Third, everything else is computed row by row. Sums are float32.
+Three rules fix the bits of a row. First, a product runs over tiles of 16, 32 or 64 rows. Where there are fewer rows, a
+tile is padded, so that every row takes the same instructions. The dimension over which a product sums (K) is cut into
+parts. The number of parts depends on the matrix alone, and the parts are added in order. Second, attention walks the
+keys of a row in the order of their logical positions, in parts that begin at multiples of SPLIT_KEYS, and adds the
+parts in order. Where a key lies in the cache does not matter. Third, everything else is computed row by row. Sums are
+float32.
 """
 
 from __future__ import annotations
@@ -103,9 +104,10 @@ def product(
 ):  # fmt: skip
     """Multiply x [num_rows, I] by weight [O, I] -> out [SPLITS, num_rows, O]; each part sums over PART inputs.
 
-    ROWS: the number of rows of a tile, 16, 32 or 64; a row has the same bits with each of them
+    ROWS: the number of rows of a tile, 16, 32 or 64. A row has the same bits with each of these numbers
     (docs/development/gpu.md). EVEN: whether parts of PART inputs fill I, and OUTS divides O. LINES: the number of cache
-    lines, of LINE weights each, that are prefetched from each output's part before the previous kernel has ended.
+    lines that are prefetched for each output before the previous kernel has ended. LINE: the number of weights in a
+    cache line.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -218,7 +220,10 @@ def _part(words, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _numbers(at, COUNT: tl.constexpr):
-    """Load numbers of COUNT groups, such as scales, for a tile's outputs: COUNT tensors [TILE], in memory order."""
+    """Load the numbers, such as scales, of COUNT groups for a tile's outputs -> COUNT tensors [TILE].
+
+    The numbers stay in memory order, see _by_output.
+    """
     if COUNT == 1:
         groups = (tl.load(at),)
     else:
@@ -410,15 +415,15 @@ def product_of_codes(
 ):  # fmt: skip
     """Multiply x [num_rows, I], bfloat16, by a packed matrix (packed.Packed) -> out [splits, num_rows, O].
 
-    steps: the number of steps of CODES_STEP inputs, in all. part: the number of steps of one program; the parts are the
-    third axis of the grid. GROUP: the number of inputs that share a scale. SUPER: the number of inputs that share a
-    factor of scales; 0 = there is no such factor. EVEN: whether steps fill I.
+    steps: the number of all steps, with CODES_STEP inputs each. part: the number of steps that one program takes; the
+    third axis of the grid counts the parts. GROUP: the number of inputs that share a scale. SUPER: the number of inputs
+    that share a factor of scales; 0 = there is no such factor. EVEN: whether whole steps fill I.
 
     The weights are the left operand, out = W x^T. A thread multiplies the weights that it loads, in the order of
     ops/cuda/packed.py, so nothing goes through shared memory twice. Codes are multiplied as exact bfloat16 numbers, and
     the scale and minimum of a group are applied in float32 to the group's sum. A row of x is a column of the right
-    operand. The bits of a row come from the order of K alone. This order, in steps of 16 inputs, is the same for 16, 32
-    and 64 columns.
+    operand. The bits of such a column depend only on the order in which its inputs are summed. This order, in steps of
+    16 inputs, is the same for 16, 32 and 64 columns.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -458,7 +463,7 @@ def summed(
     parts, bias, out, num_rows, num_out,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add parts [SPLITS, num_rows, O] and a bias [O] -> out [num_rows, O]."""
+    """Sum parts [SPLITS, num_rows, O] and add a bias [O] -> out [num_rows, O]."""
     _begun(EARLY)
     row = tl.program_id(0)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -475,7 +480,7 @@ def activated(
     SPLITS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add parts [SPLITS, num_rows, O] and a bias [O], and apply the activation -> out [num_rows, size].
+    """Sum parts [SPLITS, num_rows, O], add a bias [O], and apply the activation -> out [num_rows, size].
 
     GATED: whether the sums are [gate | up] and the result is act(gate) * up; otherwise the result is act(sums).
     """
@@ -527,9 +532,9 @@ def added(
 ):  # fmt: skip
     """Add a branch to rows x [num_rows, width] and norm the sums for the next product.
 
-    parts [SPLITS, num_rows, width]: the partial sums of the branch; SPLITS = 0: there is no branch. POST: the norm of
-    the branch; with AT_SUM, the norm of the sum. sums: receives the new residual stream. PRE: the norm that makes `out`
-    from the sums.
+    parts [SPLITS, num_rows, width]: the partial sums of the branch; SPLITS = 0: there is no branch. POST: the kind of
+    the branch's norm. AT_SUM: whether this norm is applied to the sum instead of the branch. sums: receives the new
+    residual stream. PRE: the kind of the norm that makes `out` from the sums.
     """
     _begun(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -568,9 +573,10 @@ def heads_of(
 ):  # fmt: skip
     """Make queries, keys and values from the partial sums of their product: add the bias, norm, and rotate.
 
-    parts: [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]. Queries go to `queries` [num_rows, HEADS, DIM], and keys and
-    values to the rows `writes` of the pools; -1 = nowhere. table [positions, 2, TURNED]: cos and sin, the first half of
-    sin negated. TURNED: the number of dimensions of a head that turn; 0 = none.
+    parts: [SPLITS, num_rows, (HEADS + 2 KV_HEADS) DIM]. queries: receives the queries, [num_rows, HEADS, DIM]. writes:
+    for each row, the pool row that receives its keys and values; -1 = they are not written. table [positions, 2,
+    TURNED]: cos and sin; the first half of sin is negated. TURNED: the number of dimensions of a head that are rotated;
+    0 = none.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -644,7 +650,7 @@ def _norm_weight(q_norm, k_norm, at, inside, is_query, q_offset, k_offset, Q_NOR
 
 @triton.jit
 def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Write keys and values [n, WIDTH] into the rows `rows` of the pools; -1 = nowhere."""
+    """Write keys and values [n, WIDTH] into the pool rows `rows`; -1 = keys and values are not written."""
     _begun(EARLY)
     row = tl.program_id(0)
     to = tl.load(rows + row).to(tl.int64)
@@ -659,7 +665,7 @@ def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK
 
 @triton.jit
 def _seen(lengths, places, row, window, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr):
-    """Return a row's own place among its keys, the first key that it sees, and one more than the last key."""
+    """Return a row's own place among its keys, the first key that it sees, and the end of the keys that it sees."""
     length = tl.load(lengths + row)
     own, lowest = length - 1, 0
     if SEES_ALL:
@@ -681,12 +687,13 @@ def attended(
 ):  # fmt: skip
     """Attend with the query heads of one row that share a key head, over one part of the row's keys.
 
-    A row sees `lengths` keys. Key i lies where the block table of the row's run says if i is below `seen`, and
-    otherwise in cache row tails[i - seen]. SEES_ALL: whether the row is key number `places` and also sees later keys;
-    otherwise the row itself is the last key that it sees. biases [HEADS, 2 reach + 1]: the biases of the distances from
-    row back to key, from -reach to reach; distances beyond have the biases of these ends. parts [T, HEADS, splits, DIM]
-    gets the weighted sum of values, and stats [T, HEADS, splits, 2] the largest score and the sum of weights. DIRECT:
-    whether there is only one part; then `out` gets the result.
+    Row t sees the first lengths[t] keys. If i is below seen[t], the block table of the row's run gives the place of key
+    i. Otherwise key i lies in cache row tails[t, i - seen[t]]. SEES_ALL: whether a row also sees later keys than its
+    own. If so, its own key is number places[t]; otherwise its own key is the last that it sees. biases [HEADS, 2 reach
+    + 1]: the biases of distances from a row back to a key, from -reach to reach. Distances beyond have the biases of
+    these ends. parts [T, HEADS, splits, DIM] receives the weighted sums of values. stats [T, HEADS, splits, 2] receives
+    the largest scores and the sums of weights. DIRECT: whether there is only one part; if so, the result is written to
+    `out`.
     """
     _begun(EARLY)
     row = tl.program_id(0)
@@ -793,7 +800,7 @@ def advanced(
     num_rows,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Make the ids `found` the input of the next pass of `run_ahead`: one program for each row.
+    """Make the ids `found` the input of the next pass of `run_ahead`. One program runs for each row.
 
     fed [steps, num_rows]: all ids so far, in order; -1 = the largest logit was NaN or infinite. step [num_rows]: the
     number of passes so far. limits [num_rows]: a row is written to the cache only below this position.

@@ -37,7 +37,7 @@ class CudaSizes(ReferenceSizes):
     ) -> list[MemoryPart]:
         """Return one part for each model, then one for each head.
 
-        A model's packed matrices count as they are packed, and its other weights in `dtype`.
+        Of a model, the matrices that are packed count with their packed bytes. All other weights count in `dtype`.
         """
         parts = []
         for name, model in models.items():
@@ -64,7 +64,10 @@ class CudaSizes(ReferenceSizes):
         return ()
 
     def _product_bytes(self, model: Spec, schemes: Schemes) -> Iterator[int]:
-        """Yield the bytes of each product, packed where its matrices share a scheme, then of all other weights."""
+        """Yield the bytes of each product, then the bytes of all weights that belong to no product.
+
+        A product is packed if its matrices share a scheme that can be packed. Otherwise it is dense, in `dtype`.
+        """
         known = weights(model)
         grouped = set[str]()
         for group in products(known).values():
@@ -80,7 +83,7 @@ class CudaSizes(ReferenceSizes):
     def _row_bytes(self, run: Pass, num_rows: int) -> int:
         """Return the bytes of a layer's rows.
 
-        They are the residual stream and its norm, the partial sums of the widest product, queries and outputs of
+        The rows are the residual stream and its norm, the partial sums of the widest product, queries and outputs of
         attention, partial results of attention, and the inner rows of the feed-forward part.
         """
         widths, hidden = Widths.of(run.model), run.model.hidden_size
@@ -92,7 +95,7 @@ class CudaSizes(ReferenceSizes):
         return num_rows * (3 * hidden * FLOAT_BYTES + 2 * widest * FLOAT_BYTES + heads + inner) + parts
 
     def _parts_of(self, model: Spec) -> Iterator[tuple[int, int]]:
-        """Yield the number of outputs of each product, and the number of parts of K in which it is summed."""
+        """Yield the number of outputs of each product, and the number of parts into which its inputs are cut."""
         for num_out, num_in in matrix_shapes(model):
             yield num_out, Tiles.of(num_out, num_in, itemsize(self.dtype)).splits
         # A row is multiplied by all experts that it chooses at once.
@@ -102,13 +105,14 @@ class CudaSizes(ReferenceSizes):
                 yield e.chosen * num_out, Tiles.of(num_out, num_in, itemsize(self.dtype), e.chosen).splits
 
     def _logit_bytes(self, model: Spec, num_rows: int) -> int:
-        """Return the float32 bytes of logits, their probabilities, and the partial sums of logits where K is cut."""
+        """Return the float32 bytes of logits, of their probabilities, and of the partial sums of logits."""
         return 3 * num_rows * model.vocab_size * FLOAT_BYTES
 
     def _graph_bytes(self, run: Pass) -> int:
         """Return the bytes that graphs keep.
 
-        They are static rows and probabilities for each number of rows in GRAPH_ROWS, and the work of the largest pass.
+        Graphs keep static rows and probabilities for each number of rows in GRAPH_ROWS, and the memory of the largest
+        pass.
         """
         num = sum(GRAPH_ROWS)
         static = num * (2 * run.model.hidden_size + run.model.vocab_size) * FLOAT_BYTES

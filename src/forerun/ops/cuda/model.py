@@ -55,7 +55,7 @@ Told = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
 class _Stream:
     """The residual stream x [T, H] between two parts of blocks, and the branch that is still to be added to x.
 
-    post: the norm of the branch, or with at_sum the norm of the sum. scale: the factor of the branch.
+    post: the norm of the branch; with at_sum, the norm of the sum. scale: the factor of the branch.
     """
 
     x: Tensor
@@ -66,7 +66,7 @@ class _Stream:
 
 
 class _Joined:
-    """A block that runs on joined kernels; `joins` tells which blocks can."""
+    """A block that runs on joined kernels. The function `joins` tells which blocks can run on them."""
 
     def __init__(self, ops: CudaOps, block: TorchBlock, dtype: torch.dtype) -> None:
         self.ops, self.block, self.dtype = ops, block, dtype
@@ -84,7 +84,7 @@ class _Joined:
             self.up, self.down = _whole(self.mlp.up), self.mlp.down.parts[0]
 
     def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _Stream:
-        """Run the block. In the stream that it returns, the output of the feed-forward part is still to be added."""
+        """Run the block. In the returned stream, the output of the feed-forward part is not added yet."""
         ops, a, rows = self.ops, self.a, cast(Rows, step.views[0])
         assert step.cache is not None
         x, y = added(ops, stream, self.pre_attention, self.dtype)
@@ -210,7 +210,7 @@ class _Graph:
 
 
 class _Numbers:
-    """The description of a pass (see Rows) on its way to the device: a pinned host copy and a device buffer."""
+    """A description of a pass (see Rows) in a pinned array of the host, and the device buffer to which it is copied."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, is_cuda = layout, device.type == "cuda"
@@ -220,11 +220,14 @@ class _Numbers:
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, *, sees_all: bool) -> int:
-        """Copy the description of a pass to the device; return the most keys that a row sees."""
+        """Copy the description of a pass to the device. Returns the largest number of keys that a row sees."""
         return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens, sees_all=sees_all))
 
     def send_alike(self, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-        """Do as `send` for a pass that writes no keys, in which each row of run b sees lengths[b] keys."""
+        """Copy the description of a pass that writes no keys, and in which each row of run b sees lengths[b] keys.
+
+        Returns the largest number of keys that a row sees.
+        """
         return self._send(lambda array: fill_alike(array, self.layout, batch, tables, lengths))
 
     def _send(self, write: Callable[[Any], int]) -> int:
@@ -238,7 +241,7 @@ class _Numbers:
 
 
 class CudaModel(TorchModel):
-    """A model on a CUDA device. Rows are float32; see TorchModel for the rest."""
+    """A model on a CUDA device. Input and output rows are float32. See TorchModel for the interface."""
 
     def __init__(self, spec: Spec, weights: Laid, ops: ReferenceOps, lent: Lent | None = None) -> None:
         super().__init__(spec, weights, ops, weights.join, lent)
@@ -291,7 +294,7 @@ class CudaModel(TorchModel):
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run one pass without counting experts."""
+        """Run one pass, but do not count the experts that are chosen for its rows."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         num = batch.run_starts[-1]
         if num == 0:
@@ -404,7 +407,10 @@ class CudaModel(TorchModel):
         layout: Layout,
         wanted: tuple[tuple[int, ...], bool, bool, tuple[int, ...]],
     ) -> _Graph:
-        """Return the graph for a pass like this one, captured if there is none yet, and send the pass's description."""
+        """Return the graph for a pass like this one, and send the pass's description to the device.
+
+        If there is no such graph yet, it is captured first.
+        """
         size = next(n for n in GRAPH_ROWS if n >= layout.rows)
         runs = next(n for n in GRAPH_ROWS if n >= layout.runs)
         tail = 1 if layout.tail == 1 else GRAPH_TAIL
@@ -437,7 +443,10 @@ class CudaModel(TorchModel):
         return Rows(batch, NO_ROWS, [], numbers.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
-        """Describe where a batch's sources lie in the cache, for rows that each see the source of their run."""
+        """Return the description of a pass in which each row of the batch sees the source of its run, in the cache.
+
+        None where there is no encoder.
+        """
         if self.encoder is None:
             return None
         check_sources(batch)
@@ -447,9 +456,10 @@ class CudaModel(TorchModel):
         )
 
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
-        """Send where a batch's sources lie in the cache, padded to a graph of this many rows and runs.
+        """Copy the description of `_rows_of_sources`, padded to the size of a graph, to the device.
 
-        Returns the rows, and their part of the graph's key; None for both where there is no encoder.
+        rows, runs: the size of the graph. Returns the description, and its part of the graph's key; None for both where
+        there is no encoder.
         """
         if self.encoder is None:
             return None, None
@@ -467,7 +477,10 @@ class CudaModel(TorchModel):
         return source_rows, (layout, num_keys)
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Run a function once and capture it; return the replay of the capture, and the result that a replay writes."""
+        """Run a function once, then capture it as a graph.
+
+        Returns the function that replays the graph, and the result that each replay overwrites.
+        """
         with torch.inference_mode():
             stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self.place))
@@ -528,9 +541,9 @@ class CudaModel(TorchModel):
         """Draw an id for each of these rows of hidden [T, H], with the settings at the same place in `draws`.
 
         Only the first `num_ids` ids take part. asked: for each row, further ids whose probabilities are wanted. Returns
-        each row's distribution and likeliest id; the id is -1 where the row's largest logit is NaN or infinite. The
-        weights of the distributions stay on the device, and can be fetched until the next draw. All other results come
-        to the host in one copy.
+        each row's distribution and likeliest id. The likeliest id is -1 where the row's largest logit is NaN or
+        infinite. The weights of the distributions stay on the device, and can be fetched until the next draw. All other
+        results come to the host in one copy.
         """
         drawn = self._drawn(hidden if len(rows) == len(hidden) else hidden[rows], num_ids, draws)
         width = drawn.probs.shape[1]
@@ -550,7 +563,7 @@ class CudaModel(TorchModel):
         return distributions, best
 
     def _fetching(self, probs: Tensor, row: int) -> Callable[[], Row]:
-        """Return a function that copies a row of `probs` to the host; it raises InternalError after the next draw."""
+        """Return a function that copies a row of `probs` to the host. After the next draw, it raises InternalError."""
         number = self._num_draws
 
         def fetch() -> Row:
@@ -561,7 +574,7 @@ class CudaModel(TorchModel):
         return fetch
 
     def _drawn(self, hidden: Tensor, num_ids: int, draws: Seq[Draw]) -> Drawn:
-        """Draw from the logits of rows hidden [R, H]; the result is valid until the next call."""
+        """Draw an id for each of the rows hidden [R, H] from its logits. The result is valid until the next call."""
         self._num_draws += 1
         num, cuts = len(hidden), Cuts.of(draws, num_ids)
         size = next((n for n in GRAPH_ROWS if n >= num), num) if self._captures else num
@@ -606,7 +619,7 @@ class CudaModel(TorchModel):
         layer_rows: Seq[Tensor] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run with one synchronisation, or two with draws; see CpuModel.run_ahead."""
+        """Continue each run; see CpuModel.run_ahead. The host waits for the device once, or twice with draws."""
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
         if not batch.slots:
@@ -641,7 +654,10 @@ class CudaModel(TorchModel):
         found: Tensor,
         told: _Told,
     ) -> list[list[int]] | None:
-        """Continue each run after its first id, `found`. Each pass replays a graph that ends in the next ids."""
+        """Continue each run after its first id, and return all ids by run; None where a logit is NaN or infinite.
+
+        found: the first id of each run. Each pass replays a graph that ends with the choice of the next ids.
+        """
         num, steps = len(batch.slots), max(lengths)
         size = next((n for n in GRAPH_ROWS if n >= num), num)
         starts = list(range(num + 1))
@@ -770,7 +786,10 @@ MOST_AHEAD = 256  # passes of one call of `run_ahead`
 
 
 def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[], Row]) -> Probs:
-    """Return the distribution that an id was drawn from on the device."""
+    """Return the distribution from which an id was drawn on the device.
+
+    chances: the probabilities that are already on the host, by id. fetch: copies the whole distribution.
+    """
     if id_ < 0 or draw.filters[0] == 0:
         return Probs.of_point(id_)
     return Probs(afar=Afar(fetch, chances, draw, id_))

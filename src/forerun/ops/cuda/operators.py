@@ -1,10 +1,10 @@
 """The CUDA operators: the interface of ops/reference.py, implemented by Triton kernels.
 
 Rows are float32 between two operators, whatever the dtype of the weights. The inputs of a product are rounded to the
-dtype of its weights, and so are queries, and keys and values before they enter the cache. The bits of a row depend only
-on that row, its keys and values, and the card. They do not depend on the number of rows, nor on where the cache keeps a
-token, because tiles of rows are padded, and K and keys are cut into fixed parts (ops/cuda/kernels.py,
-docs/development/gpu.md).
+dtype of its weights. Queries are rounded, too, and so are keys and values before they enter the cache. The bits of a
+row depend only on that row, its keys and values, and the card. The number of rows changes no bits, because tiles of
+rows are padded, and because the inputs of a product and the keys of a row are cut into fixed parts. The place of a
+token in the cache changes no bits either (ops/cuda/kernels.py, docs/development/gpu.md).
 
 Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU, slowly, for tests.
 """
@@ -50,8 +50,8 @@ def interprets() -> bool:
 class Tiles:
     """How a product is cut into tiles.
 
-    outs, ins: the outputs and inputs of a tile of weights. splits: the number of parts of K. part: the number of inputs
-    of each part, a multiple of `ins`.
+    outs, ins: the numbers of outputs and inputs of a tile of weights. splits: the number of parts into which the inputs
+    are cut. part: the number of inputs of each part, a multiple of `ins`.
     """
 
     outs: int
@@ -64,9 +64,9 @@ class Tiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, itemsize: int, times: int = 1) -> Tiles:
-        """Return how a matrix is cut, which does not depend on the number of rows of a pass.
+        """Return the tiles of a matrix. They do not depend on the number of rows of a pass.
 
-        times: the number of matrices of this size that a row is multiplied by at once.
+        times: the number of matrices of this size by which a row is multiplied at once.
         """
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:
@@ -86,8 +86,8 @@ class Tiles:
 class CodeTiles:
     """How a product of packed codes is cut.
 
-    steps: the number of steps of STEP inputs, in all. splits: the number of parts of K. part: the number of steps of
-    each part.
+    steps: the number of all steps, with STEP inputs each. splits: the number of parts into which the steps are divided.
+    part: the number of steps of each part.
     """
 
     steps: int
@@ -99,7 +99,7 @@ class CodeTiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, times: int = 1) -> CodeTiles:
-        """Return how a matrix is cut, which does not depend on the number of rows of a pass. times: see Tiles.of."""
+        """Return the tiles of a matrix. They do not depend on the number of rows of a pass. times: see Tiles.of."""
         tiles, steps = -(-num_out // TILE), -(-num_in // STEP)
         # Three programs or more for each processor of a large card, as long as a part has two steps.
         splits = 1
@@ -123,7 +123,7 @@ class Parts:
 
 
 class CudaOps(ReferenceOps):
-    """The operators of ReferenceOps as Triton kernels. Weights are tensors on the device with one of DTYPES."""
+    """The operators of ReferenceOps as Triton kernels. Dense weights are tensors on the device, with one of DTYPES."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class CudaOps(ReferenceOps):
 
     @property
     def build(self) -> str:
-        """The version of Triton and the card: bits are promised, and speeds were measured, for these alone."""
+        """The version of Triton, and the card. Bits are guaranteed, and speeds were measured, for these two alone."""
         import triton
 
         card = "interpreter" if interprets() else torch.cuda.get_device_name()
@@ -165,7 +165,11 @@ class CudaOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------------- products
 
     def product(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, *, whole: bool = False) -> Parts:
-        """Multiply x [T, I] by weight [O, I]. whole: whether to add the bias here if the product has one part."""
+        """Multiply x [T, I] by weight [O, I].
+
+        whole: whether to add the bias at once if the product has only one part. Otherwise the bias is returned in
+        Parts.
+        """
         if isinstance(weight, Packed):
             return self._product_of_codes(x, weight, bias, whole=whole)
         x = x if x.dtype == weight.dtype else x.to(weight.dtype)
@@ -243,7 +247,7 @@ class CudaOps(ReferenceOps):
 
     @staticmethod
     def code_constants(weight: Packed) -> dict[str, Any]:
-        """Return the compile-time constants of a code product's kernel for a matrix."""
+        """Return the compile-time constants of the kernels that multiply by this packed matrix."""
         return {
             "KIND": weight.kind,
             "GROUP": weight.group,
@@ -257,9 +261,10 @@ class CudaOps(ReferenceOps):
 
     @staticmethod
     def cut(num: int, outs: int) -> tuple[int, int]:
-        """Return how many rows and how many outputs a tile has. outs: the number of outputs where rows are few.
+        """Return the number of rows and the number of outputs of a tile.
 
-        Neither number changes the bits of the product's rows; the fields of Tiles do.
+        outs: the number of outputs where rows are few. Neither of the two numbers changes the bits of the product's
+        rows. Only the fields of Tiles change them.
         """
         rows = next((rows for rows in ROWS if num <= rows), ROWS[-1])
         return rows, max(outs, 64) if rows == ROWS[-1] else outs
@@ -288,7 +293,10 @@ class CudaOps(ReferenceOps):
         return out
 
     def inner(self, act: Act, gated: bool, found: Parts, dtype: torch.dtype) -> Tensor:
-        """Return the inner rows [T, size] of a feed-forward part, of type `dtype`: the product `found`, activated."""
+        """Return the inner rows [T, size] of a feed-forward part, in `dtype`.
+
+        found: the product to which the activation is applied.
+        """
         _, num, width = found.sums.shape
         size = width // 2 if gated else width
         out = torch.empty(num, size, dtype=dtype, device=found.sums.device)
@@ -318,9 +326,10 @@ class CudaOps(ReferenceOps):
         return self.inner(act, True, Parts(torch.cat((gate, up), -1)[None], None), torch.float32)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the largest logit of each row [T, V]; return ids and values, float32 [2, T], and the ids, int32 [T].
+        """Find the largest logit of each row [T, V]. Ties go to the lowest id, and NaN counts as infinity.
 
-        Ties go to the lowest id. A NaN counts as infinity. Where the value is infinite, the int32 id is -1.
+        Returns the ids and values, float32 [2, T], and the ids again, int32 [T]. Where the value is infinite, the int32
+        id is -1.
         """
         num, device = len(logits), logits.device
         values, ids = self.largest_in_parts(logits, PART_IDS)
@@ -332,7 +341,10 @@ class CudaOps(ReferenceOps):
         return pairs, best
 
     def largest_in_parts(self, logits: Tensor, part_ids: int) -> tuple[Tensor, Tensor]:
-        """Return value and id of the largest logit in each part of `part_ids` ids: float32 and int32 [T, parts]."""
+        """Return the value and the id of the largest logit in each part of `part_ids` ids.
+
+        The values are float32 [T, parts], and the ids are int32 [T, parts].
+        """
         num, width = logits.shape
         parts = -(-width // part_ids)
         values = torch.empty(num, parts, dtype=torch.float32, device=logits.device)
@@ -356,9 +368,10 @@ class CudaOps(ReferenceOps):
         at_sum: bool = False,
         scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Add a branch, after its norm `post`, to rows x [T, H]; return the sums, and the sums after the norm `pre`.
+        """Add a branch, after its norm `post`, to rows x [T, H].
 
-        at_sum: whether `post` norms the sums instead of the branch. scale: the factor of the branch.
+        Returns the sums, and the sums after the norm `pre`. at_sum: whether `post` norms the sums instead of the
+        branch. scale: the factor of the branch.
         """
         num, width = x.shape
         sums = x if branch is None else torch.empty_like(x)
@@ -556,7 +569,10 @@ class CudaOps(ReferenceOps):
             )
 
     def _by_distance(self, scoring: Scoring) -> Tensor | None:
-        """Return biases by the distance from row back to key, float32 [heads, 2 reach + 1], from -reach on; or None."""
+        """Return the biases of the distances from a row back to a key; None where there are no biases.
+
+        The biases are float32 [heads, 2 reach + 1], for distances from -reach to reach.
+        """
         if scoring.buckets is None or scoring.table is None:
             return None
         if id(scoring) not in self._biases:
@@ -569,7 +585,10 @@ class CudaOps(ReferenceOps):
 
 
 def _shared_bytes() -> int:
-    """Return the shared memory that one program may have on this card, or without a card on the smallest card."""
+    """Return the bytes of shared memory that one program may have on this card.
+
+    Without a card, return what the smallest cards have.
+    """
     if interprets() or not torch.cuda.is_available():
         return LEAST_SHARED_BYTES
     driver: Any = importlib.import_module("triton.runtime").driver.active
@@ -582,7 +601,7 @@ def _power(n: int) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return the precision of products of a dtype; float32 is multiplied exactly, not as TF32."""
+    """Return the precision of products of a dtype, in Triton's words. float32 is not multiplied as TF32."""
     if interprets():
         return "widened"
     return "ieee" if dtype == torch.float32 else "tf32"

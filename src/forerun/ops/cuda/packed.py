@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits, laid out for the CUDA product kernel, and the placing of a model's matrices."""
+"""Weights of 4 and 8 bits, laid out for the CUDA product kernel, and the placing of a model's weights on the device."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Packed:
     """A matrix [O, I] of 4 or 8 bits: weight = scale * (code - zero) - minimum, by group.
 
     kind: "int4" (codes 0 to 15), "int8" (signed bytes, without zeros) or "fp8" (floats of 8 bits, e4m3, without zeros).
-    group: the number of inputs that share a scale. scales, zeros, minimums: [tiles, groups, 64]. zeros are uint8;
-    None = every 4-bit code has the zero point `zero`. minimums: None = 0. super_group: the number of inputs that share
-    one more factor of scales, in supers [tiles, super groups, 64], and one more of minimums, in super_minimums;
-    0 = there are no such factors, and both are None.
+    group: the number of inputs that share a scale. scales, zeros, minimums: [tiles, groups, 64]. zeros are uint8; None
+    = every 4-bit code has the zero point `zero`. minimums: None = 0. super_group: the number of inputs whose scales
+    share one more factor; 0 = there are no such factors. supers [tiles, super groups, 64]: these factors of scales.
+    super_minimums: the same factors of minimums; None = minimums have no factors.
 
     codes: int32 [tiles, units, 4, 8, 4, 4], the words in the order in which threads multiply them. A tile is 64
     outputs. A unit is 64 inputs of 4 bits, or 32 of 8 bits, and belongs to 4 warps of 8 by 4 threads, with 4 words for
     each thread. The code of output 16 w + 8 h + g and input 16 n + 8 j + 2 t + e lies with warp w and thread (g, t). A
-    code of 4 bits is nibble 4 e + 2 h + j of the thread's word n. A code of 8 bits is byte 2 e + j of the thread's
-    word 2 n + h. The numbers of a group lie in the order w, g, h.
+    code of 4 bits is nibble 4 e + 2 h + j of the thread's word n. A code of 8 bits is byte 2 e + j of the thread's word
+    2 n + h. The numbers of a group lie in the order w, g, h.
     """
 
     kind: str
@@ -95,7 +95,7 @@ class Packed:
 
     @property
     def for_kernels(self) -> list[Tensor]:
-        """The codes and the tensors of OF_GROUPS in the kernels' order, with the codes in place of a missing tensor."""
+        """The codes, then the tensors of OF_GROUPS in order. The codes take the place of each missing tensor."""
         tensors = self._tensors()
         return [tensors.get(name, self.codes) for name in ("codes", *OF_GROUPS)]
 
@@ -109,8 +109,8 @@ class Packed:
     def __getitem__(self, rows: slice | list[int]) -> Packed | Tensor:
         """Return some outputs.
 
-        A slice stays packed, and is not copied where it begins at a tile. A list of outputs comes dequantised; see
-        `rows`.
+        A slice stays packed, and is not copied where it begins at a tile. For a list of outputs, dequantised rows are
+        returned; see `rows`.
         """
         if not isinstance(rows, slice):
             return self.rows(torch.tensor(rows, dtype=torch.int64, device=self.device))
@@ -144,7 +144,10 @@ class Packed:
         return codes.flatten(1)[:, : self.num_in]
 
     def _tiled(self, parts: Mapping[str, Tensor]) -> Packed:
-        """Return a matrix in the form of this one, from tensors in the order of outputs, as `_taken` returns them."""
+        """Lay out a matrix in the form of this one.
+
+        parts: the tensors of that matrix in the order of outputs, as `_taken` returns them.
+        """
         num_out, num_in = parts["codes"].shape
         codes = _filled(parts["codes"], -(-num_in // STEP) * STEP)
         if self.kind == "int4":  # w, h, g, n (units of 4), j, t, e
@@ -187,7 +190,7 @@ class Packed:
         return whole
 
     def float(self) -> Tensor:
-        """Return the whole matrix dequantised in float32, with the numbers that products use."""
+        """Return the whole matrix dequantised in float32: the weights that products use."""
         ids = torch.arange(self.num_out, device=self.device)
         return torch.cat([self.rows(part) for part in torch.split(ids, 4096)])
 
@@ -226,7 +229,7 @@ class Packed:
 
     @classmethod
     def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> tuple[Packed, dict[str, Tensor]]:
-        """Return a matrix of these rows, still without its layout, and its tensors in the order of outputs."""
+        """Return a matrix in the form of these rows, not laid out yet, and its tensors in the order of outputs."""
         rows = rows.looked_up()
         scheme, num_in = rows.scheme, rows.codes.shape[1]
         kind = "fp8" if scheme.floats else "int4" if scheme.bits <= 4 else "int8"
@@ -261,15 +264,15 @@ class Packed:
 
 
 def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """Pad a matrix with zeros to this number of columns and rows; None = up to whole tiles."""
+    """Pad a matrix with zeros to this number of columns and rows. rows: None = as many as fill whole tiles."""
     rows = -(-len(part) // TILE) * TILE if rows is None else rows
     return torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - len(part))).contiguous()
 
 
 class Laid(Mapping[str, Any]):
-    """The weights of a model on the device, with the matrices of one product side by side.
+    """The weights of a model on the device. The matrices of one product lie side by side.
 
-    wholes: each packed product as one matrix, by the names of its parts.
+    wholes: for each packed product, the joined matrix, by the names of the matrices in it.
     """
 
     def __init__(self, spec: Spec, weights: Mapping[str, Tensor | QuantisedMatrix]) -> None:
@@ -298,7 +301,7 @@ class Laid(Mapping[str, Any]):
         return known[0].name, tensor
 
     def _packed(self, parts: Seq[tuple[Weight, Tensor | QuantisedMatrix]], device: torch.device) -> bool:
-        """Pack the matrices of a product where they share one scheme; return whether they did."""
+        """Pack the matrices of a product if they share one scheme. Returns whether they do."""
         matrices = [part for _, part in parts if isinstance(part, QuantisedMatrix)]
         if len(matrices) < len(parts) or len({part.scheme for part in matrices}) > 1:
             return False
@@ -351,7 +354,7 @@ def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:
 
 
 def _side_by_side(spec: Spec, known: Seq[Weight], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors with the matrices of each product in one storage, copied there if they lie apart."""
+    """Return tensors with the matrices of each product in one storage. Matrices that lie apart are copied there."""
     groups = [group for group in blocks.products(known).values() if len(group) > 1]
     pairs = [(tensors[a.name], tensors[b.name]) for group in groups for a, b in itertools.pairwise(group)]
     if all(a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes for a, b in pairs):

@@ -19,7 +19,11 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of the array that describes a pass: rows, tail entries of each row, runs, and blocks of each table."""
+    """The sizes of the array that describes a pass; see Rows for the parts of the array.
+
+    rows, runs: the numbers of rows and of runs. tail: the number of entries in the tail of each row. blocks: the number
+    of blocks in the table of each run.
+    """
 
     rows: int
     tail: int
@@ -39,10 +43,10 @@ NO_ROWS = np.empty(0, np.int64)
 class Rows(CacheView):
     """The description of a pass on the device: parts of one int32 array, `numbers`.
 
-    ids, positions, writes, lengths, seen and runs are [T], tails [T, tail], and tables [runs, blocks]. Row t is written
-    to cache row writes[t], -1 = nowhere. It sees lengths[t] keys in the order of their logical positions. The first
-    seen[t] of these keys lie where the block table of run runs[t] says, and the others in the cache rows tails[t].
-    num_keys: the most keys that a row may see.
+    ids, positions, writes, lengths, seen and runs are [T], tails [T, tail], and tables [runs, blocks]. The keys and
+    values of row t are written to cache row writes[t]; -1 = they are not written. The row sees lengths[t] keys in the
+    order of their logical positions. The first seen[t] of these keys lie where the block table of run runs[t] says, and
+    the others in the cache rows tails[t]. num_keys: the largest number of keys that a row may see.
     """
 
     numbers: Tensor
@@ -95,10 +99,10 @@ def fill(
     *,
     sees_all: bool = False,
 ) -> int:
-    """Write the description of a pass into `numbers`, and return the most keys that a row sees.
+    """Write the description of a pass into `numbers`. Returns the largest number of keys that a row sees.
 
-    layout: a layout that holds the pass. Rows of padding see nothing and are written nowhere. sees_all: whether a row
-    sees the whole of its run, which must be a chain, and not only the rows before it.
+    layout: a layout that holds the pass. Rows of padding see no keys, and are not written to the cache. sees_all:
+    whether a row also sees the rows after it in its run. If so, the run must be a chain.
     """
     n, num = layout.rows, batch.run_starts[-1]
     by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
@@ -131,7 +135,10 @@ def fill(
 
 
 def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-    """Do as `fill` does for a pass that writes no keys, in which each row of run b sees lengths[b] keys."""
+    """Write the description of a pass that writes no keys, and in which each row of run b sees lengths[b] keys.
+
+    See `fill` for the other arguments and the result.
+    """
     n, num = layout.rows, batch.run_starts[-1]
     by_row = numbers[: n * PER_ROW].reshape(PER_ROW, n)
     by_row[:, num:] = 0
@@ -147,14 +154,14 @@ def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Se
 
 
 def layout_alike(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
-    """Return the smallest layout that holds a pass for `fill_alike`."""
+    """Return the smallest layout with which `fill_alike` can describe a pass."""
     return Layout(batch.run_starts[-1], 1, max(len(batch.slots), 1), max(map(len, tables), default=1))
 
 
 def rows_alike(
     batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, lengths: Seq[int], device: torch.device
 ) -> Rows:
-    """Return the description of a pass in which each row of run b sees the lengths[b] keys in the blocks tables[b]."""
+    """Return the description of a pass in which each row of run b sees lengths[b] keys, in the blocks tables[b]."""
     layout = layout_alike(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
     most = fill_alike(numbers, layout, batch, tables, lengths)

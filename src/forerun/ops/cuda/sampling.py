@@ -49,14 +49,14 @@ class Field(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which searches the rows of a pass need: by count for top_k, by probability mass for top_p."""
+    """The searches that a pass needs: by count if a row has top_k, by probability mass if a row has top_p."""
 
     by_number: bool = False
     by_mass: bool = False
 
     @classmethod
     def of(cls, draws: Seq[Draw], width: int) -> Cuts:
-        """Return the searches that at least one row needs."""
+        """Return the searches that at least one of these draws needs. width: the number of ids."""
         filters = [draw.filters for draw in draws if draw.filters[0] > 0]
         return cls(any(0 < top_k < width for _, top_k, *_ in filters), any(top_p < 1 for *_, top_p, _ in filters))
 
@@ -106,7 +106,10 @@ class Drawn:
 
 
 class Settings:
-    """The settings of a pass's draws on their way to the device, for passes of one shape."""
+    """The settings of a pass's draws in an array of the host, and the device buffer to which they are copied.
+
+    One object serves passes of one shape.
+    """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.width = width
@@ -127,7 +130,7 @@ class Settings:
 
 @dataclass
 class Sampler:
-    """The launcher of draws.
+    """The launcher of the kernels that draw ids.
 
     largest(logits, part_ids): returns the values and ids [R, parts] of the largest logit in each part of `part_ids`
     ids.

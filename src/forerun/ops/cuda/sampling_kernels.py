@@ -1,8 +1,8 @@
 """The sampling pipeline of rows in Triton, with the same bits as forerun.sampling has on the host.
 
-Everything is computed as sampling/arithmetic.py defines it. exp and log are spelled out. Masses are whole numbers of
-ticks, so that their sums do not depend on the order. Divisions round as IEEE 754 says. The kernels must be compiled
-without fused multiplications and additions. Under Triton's interpreter they run on a CPU.
+Everything is computed as sampling/arithmetic.py defines it. exp and log are written out in basic operations. Masses are
+whole numbers of ticks, so that their sums do not depend on the order. Divisions round as IEEE 754 says. The kernels
+must be compiled without fused multiplications and additions. Under Triton's interpreter they run on a CPU.
 
 A row is cut into parts of PART ids, and each part has its own program. `settings`, int64 [FIELDS, R], says how each row
 is drawn (sampling.Field); floats are stored there as the bits of a float64.
@@ -123,13 +123,14 @@ def searched(
     logits, values, settings, cuts, sums, states, goals, width, num_rows, num_parts, tick_bits, step,
     BY_MASS: tl.constexpr, HAS_CUT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Fix one nibble of a threshold: the least key such that the sum over all keys up to it reaches a row's goal.
+    """Fix one nibble of the threshold of a row. One call is one pass of the search.
 
-    BY_MASS: whether the sum is of ticks; otherwise it counts ids. sums int64 [NIBBLES, R, parts, 16]: the sums over ids
-    whose keys begin with the known nibbles of the threshold, by the next nibble of the key. states int64
-    [NIBBLES + 1, R, 2]: the known nibbles of the threshold, and the sum over lower keys. goals: int64 [R]. cuts int64
-    [R, 2]: with HAS_CUT, ids whose keys are above cuts[row, 0] are left out. step: the number of the pass; pass 0 only
-    sums, and the last pass, NIBBLES, only fixes a nibble.
+    The threshold is the least key for which the sum over all keys up to it reaches the row's goal. BY_MASS: whether
+    ticks are summed; otherwise ids are counted. sums int64 [NIBBLES, R, parts, 16]: the sums of each pass. Only ids
+    whose keys begin with the known nibbles of the threshold count, and there is one sum for each value of the next
+    nibble. states int64 [NIBBLES + 1, R, 2]: the known nibbles of the threshold, and the sum over lower keys. goals:
+    int64 [R]. cuts int64 [R, 2]: with HAS_CUT, ids whose keys are above cuts[row, 0] are left out. step: the number of
+    the pass. Pass 0 only sums, and the last pass, NIBBLES, only fixes a nibble.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     step = step.to(tl.int64)
@@ -177,7 +178,8 @@ def counted(
 ):
     """Sum each part's ticks before the cut, and count its ids before and at the cut: sums int64 [R, parts, 3].
 
-    cuts int64 [R, 2]: keys below cuts[row, 0] stay. Of the keys equal to it, the first cuts[row, 1] of the row stay.
+    cuts int64 [R, 2]: ids with keys below cuts[row, 0] stay. Of the ids whose key is equal to cuts[row, 0], the first
+    cuts[row, 1] stay.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -192,7 +194,7 @@ def counted(
 
 @triton.jit
 def cut_by_number(settings, states, cuts, num_rows):
-    """Set cuts from a search by count, so that the top_k largest ids stay. One program for each row."""
+    """Set cuts from a search by count, so that the top_k likeliest ids stay. One program for each row."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     top_k = _int_of(settings, TOP_K, row, num_rows)
@@ -226,7 +228,7 @@ def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PA
 
 @triton.jit
 def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
-    """Set cuts from a search by mass, so that only as many of the largest ids stay as reach the mass of top_p."""
+    """Set cuts from a search by mass, so that only as many of the likeliest ids stay as reach the mass of top_p."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     key, below = tl.load(states + at), tl.load(states + at + 1)
@@ -253,8 +255,8 @@ def weighed(
 ):  # fmt: skip
     """Write the weights e^x of the ids that filters keep, and 0 for other ids: probs [R, V].
 
-    sums int64 [R, parts, 2]: the ticks and the number of the kept ids. counts: the sums that `counted` wrote for these
-    cuts.
+    sums int64 [R, parts, 2]: the ticks of the kept ids, and their number. counts: the sums that `counted` wrote for
+    these cuts.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -287,7 +289,7 @@ def _mass(sums, row, num_parts, tick_bits, PARTS: tl.constexpr):
 
 @triton.jit
 def _place_bits(settings, num, row, num_rows, tick_bits, width):
-    """Return how many bits the ticks of a draw have; a short list of ids from a wide row has finer ticks."""
+    """Return how many bits the ticks of a draw have. Ticks are finer where filters keep only a short list of ids."""
     is_listed = num <= _int_of(settings, MOST_LISTED, row, num_rows)
     is_cut = (
         (_int_of(settings, TOP_K, row, num_rows) > 0)
@@ -304,9 +306,9 @@ def drawn_in_parts(
 ):  # fmt: skip
     """Divide weights by their mass, and prepare the draw of each part.
 
-    times float64 [R, parts], ids [R, parts]: the times and ids of the winners of the parts' races, for rows that are
-    drawn by the noise of match. masses int64 [R, parts]: the ticks of each part, for rows that are drawn by the
-    cumulative sum.
+    times float64 [R, parts], ids [R, parts]: the time and the id of the winner of each part's race, for rows that are
+    drawn by the noise of the rule `match`. masses int64 [R, parts]: the ticks of each part, for rows that are drawn by
+    the cumulative sum.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     mass, num = _mass(sums, row, num_parts, tick_bits, PARTS)
