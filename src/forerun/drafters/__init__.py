@@ -4,7 +4,8 @@ A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit
 `build(options, target) -> Drafter`. The file of a method that is more than a search in the text also holds
 
     needs(options, target) -> Needs     what must be known before any weight is read; target: a `Known`. Raises
-                                        UserError where options and small files show that the drafter is impossible
+                                        UserError where the options, or files such as config.json, show that the
+                                        drafter is impossible
 
 Nothing else has to change for a new method.
 """
@@ -46,11 +47,12 @@ BY_MODEL = "model"  # auto means this where a draft model belongs to the target
 
 @dataclass(frozen=True)
 class Seen:
-    """What a drafter sees of one target pass over one of its sequences.
+    """What a drafter sees of one pass of the target, for one sequence of the pass.
 
-    start: the index in the sequence of the first token that the pass ran and the verification kept. kept: the rows of
-    the pass whose tokens were kept. scored: all rows of the sequence (the last committed token, draft nodes, extra
-    rows). run: the index of the sequence's run in the pass. scores: the results of the whole pass.
+    Kept tokens are the tokens that the pass ran and that were not rejected. start: the index of the first kept token in
+    the sequence. kept: the rows of the kept tokens in the pass. scored: the rows of the whole sequence in the pass: the
+    last committed token, draft nodes and extra rows. run: the index of the sequence's run in the pass. scores: the
+    results of the whole pass.
     """
 
     start: int
@@ -81,7 +83,7 @@ class Seen:
 
     @property
     def rows(self) -> dict[int, int]:
-        """The scored row of each input token; the accepted row where a token was run twice."""
+        """A map from each input token to its scored row. A token that was run twice is mapped to its accepted row."""
         kept = [row - self.scored.start for row in self.kept]
         return {self.tokens[row]: row for row in (*range(len(self.scored)), *kept)}
 
@@ -112,10 +114,11 @@ def _point(guess: Seq[int]) -> Next | None:
 
 
 class Drafter:
-    """A drafter makes drafts. Only `propose` is required; the other methods have defaults that do nothing.
+    """The base of all drafters. Only `propose` is required; the other methods have defaults that do nothing.
 
-    caught_up: by sequence id, how many committed and source tokens the last call of `propose` or `catch_up` ran only to
-    catch up. Tokens that every round feeds are not counted. catchup_s: the seconds that catching up took.
+    caught_up: by sequence id, the number of committed and source tokens that the last call of `propose` or `catch_up`
+    ran only to catch up. The tokens that every round runs anyway are not counted. catchup_s: the seconds spent on
+    catching up.
     """
 
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = after k layers of the target
@@ -159,7 +162,7 @@ class Drafter:
 
         Every token must be drawn from the distribution in its entry of `probs`, and budget.go_on must be asked before
         each draw. A drafter that has not caught up with a sequence drafts nothing for that sequence. The drafter may
-        only read `seqs`, because they belong to the step. It may lower the budget's numbers.
+        only read `seqs`, because they belong to the step. It may lower the numbers in `budget`.
         """
         raise NotImplementedError
 
@@ -178,18 +181,20 @@ class Drafter:
         """Forget a sequence that is finished or aborted."""
 
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
-        """Guess at most `num_tokens` tokens after the committed tokens and then `drafted`, which are not committed.
+        """Guess at most `num_tokens` tokens that follow the committed tokens and then the uncommitted tokens `drafted`.
 
-        Only free drafters are asked, and they must not remember `drafted`. Returns () where there is no guess.
+        Only free drafters (`is_free`) are asked, and they must not remember `drafted`. Returns () where there is no
+        guess.
         """
         return ()
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Return what may follow the nodes levels[b] of the beam search of seqs[b] (seq.hypotheses).
+        """Return what may follow each of the nodes levels[b] in the beam search of seqs[b] (seq.hypotheses).
 
-        The tips come first in a level, then guessed nodes. A node gets None where nothing is known about it, or while
-        the drafter has not caught up with the sequence. Drafters that guess by `ahead` return one token for a node.
-        Drafters that cannot tell what follows several nodes leave `branches` False. catchup_tokens: as in Budget.
+        A level lists the last nodes of the beams, and then guessed nodes. The entry of a node is None where nothing is
+        known about the node, or while the drafter has not caught up with the sequence. Drafters that guess by `ahead`
+        return one token for each node. Drafters that cannot guess for several nodes leave `branches` False.
+        catchup_tokens: as in Budget.
         """
         following: list[list[Next | None]] = []
         for seq, nodes in zip(seqs, levels, strict=True):
@@ -216,9 +221,9 @@ class Drafter:
 class OwnModel:
     """A draft model that a drafter makes of the target, for the memory plan.
 
-    quantization: the format to which a copy of the target's weights is rounded; None = no copy, the draft model reads
-    the target's weights. layers: the target's layers that the draft model runs and caches, ascending; None = all.
-    config: the spec of layers that are not the target's; their weights are counted in `Needs.weights`.
+    quantization: the format to which a copy of the target's weights is rounded; None = no copy is made, because the
+    draft model reads the target's weights. layers: the target's layers that the draft model runs and caches, ascending;
+    None = all. config: the spec of layers that are not the target's; their weights are counted in `Needs.weights`.
     """
 
     quantization: str | None = None
@@ -310,7 +315,7 @@ class Known(Protocol):
         """Return the method and Options of a drafter's spec, as this file's `resolve` does, but computed only once."""
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Return another checkpoint, such as a draft model's, which is opened once. Raises what opening raises."""
+        """Return another checkpoint, such as a draft model's. Each is opened only once. Raises what opening raises."""
 
 
 @dataclass(frozen=True)
@@ -370,7 +375,7 @@ class Target:
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, which is called once for each key, because drafters share weights.
 
-        weights: the key, equal for equal weights.
+        weights: the key, which is equal for equal weights.
         """
         if weights not in self._shared:
             self._shared[weights] = make()
@@ -379,12 +384,13 @@ class Target:
 
 
 def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tuple[str, Any]:
-    """Return the method and its Options for `name[:option=value,...]`, a model's folder, name or hub id, or `auto`.
+    """Return the method and the Options that a spec names.
 
-    auto: the spec that `auto` stands for. looks: whether to look for a folder named like the spec. Where False, as for
-    a request's spec, the disk is not read. A spec is a model if it has a path separator, is an existing folder, or has
-    a name from data/models.toml. Raises BadOption for anything unknown. For a value that other engines use, the message
-    gives forerun's name of it.
+    A spec is `name[:option=value,...]`, `auto`, or a model's folder, name or hub id. auto: the spec that `auto` stands
+    for. looks: whether to look for a folder with the spec's name. Where it is False, as for a request's spec, the disk
+    is not read. A spec names a model if it has a path separator, is an existing folder, or is a name from
+    data/models.toml. Raises BadOption for anything unknown. If other engines know the unknown value, the message gives
+    forerun's name for it.
     """
     if spec == "auto":
         spec = auto
@@ -399,9 +405,9 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
 
 
 def instead(method: str, options: Any) -> tuple[str, Any]:
-    """Return `method` and its Options, which take over the values of `options` that are not defaults.
+    """Return `method` and its Options, with the values of `options` that are not defaults.
 
-    options: of another method. Raises BadOption for an option that `method` lacks.
+    options: the Options of another method. Raises BadOption where a value is given for an option that `method` lacks.
     """
     usual = type(options)()
     given = {f.name: getattr(options, f.name) for f in fields(options)}

@@ -1,11 +1,11 @@
 """An assistant: a small model that reads its target's keys and values and has none of its own (Gemma 4, 2026).
 
-An assistant runs one row for each guess. The first row is made of the last committed token's embedding, and of the
-target's hidden state of the token before, after the final norm. Each block of the assistant attends to the target's
-cache, in the last layer with the same kind of window. For each further guess, the output row becomes the next input
-row: it is made as wide as the target's rows, and the embedding of the guess is put beside it. All rows keep the
-position of the last committed token, and see what that token sees. So an assistant never runs a prompt, and has no
-cache.
+An assistant runs one row for each guess. The first row joins two vectors: the embedding of the last committed token,
+and the target's hidden state (after the final norm) of the token before. Each block of the assistant reads the target's
+cache: a block with a window reads the target's last layer with a window, and a block without one reads the last layer
+without one. After each guess, the output row is projected to the width of the target's rows, and joined with the
+embedding of the guess. This makes the next input row. All rows have the position of the last committed token, and
+attend to the tokens that this token attends to. So an assistant never runs a prompt, and has no cache.
 
 The smallest assistants have an ordered LM head. Its rows are sorted into groups, and each group has a centroid. A guess
 computes only the groups with the most promising centroids.
@@ -89,8 +89,8 @@ class OrderedHead:
 class AssistantDrafter(SearchingDrafter):
     """A drafter that runs an assistant after the tokens that the target has run.
 
-    ordered: the LM head in groups; None = the logits of the first `width` ids are computed. short: chooses the width;
-    None = the width is fixed.
+    ordered: the LM head in groups; None = an LM head without groups, for which the logits of the first `width` ids are
+    computed. short: the object that chooses `width`; None = the width is fixed.
     """
 
     drafts_behind = False  # the assistant reads the target's row and keys of the last committed tokens
@@ -120,7 +120,7 @@ class AssistantDrafter(SearchingDrafter):
 
     @property
     def num_held(self) -> int:
-        """The number of sequences with a kept row of the target."""
+        """The number of sequences for which a row of the target is kept."""
         return len(self._rows)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
@@ -156,7 +156,7 @@ class AssistantDrafter(SearchingDrafter):
         return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the target has run all tokens but the last one, and its last row has been kept."""
+        """Return whether the target has run all tokens but the last one, and the row of the last but one is kept."""
         return self._cache is not None and seq.id in self._rows and self._rows[seq.id][0] == len(seq.tokens) - 2
 
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
@@ -245,7 +245,11 @@ def _opened(options: Options, target: Known) -> OpenedCheckpoint:
 
 
 def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
-    """Return the target's layer that each block reads: the last one that keeps keys and has the same kind of window."""
+    """Return, for each block, the target's layer that the block reads.
+
+    For a block with a window, this is the last layer that keeps keys and has a window. For any other block, it is the
+    last layer that keeps keys and has no window.
+    """
     windows = shape.windows or (None,) * shape.num_layers
     last = {windows[layer] is not None: layer for layer in shape.kept}
     layers = list[int]()
@@ -265,7 +269,8 @@ def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
 def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
     """Return the spec with windows that reach one row less far.
 
-    An assistant's row has no keys and poses as the row before it, so a whole window would see one key too many.
+    An assistant's row has no keys of its own, and is run in the place of the row before it. So a whole window would see
+    one key too many.
     """
     windows, narrowed = shape.windows or (None,) * shape.num_layers, list[blocks.Block]()
     for block, layer in zip(spec.blocks, layers, strict=True):
@@ -280,8 +285,8 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
     """Return an assistant's ordered LM head; None where the LM head is not ordered.
 
-    The rows stay as stored, or are in bfloat16 where the stored ones are quantised. Raises UnsupportedModel for an
-    invalid order.
+    The rows stay as stored. If they are stored quantised, they are converted to bfloat16. Raises UnsupportedModel for
+    an invalid order.
     """
     if opened.source is None or not _is_ordered(opened):
         return None

@@ -1,4 +1,4 @@
-"""Guess the most frequent token after the last one, or draw one by its frequency there (Leviathan et al. 2023, 3.6).
+"""Guess the token that most often followed the last one, or draw by these frequencies (Leviathan et al. 2023, 3.6).
 
 Draws have the distribution q(v | u) = (C2[u][v] + k U1[v]) / (sum C2[u] + k) with U1 = C1 / sum C1. So the counts C2 of
 pairs back off to the frequencies U1 of single tokens. Point masses do not back off, so nothing is drafted after a token

@@ -1,12 +1,11 @@
 """A draft model with a cheaper drafter that drafts for it (Chen et al. 2023, arXiv 2312.11462; Spector, Re 2023, arXiv
 2308.04623).
 
-The draft model verifies the cheap guesses with its own distribution q, by speculative sampling. The tokens that it
-emits are distributed as q. So the outer rule tests these tokens with q, which is stored for every position, corrections
-included. The stream of tokens may end at a fixed length, at the end of an inner round, or where pacing looks at the q
-of a position and stops before that position. Each of these decisions depends on earlier tokens alone
-(docs/exactness.md). So a draft costs fewer sequential passes of the draft model, and is as good as a draft of the model
-alone.
+The draft model verifies the cheap guesses with its own distribution q, by speculative sampling. So the tokens that it
+emits, corrections included, are distributed as q. The outer rule tests them with q, which is stored for every position.
+A draft may end at a fixed length or at the end of an inner round. It may also end where pacing has looked at the q of a
+position and stops before that position. Each of these decisions depends on earlier tokens alone (docs/exactness.md). So
+a draft costs fewer sequential passes of the draft model, and is as good as a draft of the model alone.
 """
 
 from __future__ import annotations
@@ -44,9 +43,10 @@ class Options:
 
 
 class _InnerCoins:
-    """The coins of one inner round. All its decisions are draws of the drafter, on lanes that no other round uses.
+    """The coins of one inner round.
 
-    start: the depth of the round's first token within the outer round. round: the number of the inner round.
+    All decisions of the round are draws with the drafter's coins, on lanes that no other round uses. start: the depth
+    of the round's first token within the outer round. round: the number of the inner round.
     """
 
     def __init__(self, coins: Coins, start: int, round: int) -> None:
@@ -145,9 +145,9 @@ class CascadeDrafter(Compound):
         is_first: bool,
         reads_logits: bool,
     ) -> dict[int, list[Emitted]]:
-        """Run each sequence's tokens and guess, and judge the guess.
+        """Run each sequence's tokens, followed by its guess, through the draft model, and judge the guess.
 
-        Returns by sequence the tokens that are distributed as q, each with its q and its output row.
+        Returns, by sequence, the emitted tokens, which are distributed as q. Each comes with its q and its output row.
         """
         model = self.model
         guesses = {b: self._cut(guess) for b, guess in guesses.items()}
@@ -170,14 +170,15 @@ class CascadeDrafter(Compound):
         return emitted
 
     def _num_known(self, guess: Draft) -> int:
-        """Return how many tokens of a guess come before the first token that has no embedding in the model."""
+        """Return how many tokens of a guess come before its first token outside the draft model's vocabulary."""
         num_ids = self.model.runner.model.config.vocab_size
         return next((i for i, token in enumerate(guess.tokens) if token >= num_ids), len(guess.tokens))
 
     def _cut(self, guess: Draft) -> Draft:
-        """Return a guess up to the first token that the model does not know, inclusive.
+        """Return a guess, cut after its first token outside the draft model's vocabulary.
 
-        That token is judged, too, because it was drawn. Its probability is 0, so it is rejected and needs no row.
+        The inner drafter drew that token, so it must be judged as well. The draft model gives it probability 0, so it
+        is rejected and is never run.
         """
         length = self._num_known(guess) + 1
         return guess if length >= len(guess.tokens) else Draft.chains([guess.tokens[:length]], [guess.probs[:length]])

@@ -1,12 +1,12 @@
-"""Retrieval from a datastore: continue as a collection of texts does after the longest known end of this text (REST).
+"""Retrieval from a datastore: find the end of the text in a collection of texts, and draft what followed there (REST).
 
 `forerun train datastore` makes the file from texts (He et al. 2311.08252). The file has the texts' tokens and a suffix
-array, which lists all places in the tokens, sorted by the tokens that stand there. So a binary search finds the places
+array: a list of all places in the tokens, sorted by the tokens that begin there. So a binary search finds the places
 where a suffix of the text occurs, in O(log n). The tokens that followed at `num_continuations` of these places, spread
 evenly, are merged into a tree with counts. The likeliest nodes of the tree are drafted.
 
-The published rule for sampled outputs draws once for each path and again for the next token, which favours the draft.
-Here every node is a point mass, and the rule that judges it is exact.
+For sampled outputs, the published rule makes one draw for each path, and another draw for the next token. This favours
+the draft. Here every node is a point mass, and the rule that judges it is exact.
 """
 
 from __future__ import annotations

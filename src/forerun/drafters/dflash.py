@@ -1,20 +1,20 @@
 """DFlash: a few small layers that guess a whole block of tokens in one pass (Chen et al. 2026, arXiv 2602.06036).
 
-The rows of a block are the last committed token and masks. Each row sees the whole block, and a context of all tokens
-before it: the target's residual stream after a few layers, joined by one matrix product. The context's keys and values
-are kept for each committed token. So K tokens cost one pass, where a draft model needs K passes. Row i does not depend
-on the tokens drafted before it. Its distribution is stated as it is, so every rule for chains judges drafts exactly.
-Embedding and LM head are the target's. A head of `forerun train head --method dflash` uses only the LM head's rows for
-the ids that the target writes most often. A prefix that the target finds in its cache is not run again, so the context
-begins after that prefix.
+The rows of a block are the last committed token and masks. Each row sees the whole block, and a context made of all
+tokens before the block. The context is the target's residual stream after a few layers, joined by one matrix product.
+Its keys and values are kept for each committed token. So K tokens cost one pass, where a draft model needs K passes.
+Row i does not depend on the tokens drafted before it. A token is drawn from the very distribution that its row gives,
+so every rule for chains judges drafts exactly. Embedding and LM head are the target's. Heads of `forerun train head`
+use only the LM head's rows for the ids that the target writes most often. A prefix that the target finds in its cache
+is not run again, so the context begins after that prefix.
 
 With `shape=tree` the same pass drafts a tree (DDTree, Ringel and Romano 2026, arXiv 2604.12989, algorithm 1). All rows
 are known before a token is drafted, so the value of any path is known, too: the product of the probabilities of its
 tokens. A heap finds the paths with the largest values. With `draws=point`, as in the paper, and for greedy requests,
 the tokens of these paths are point masses, which each rule for trees judges exactly. Otherwise siblings are drawn
-without replacement. The value of a child is then the probability of its rank, no matter which token it is. So whether a
-child is drawn depends on distributions and on tokens drawn before it, and never on the child's own token, as exactness
-asks (docs/exactness.md).
+without replacement. The value of the r-th drawn sibling is then the r-th largest probability, no matter which token is
+drawn. So whether a child is drawn depends on distributions and on tokens drawn before it, and never on the child's own
+token. Exactness requires this (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class Options:
 class _Text:
     """The context of one sequence.
 
-    first: index of the first token with features. num_kept: the number of tokens with keys and values in the cache.
-    waiting: features of the tokens after them: for each pass a list of the target's rows by layer. is_over: whether the
-    sequence has gone past the model's positions, so that nothing more is kept.
+    first: the index of the first token with features. num_kept: the number of tokens with keys and values in the cache.
+    waiting: the features of the tokens after these, which are not in the cache yet. Each pass adds one entry: the
+    target's rows by layer. is_over: whether the sequence has gone past the model's positions, so that nothing more is
+    kept.
     """
 
     first: int = -1
@@ -124,7 +125,7 @@ class DFlashDrafter(Drafter):
         return self.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Take the features of the kept tokens."""
+        """Store the features of the kept tokens."""
         for seq, view in zip(seqs, seen, strict=True):
             text = self._texts[seq.id]
             if text.is_over:
@@ -166,9 +167,10 @@ class DFlashDrafter(Drafter):
         )
 
     def _guess(self, seqs: Seq[Sequence], most: int) -> Any:
-        """Run a block after each sequence's context. Returns the logits of each sequence's next `most` tokens.
+        """Run a block after each sequence's context.
 
-        They are one array, [len(seqs) * most, ids], with one sequence after another.
+        Returns the logits of each sequence's next `most` tokens as one array, [len(seqs) * most, ids], sequence by
+        sequence.
         """
         block, masks = self.config.block, [self.config.mask_id] * (self.config.block - 1)
         scores = self._runner.forward([Run(seq.id, [seq.tokens[-1], *masks], "none") for seq in seqs])
@@ -178,13 +180,17 @@ class DFlashDrafter(Drafter):
         return self.model.logits(self.model.rows.take(scores.hidden, rows))[:, : len(self._ids)]
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the cache has the context of all tokens but the last, and a block fits the positions."""
+        """Return whether the context of all tokens but the last is cached, and a block fits the model's positions."""
         text, config = self._texts[seq.id], self.config
         is_whole = not text.waiting and not text.is_over and text.num_known == len(seq.tokens) - 1
         return is_whole and text.num_kept > 0 and text.num_kept + config.block <= config.decoder.max_positions
 
     def _remember(self, seqs: Seq[Sequence]) -> None:
-        """Write keys and values of waiting features into the cache, for sequences with room and positions."""
+        """Write the keys and values of waiting features into the cache.
+
+        Where the cache has no room for all features of a sequence, they keep waiting. A sequence that goes past the
+        model's positions loses its context.
+        """
         space, feeds = Space(self.cache), list[_Text]()
         runs = list[Run]()
         for seq in seqs:
@@ -208,14 +214,14 @@ class DFlashDrafter(Drafter):
             text.num_kept, text.waiting = text.num_kept + text.num_waiting, []
 
 
-Child = tuple[int, Probs, float]  # a token, the distribution that it states, and the head's confidence in it
+Child = tuple[int, Probs, float]  # a token, the distribution that goes with it, and the head's confidence in it
 
 
 class Law(NamedTuple):
     """The distribution from which siblings are drawn.
 
-    rates: the values of the siblings by rank, best first. points: the siblings themselves, if they are not drawn one by
-    one.
+    rates: the values of the siblings by rank, best first. points: the siblings, where all are chosen at once; () = they
+    are drawn one by one.
     """
 
     probs: Probs
@@ -231,7 +237,10 @@ class Law(NamedTuple):
         return Law(probs, [confidence for *_, confidence in points], points)
 
     def children(self, depth: int, coins: Coins, lane: int) -> Iterator[Child]:
-        """Return the siblings, which are drawn one by one on demand. lane: the lane of the first sibling's coin."""
+        """Return the siblings. If they are not chosen already, they are drawn one by one, on demand.
+
+        lane: the lane of the first sibling's coin.
+        """
         num = len(self.rates)
         return iter(self.points) if self.points else children_of(self.probs, "distinct", num, depth, coins, lane)
 
@@ -240,8 +249,8 @@ class Law(NamedTuple):
 class Guess:
     """The guess of one pass for one sequence.
 
-    logits [K, n]: the logits of the drafted ids, by depth. ids [n]: the ids that the head drafts. num_ids: how many ids
-    the target has. spread: by depth, the logits of all ids of the target, where they were asked for.
+    logits [K, n]: the logits of the drafted ids, by depth. ids [n]: the ids that the head drafts. num_ids: the number
+    of the target's ids. spread: by depth, the logits of all the target's ids, as far as they were asked for.
     """
 
     logits: Rows
@@ -251,9 +260,9 @@ class Guess:
     laws: dict[int, Law | None] = field(default_factory=dict)  # by depth, where no path changes them
 
     def distribution(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the token after the drafted ones; None where no token is left.
+        """Return the distribution of the token after the drafted tokens; None where no token is left.
 
-        Which tokens were drafted matters only to penalties and masks.
+        The drafted tokens matter only to penalties and masks.
         """
         depth = len(drafted)
         if not self.has(depth):
@@ -289,8 +298,9 @@ class Guess:
 def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins, draws: str) -> Draft:
     """Draft the paths with the largest values through the rows of a guess, best first. b: index of the sequence.
 
-    The value of a path is the product of the probabilities of its tokens' ranks in their rows, so the value never rises
-    with rank or depth. Therefore the heap of `best_nodes` meets the paths in order, without looking at all others.
+    The value of a path is a product with one factor for each token: the probability of the token's rank in its row. So
+    the value never rises with rank or depth. Therefore the heap of `best_nodes` yields the paths in order without
+    computing all paths.
     """
     most = budget.num_tokens[b]
     tokens, parents, probs = list[int](), list[int](), list[Probs]()
@@ -342,7 +352,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the layers. Raises what shared/head_files.py raises, and BadOption for a target of another shape."""
+    """Read the layers. Raises what shared/head_files.py raises, and BadOption for a target of other sizes."""
     path = head_files.located(options.path, "dflash")
     config = _config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     model = target.model

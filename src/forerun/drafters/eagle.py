@@ -63,9 +63,9 @@ class Options:
 class _Text:
     """The head's state for one sequence.
 
-    first: index of the first token with features. waiting: joined features that were not run yet. seen: features of the
-    `num_seen` tokens after them, not joined: for each pass a list of the target's rows by layer. num_run: the number of
-    cache rows that were run with the target's features.
+    first: the index of the first token with features. waiting: joined features that the head has not run yet. seen: the
+    features of the next `num_seen` tokens, not joined yet. Each pass adds one entry: the target's rows by layer.
+    num_run: the number of cache rows that were run with the target's features.
     """
 
     first: int = -1
@@ -114,7 +114,7 @@ class EagleDrafter(SearchingDrafter):
         return self.runner.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Take the features of the kept tokens, and drop the cache rows of the last draft."""
+        """Store the features of the kept tokens, and drop the cache rows of the last draft."""
         for seq, view in zip(seqs, seen, strict=True):
             text = self._texts[seq.id]
             self.runner.cache.truncate_to(seq.id, text.num_run)
@@ -179,7 +179,7 @@ class EagleDrafter(SearchingDrafter):
     def _limits(self, seqs: Seq[Sequence], budget: Budget) -> list[int]:
         """Return how many tokens to draft for each sequence, within the head's positions and the room in its cache.
 
-        The number is 0 where features are missing, or where too many of them wait for one round.
+        The number is 0 where features are missing, or where more features are waiting than one round may run.
         """
         space, limits = Space(self.runner.cache), list[int]()
         for b, seq in enumerate(seqs):
@@ -208,7 +208,7 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _run_ahead(self, seqs: Seq[Sequence], fed: Seq[int], limits: Seq[int], budget: Budget) -> Draft:
-        """Draft the likeliest tokens of all sequences in one call. The loop in `own_draft` would draft the same."""
+        """Draft the likeliest tokens of all sequences in one call. The loop in `own_draft` drafts the same tokens."""
         lengths = [limits[b] for b in fed]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in fed] if budget.stops else ()
         if fed and not any(self._texts[seqs[b].id].waiting for b in fed):
@@ -227,10 +227,7 @@ class EagleDrafter(SearchingDrafter):
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
     def _take(self, seq: Sequence, num: int, wanted: str, best_only: bool) -> Run:
-        """Return a run of a sequence's first `num` waiting features, each with the token after it.
-
-        These features no longer wait.
-        """
+        """Take the first `num` waiting features of a sequence, each with the token after it, and return their run."""
         text = self._texts[seq.id]
         self._join(text)
         features = self.model.rows.join(text.waiting)
@@ -241,14 +238,14 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
 
     def _take_seen(self, seq: Sequence) -> Run:
-        """Return a run of all waiting features of a sequence, where none is joined. These features no longer wait."""
+        """Take all waiting features of a sequence that has no joined features, and return their run."""
         text = self._texts[seq.id]
         at = text.first + text.num_run + 1
         text.num_run, text.seen, text.num_seen = text.num_run + text.num_seen, [], 0
         return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Any]], reads_logits: bool) -> list[tuple[Row, Any]]:
-        """Run one drafted token of each sequence, with the output of the step before as its features."""
+        """Run one drafted token of each sequence. The output of the step before serves as the token's features."""
         if not feeds:
             return []
         runs = [
@@ -270,7 +267,7 @@ class EagleDrafter(SearchingDrafter):
         return [self.model.rows.join(rows) for rows in zip(*seen, strict=True)]
 
     def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
-        """Return whether a draw needs only the id of the largest logit, and the runner can compute only that id."""
+        """Return whether a draw needs only the id of the largest logit, and the runner can compute this id alone."""
         return self.runner.finds_best and not reads_logits and takes_the_best(seq.params, seq.bad_word_ids)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
@@ -311,7 +308,7 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Read a head.
 
-    Raises what shared/head_files.py and shared/head_layouts.py raise, and BadOption for a target of another shape.
+    Raises what shared/head_files.py and shared/head_layouts.py raise, and BadOption for a target of other sizes.
     """
     path = head_files.located(options.path, "eagle")
     published = head_layouts.find(path, "eagle", target.opened.config.ignored_config_keys)

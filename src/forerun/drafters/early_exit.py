@@ -3,8 +3,8 @@
 After the last of these layers come the target's final norm and LM head, as in LayerSkip, which exits early (Elhoushi et
 al. 2024, arXiv 2404.16710), and in Draft & Verify, which skips layers (Zhang et al. 2023, arXiv 2309.08168). The
 weights are the target's own, so they are in memory once. The draft model has a cache for the layers that it runs. The
-target does not use the draft model's keys and values, because skipped layers have none, and layers after a gap have
-different ones.
+target cannot use the keys and values in this cache, because skipped layers have none, and layers after a skipped one
+compute theirs from other inputs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _skipped(text: str) -> set[int]:
 def chosen(options: Options, num_layers: int, fingerprint: str | None = None) -> Seq[int]:
     """Return the layers that draft, ascending, out of the `num_layers` layers of a target.
 
-    fingerprint: identifies the target's ids, and a file must name it; None = not compared. Raises BadOption where a
-    layer does not exist in the target, where no layer is left, and for a file fitted for another number of layers.
+    fingerprint: the fingerprint of the target's ids that a file must name; None = not compared. Raises BadOption where
+    a layer does not exist in the target, where no layer is left, and for a file fitted for another number of layers.
     """
     if options.skip is not None:
         skipped = _skipped(options.skip)

@@ -1,13 +1,13 @@
 """Draft the text that the request's grammar forces: keys, punctuation, the rest of a choice.
 
-The draft has the tokens in which the tokenizer spells that text, up to the last token with a sure end. Where more text
-may follow and change how the end is cut into tokens, the draft stops one token short (llguidance's fast-forward
+The draft has the tokens in which the tokenizer writes that text, as far as they are certain. Where more text may
+follow, it may change how the end is split into tokens, so the draft stops one token earlier (llguidance's fast-forward
 tokens). The target gives each of these tokens probability 1, because the same grammar masks its distribution. So one
-pass writes all keys of an object, as it would read a prompt, and no rule rejects a key (jump-forward decoding of
-SGLang, Zheng et al. 2024, arXiv 2312.07104).
+pass runs all keys of an object, as it would run a prompt, and no rule rejects a key (jump-forward decoding of SGLang,
+Zheng et al. 2024, arXiv 2312.07104).
 
-The engine asks this drafter first, for every request that has a grammar and may draft. Where there is a choice, the
-request's own drafter drafts. Without a grammar this drafter drafts nothing.
+The engine asks this drafter first, for every request that has a grammar and may draft. Where the grammar leaves a
+choice, the request's own drafter drafts. Without a grammar this drafter drafts nothing.
 """
 
 from __future__ import annotations

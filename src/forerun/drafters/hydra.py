@@ -53,7 +53,10 @@ def shapes(num_heads: int, num_blocks: int, width: int) -> dict[str, tuple[int, 
 
 
 class HydraHeads:
-    """The heads of one target. ids [n]: the drafted ids, ascending. weights: with or without LM heads."""
+    """The heads of one target.
+
+    ids [n]: the ids that the heads draft, ascending. weights: by published names, with or without LM heads.
+    """
 
     def __init__(
         self, weights: Mapping[str, HostTensor], num_heads: int, num_blocks: int, ids: Ids, target: Model
@@ -75,7 +78,7 @@ class HydraHeads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """See medusa.TreeHeads. All nodes of one depth are computed at once."""
+        """Return the guesses as a function (see medusa.TreeHeads). It computes all nodes of one depth at once."""
 
         def at(depth: int, nodes: Seq[tuple[int, Seq[int]]]) -> list[list[int]]:
             paths = [(last[row], *path) for row, path in nodes]

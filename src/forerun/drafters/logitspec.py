@@ -1,16 +1,15 @@
-"""LogitSpec: look up continuations of the tokens that the target's last logits held to be likely (Liu et al. 2025).
+"""LogitSpec: look up continuations of the likeliest tokens by the target's last logits (Liu et al. 2025).
 
-A search in the text finds nothing where the text's last tokens have not occurred before. But the logits that chose the
-next token also tell of the token after that: a token that was nearly chosen is likely to come next (arXiv 2507.01449,
-section 3). Here the next token is committed already. So the likeliest ids of the logits that chose this token, without
-the chosen id, are candidates for the token that follows. Before these candidates come the ids that the target held to
-be likeliest when it last ran the same token, perhaps in a rejected guess, as in Token Recycling (Luo et al. 2024, arXiv
-2408.08696).
+A search in the text finds nothing where the text's last tokens have not occurred before. But the logits from which the
+last token was chosen also help to guess the next token, because a token that was nearly chosen often comes next (arXiv
+2507.01449, section 3). So the likeliest ids of these logits, without the chosen id, are candidates for the next token.
+Other candidates come before them: the ids that were likeliest to follow the last token, when the target most recently
+ran such a token, perhaps in a rejected guess. This is Token Recycling (Luo et al. 2024, arXiv 2408.08696).
 
-A draft is one tree. It begins with the tokens that followed the longest end of the text that occurred before. Then come
-the candidates in order, until the budget is used up. Each candidate comes with the tokens that followed where the text
-had gone on with that candidate. One search serves all these queries, because an occurrence of the text's end that went
-on with a candidate is an occurrence of both together.
+A draft is one tree. It begins with the tokens that followed the longest end of the text that occurred before. Then the
+candidates are added in order, until the budget is used up. If a candidate once followed an earlier occurrence of the
+text's end, the tokens that came next there are added after it. So one search, for the earlier occurrences of the text's
+end, serves all candidates.
 
 Every node is a point mass. It depends on committed tokens and on logits of earlier passes, and on no coin of this
 round. So each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
@@ -48,7 +47,7 @@ class Options:
 
 
 class Likely:
-    """The ids that the target held to be likeliest at some places of one sequence."""
+    """The ids with the largest logits of the target, at some places of one sequence."""
 
     def __init__(self) -> None:
         self.rivals: Seq[int] = ()  # for the token with index `place`, best first; the chosen one may be among them
@@ -58,7 +57,8 @@ class Likely:
     def read(self, own: Seen, ids: Seq[Seq[int]], num_behind: int) -> None:
         """Learn from a pass.
 
-        ids: the likeliest ids at each scored row, best first. num_behind: how many followers of each token are kept.
+        ids: the likeliest ids at each scored row, best first. num_behind: how many of a row's ids are kept as followers
+        of the row's input token.
         """
         self.rivals, self.place = ids[own.kept[-1] - own.scored.start], own.start + len(own.kept)
         if num_behind:
@@ -122,10 +122,10 @@ class LogitSpecDrafter(TextDrafter[Tokens]):
 
 
 def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int]]:
-    """Return, for each token that followed an earlier occurrence of the text's end, its places, the latest first.
+    """Return the tokens that followed earlier occurrences of the text's end, each with its places, the latest first.
 
     occurrences: the occurrences of the text's suffixes, the shortest suffix first. If a token followed several
-    suffixes, its places after the longest of these suffixes are returned.
+    suffixes, only its places after the longest of these suffixes are returned.
     """
     places: dict[int, list[int]] = {}
     for level in occurrences:

@@ -40,7 +40,7 @@ class Pool:
         self._guesses = guesses
 
     def put(self, first: int, rest: tuple[int, ...]) -> None:
-        """Add an n-gram, or make it the newest. If there are too many, the one not seen for longest is dropped."""
+        """Add an n-gram, or make a known one the newest. A token that has too many n-grams loses its oldest one."""
         known = self.ngrams.setdefault(first, [])
         if rest in known:
             known.remove(rest)
@@ -53,7 +53,7 @@ class Window:
     """The columns of guessed tokens of one request.
 
     columns [W][N - 1]: the tokens of each column, level 0 first. ages [W]: how many tokens the target has added to each
-    column. Tokens before them were placed in the column when the request began.
+    column since the request began. Older tokens of a column were taken from the text.
     """
 
     def __init__(self, columns: list[list[int]]) -> None:
@@ -67,10 +67,10 @@ class Window:
         return Window([tokens[start : start + levels] for start in range(0, num, levels)])
 
     def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
-        """Return the first `width` columns as extra rows after `num_nodes` nodes, and the rows of their last level.
+        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and where their last level is.
 
-        Level 0 in column 0 is the last committed token, which needs no extra row. The rows of the last level are
-        indices among the sequence's rows of the pass: 0 is the last committed token, and the nodes come next.
+        Level 0 of column 0 is the last committed token, which needs no extra row. The places of the last level are
+        indices among the sequence's rows of the pass: 0 is the last committed token, and the draft nodes come next.
         """
         tokens, parents = list[int](), list[int]()
         above = [-1] * width
@@ -84,9 +84,10 @@ class Window:
         return Extra(tokens, parents), [index + 1 for index in above]
 
     def advance(self, likeliest: Seq[int]) -> list[tuple[int, ...]]:
-        """Extend the first columns by these tokens, one each, and return the n-grams that the target has guessed.
+        """Add one token to each of the first columns. Returns the n-grams that the target has guessed.
 
-        Only the first token of such an n-gram may be from the beginning of the request.
+        likeliest: the tokens to add, by column. An n-gram is returned if the target has guessed all its tokens, except
+        perhaps the first one.
         """
         ngrams = []
         for j, token in enumerate(likeliest):
@@ -102,8 +103,8 @@ class Window:
 class _State:
     """The state of one request.
 
-    ends: the rows of the window's last level in the pass that the last draft asked for. asked: the input tokens of all
-    rows of that pass. Both are empty where the draft had no window.
+    ends: the rows of the window's last level in the pass over the last draft. asked: the input tokens of the sequence's
+    rows in that pass. Both are empty where the draft had no window.
     """
 
     window: Window
@@ -159,7 +160,7 @@ class LookaheadDrafter(Drafter):
     def _draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
         """Draft guesses from the pool, followed by the window.
 
-        Guesses come first, but they leave the window half of the budget, as far as whole columns fit into that half.
+        The guesses leave room for the window: for as many whole columns as fit into half of the budget.
         """
         state, most = self._states[seq.id], budget.num_tokens[b]
         draft = self._guesses(seq, b, budget, most - self._num_rows(self._width(most // 2)))

@@ -2,8 +2,8 @@
 
 Head k is a residual block on the hidden state of the last token that the target has run. It guesses the token k places
 after the next one, no matter which tokens come between. The draft is a fixed tree. The children of a node are the
-likeliest ids of the head for the children's depth. All nodes are point masses, so every rule that judges them is exact;
-the published typical acceptance is a separate rule (docs/methods/typical.md). `forerun train head --method medusa`
+likeliest ids of the head for the children's depth. All nodes are point masses, so every rule that judges them is exact.
+The published typical acceptance is a separate rule (docs/methods/typical.md). `forerun train head --method medusa`
 makes heads. Their LM head consists of the target's rows for the ids that the target writes most often.
 """
 
@@ -61,7 +61,7 @@ class TreeHeads(Protocol):
     num_heads: int
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return the guesses of the first `num_heads` heads, `num` ids for each node.
+        """Return a function that guesses the children of nodes, `num` ids each, with the first `num_heads` heads.
 
         hidden [B, H]: the target's last hidden state of each sequence. last [B]: the token after each hidden state.
         """
@@ -94,7 +94,7 @@ class Heads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """See TreeHeads. All heads are computed at once, because no head looks at a path."""
+        """Return the guesses as a function (see TreeHeads). All heads are computed at once, as none reads a path."""
         guesses = self.guesses(hidden, num_heads, num)
         return lambda depth, nodes: [guesses[row][depth] for row, _ in nodes]
 
@@ -179,7 +179,7 @@ class MedusaDrafter(Drafter):
         self._hidden.pop(seq.id, None)
 
     def _is_known(self, seq: Sequence) -> bool:
-        """Return whether the hidden state is of the last token but one. The target has not run the last token yet."""
+        """Return whether the hidden state of the last token but one is kept. The last token has not been run yet."""
         return self._hidden.get(seq.id, (-1, None))[0] == len(seq.tokens) - 1
 
     def _trees(self, ready: Seq[int], following: Following, budget: Budget) -> list[_Tree]:

@@ -1,8 +1,8 @@
 """Several drafters in order: the first one that has a guess drafts.
 
-The option gives the order. A search in the text costs next to nothing, and where it has a guess, the guess is often
-right. A draft model guesses everywhere. Together they are better than either alone. Whether a member has a guess is
-known before any of its tokens is drawn, so drafts stay exact (docs/exactness.md).
+The option `of` gives the order. A search in the text costs next to nothing, and where it has a guess, the guess is
+often right. A draft model guesses everywhere. Together they are better than either alone. Whether a member has a guess
+is known before any of its tokens is drawn, so drafts stay exact (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Build all members; a member with a model loads it."""
+    """Build all members. A member with a draft model loads the model."""
     return MixedDrafter(made(specs("mixed", options.of), target))

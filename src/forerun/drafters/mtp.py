@@ -2,9 +2,9 @@
 
 The block pairs the target's hidden state of a token, after the final norm, with the embedding of the next token, and
 guesses the token after that one. For further guesses the block reads its own output rows, as EAGLE's head does.
-Everything but the weights is EAGLE's (eagle.py). Embedding and LM head are the target's. The LM head is the largest
-part of the weights that such a block reads. So only the first ids of a large vocabulary are drafted, as many as the
-texts at hand use (shared/short_vocab.py).
+Everything but the weights works as in eagle.py. Embedding and LM head are the target's. The LM head is the largest part
+of the weights that such a block reads. So only the first ids of a large vocabulary are drafted, as many as the current
+texts need (shared/short_vocab.py).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def spec_of(block: NextTokens) -> Spec:
 class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
     """The stored weights of a block, with `offset` added to the norms before the matrix product.
 
-    A head's norms have no offset, unlike the stored ones.
+    The stored norms leave the offset out, and a head's norms must include it.
     """
 
     stored: StoredWeights

@@ -1,12 +1,13 @@
 """A store of n-grams that grows with the text (NASD, n-gram assisted speculative decoding).
 
 For each context of 1 to max_n - 1 tokens, the store knows the token that followed most often. The longest known context
-decides. Differences from the published code: a token is never drawn anew after a rejection; contexts of one token are
-used, too; where no context is known, the draft ends, because a filler token only costs rows of the target.
+decides. There are three differences from the published code. A token is never drawn anew after a rejection. Contexts of
+one token are used, too. Where no context is known, the draft ends, because a filler token would only cost rows of the
+target.
 
-Of tokens with equal counts, the token that reached the count first stays. Only committed tokens are counted. Option
-`filler_top_k` adds the target's other likely tokens at a place, as if each had occurred once. If one of these tokens
-later follows its context, the token becomes the context's guess at once.
+Of tokens with equal counts, the token that reached the count first stays. Only committed tokens are counted. With the
+option `filler_top_k`, the target's other likely tokens at each place are counted once, as if they had occurred there.
+So if such a token later follows its context, it needs one occurrence less to become the context's guess.
 """
 
 from __future__ import annotations
@@ -79,14 +80,17 @@ class Store:
         self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Count the tokens up to index `stop`, exclusive, each after its contexts."""
+        """Count each token up to index `stop`, exclusive, after all contexts that end before the token."""
         for i in range(self.num_read, stop):
             for context in self._contexts(tokens, i):
                 self._count(context, tokens[i])
         self.num_read = stop
 
     def make_known(self, tokens: Seq[int], stop: int, fillers: Iterable[int]) -> None:
-        """Count each filler once after every context that ends before index `stop`, unless it occurred there before."""
+        """Count each filler once after every context that ends before index `stop`.
+
+        A filler that already has a count after a context is not counted again.
+        """
         for token in fillers:
             for context in self._contexts(tokens, stop):
                 if self._counts.get((*context, token)) is None:

@@ -7,9 +7,9 @@ vectors for each number of tokens that may be accepted. The chain for the number
 So no pass is added, only rows. The next token, which the paper's first pass draws, is the correction or bonus of the
 round.
 
-A budget is shared between drafted tokens and chains of vectors by the tokens that each row is expected to give. Tokens
-are drawn from the logits at the vectors, with the request's temperature and filters. Keys and values of the vectors are
-never kept. `forerun train head --method pass` trains the vectors.
+A budget is split between drafted tokens and vectors so that its rows bring the largest expected number of accepted
+tokens. Tokens are drawn from the logits at the vectors, with the request's temperature and filters. Keys and values of
+the vectors are never kept. `forerun train head --method pass` trains the vectors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RATES = (0.27, 0.15, 0.15)
 
 @dataclass(frozen=True)
 class Options:
-    """Which vectors."""
+    """The choice of the vectors."""
 
     path: str | None = option(None, head_files.path_help("pass"))
 
@@ -44,10 +44,10 @@ class Options:
 def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int, ...], float]:
     """Return the lengths of the chains of vectors, and the value of all nodes and vectors together.
 
-    The lengths are by number of accepted tokens, [num_nodes + 1]. num_rows: the number of vectors in all chains. depth:
-    the most vectors of one chain. The value of a vector is the chance that exactly its chain's number of tokens is
-    accepted, times the chance that the vector's guess is accepted in the next round. The value of a node is the chance
-    that the node is accepted.
+    The chain with index a makes the next draft if exactly a tokens are accepted, so there are num_nodes + 1 chains.
+    num_rows: the number of vectors in all chains. depth: the most vectors of one chain. The value of a node is the
+    chance that the node is accepted. The value of a vector is a product of two chances: that its chain makes the next
+    draft, and that its guess is then accepted.
     """
     reached = list(accumulate([1.0, *(RATES[min(i, len(RATES) - 1)] for i in range(max(num_nodes, depth)))], mul))
     stops = [reached[a] - (reached[a + 1] if a < num_nodes else 0.0) for a in range(num_nodes + 1)]
@@ -63,7 +63,7 @@ def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int,
 
 @cache
 def num_nodes(num_known: int, budget: int, depth: int) -> int:
-    """Return how many of the known guesses to draft, so that the drafted tokens and the vectors have most value."""
+    """Return how many of the known guesses to draft for the largest value of drafted tokens and vectors together."""
     return max(range(min(num_known, budget) + 1), key=lambda n: (chain_lengths(n, budget - n, depth)[1], n))
 
 
@@ -72,8 +72,8 @@ class _Text:
     """The state of one sequence.
 
     rows: the target's outputs at the look-ahead vectors; they guess the tokens after the first `num_tokens`. asked: the
-    input tokens of the pass that the last draft asked for, vectors included. places: for each number of accepted
-    tokens, the rows of its chain.
+    input tokens of the sequence's rows in the pass over the last draft, vectors included. places: for each number of
+    accepted tokens, the rows of its chain.
     """
 
     rows: Seq[Row] = ()

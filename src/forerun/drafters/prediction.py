@@ -2,8 +2,8 @@
 
 A pointer into the prediction stands after the part that the output has followed. The tokens after the pointer are
 drafted. Where the output leaves the prediction, the pointer is lost, until the last `resync_n` committed tokens occur
-in the prediction. Then the pointer stands after these tokens. Their first occurrence from the place where the pointer
-was lost counts, or else the last one before that place. Without a prediction the prompt is copied, and the pointer is
+in the prediction. Then the pointer stands after an occurrence of these tokens: the first one from the place where the
+pointer was lost, or else the last one before that place. Without a prediction the prompt is copied, and the pointer is
 lost at first. For an encoder-decoder the source is copied from its beginning, which is shallow aggressive decoding (Sun
 et al. 2021, arXiv 2106.04970).
 

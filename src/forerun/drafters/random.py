@@ -19,7 +19,7 @@ class Options:
 
 
 class RandomDrafter(Drafter):
-    """A drafter that draws from the same distribution everywhere."""
+    """A drafter that draws every token from the same distribution."""
 
     def __init__(self, probs: Probs) -> None:
         self._probs = probs
@@ -29,7 +29,7 @@ class RandomDrafter(Drafter):
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Return a drafter of all ids of the target that have a token."""
+    """Return a drafter that draws from all ids of the target that have a token."""
     weights = np.ones(target.num_ids)
     weights[list(target.holes)] = 0
     return RandomDrafter(Probs(dense=weights / mass(weights)))

@@ -2,10 +2,10 @@
 
 Every pass of the target computes logits at each row, and decoding uses one row of logits. This drafter keeps the ids of
 the largest logits at each row, rejected guesses included. These ids form a matrix: each token has a row of the tokens
-that may follow it, best first (arXiv 2408.08696, section 3.1). A draft is a tree of tokens from that matrix, in a fixed
-order of ranks. The value of a node is the product of the acceptance rates of the ranks along its path, and nodes with
-larger values come first. Where the rates fall with the rank, this tree has the most expected tokens for each number of
-nodes (Sequoia, Chen et al. 2024, arXiv 2402.12374).
+that may follow it, best first (arXiv 2408.08696, section 3.1). A draft is a tree of tokens from that matrix. Each node
+has a fixed rank among its siblings, and the nodes come in a fixed order. The value of a node is the product of the
+acceptance rates of the ranks along its path, and nodes with larger values come first. Where the rates fall with the
+rank, this tree has the most expected tokens for each number of nodes (Sequoia, Chen et al. 2024, arXiv 2402.12374).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RecycleDrafter(Drafter):
                 self._read(seq, matrix, view.start + len(view.kept))
 
     def _read(self, seq: Sequence, matrix: Matrix, stop: int) -> None:
-        """Put the pairs that were not read yet into the matrix, up to the pair that begins at token `stop` - 1."""
+        """Put unread pairs of neighbouring tokens into the matrix, up to the pair that begins at index `stop` - 1."""
         start = self._num_read.get(seq.id, 0)
         for token, follower in pairwise(seq.tokens[start : stop + 1]):
             matrix.put_first(token, follower, self.options.top)

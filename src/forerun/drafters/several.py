@@ -1,9 +1,9 @@
 """Several drafters feed one tree: each drafts a chain, and the chains are siblings at the root (SpecInfer, Miao et al.
 2023, arXiv 2305.09781).
 
-Each token states the distribution from which its member drew the token. The chains are tested in the order of the
-option. That order is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin with the
-same tokens, the rule goes on with both chains.
+Each token comes with the distribution from which its member drew the token. The chains are tested in the order of the
+option `of`. That order is fixed without looking at tokens, so recursive rejection is exact. Where two chains begin with
+the same tokens, the rule goes on with both chains.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SeveralDrafter(Compound):
 
 
 def _side_by_side(chains: Seq[Draft]) -> Draft:
-    """Return one sequence's chains as a tree. Its nodes come level by level, so that a cut keeps the first levels."""
+    """Return one sequence's chains as a tree, level by level, so that a shortened draft keeps the first levels."""
     tree = Draft([], [], [0, 0], [])
     tips = [-1] * len(chains)
     for depth in range(max((len(chain.tokens) for chain in chains), default=0)):
@@ -75,7 +75,10 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Build all members; a member with a model loads it. Raises BadOption for a member that drafts trees."""
+    """Build all members. A member with a draft model loads the model.
+
+    Raises BadOption for a member that drafts trees.
+    """
     members = made(specs("several", options.of), target)
     for member, spec in zip(members, specs("several", options.of), strict=True):
         if member.shape != "chain":

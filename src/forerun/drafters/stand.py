@@ -5,22 +5,24 @@ occurrences (arXiv 2506.04708, the logit-based n-gram module). Every row that th
 rejected guesses included. A guess uses the longest known context. The context's logits go through the request's own
 sampling pipeline, as the target's logits do, and the guess is *drawn* from the resulting distribution q. So the guess
 is accepted with probability sum_x min(p(x), q(x)), which is 1 for p = q. A point mass at the likeliest token would be
-accepted with probability max_x p(x). Siblings are drawn without replacement, each from the distribution that the
-earlier siblings left, which is the order of Gumbel top-k. Where the target picks tokens by the noise of the position,
-the siblings use that noise, too.
+accepted with probability max_x p(x). Siblings are drawn without replacement, each from the distribution without the
+earlier siblings, which gives the order of Gumbel top-k. Under `match` acceptance, the target picks tokens by the noise
+of their positions, and the siblings are picked by the same noise.
 
-Exactness. Every token is drawn from the distribution that it states. That distribution depends on earlier rounds and on
-tokens that were drawn before. So by the rule's theorem the tokens of a round have the target's distribution *given all
-that the drafter has seen*: committed tokens, rejected draws, and the table made of them. The coins of a round are new.
-Hence the distribution of the next tokens given the text is the target's, too, no matter which draws were rejected. The
-shape of a tree is fixed by counts. A node without a known context has no children, which is decided after the node was
-drawn.
+Exactness. Every token is drawn from the distribution that the draft gives for it. That distribution depends on earlier
+rounds and on tokens that were drawn before. So by the rule's theorem the tokens of a round have the target's
+distribution *given all that the drafter has seen*: committed tokens, rejected draws, and the table made of them. The
+coins of a round are new. Hence the distribution of the next tokens given the text is the target's, too, no matter which
+draws were rejected. The shape of a tree is fixed by counts. A node without a known context has no children, which is
+decided after the node was drawn.
 
-An average is taken over two lists of ids. If one list lacks an id, the id had at most that list's least logit, and is
-averaged as if it had the least logit. A prompt is run without logits. A context in the prompt guesses the token that
-followed it last, until the target has computed logits after that context.
+An average joins the known ids of a context with the ids of the new occurrence. An id that is missing from one of the
+two lists had at most the least logit of that list, and is averaged as if it had that logit. A prompt is run without
+logits. So a context in the prompt guesses the token that followed it last, until the target has computed logits after
+that context.
 
-The drafter runs no model, but it is not `is_free`, because dropping a guess after looking at it would take a draw back.
+The drafter runs no model, but it is not `is_free`. Guesses of free drafters may be dropped after a look at their
+tokens, and that would not be exact for drawn tokens.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class Table:
                 left = np.setdiff1d(left, once, assume_unique=True) if len(once) < len(left) else left[:0]
 
     def guess(self, contexts: Seq[Gram], tokens: Seq[int]) -> None:
-        """Let each token follow its context, if the context has no known logits.
+        """Note the token that followed each context, for contexts without known logits.
 
         Of several tokens for one context, the last one stays.
         """
@@ -126,7 +128,7 @@ class Table:
         self._ids[places[is_guess], 0] = np.asarray(tokens, np.int32)[is_guess]
 
     def _place(self, context: Gram) -> int:
-        """Return a context's row in the table, which is a new row for a new context."""
+        """Return the index of a context's row in the table. A new context gets a new row."""
         place = self._places.get(context)
         if place is not None:
             self._places.move_to_end(context)
@@ -149,7 +151,7 @@ class Table:
         )
 
     def _average(self, places: npt.NDArray[Any], ids: Ids, logits: Rows) -> None:
-        """Add one occurrence to each of these rows of the table. No row may come twice."""
+        """Add one occurrence to each of these rows of the table. No row may be listed twice."""
         counts, known_ids, means = self._counts[places, None], self._ids[places], self._means[places]
         is_same = known_ids[:, :, None] == ids[:, None, :]
         again = np.take_along_axis(logits, is_same.argmax(2), 1)  # the new logit of a known id
@@ -174,9 +176,9 @@ def _ends(tokens: Seq[int]) -> list[Gram]:
 class _Request:
     """The state of one request.
 
-    params: the sampling parameters for kept logits. The tokens of a greedy request are drafted by rank, so these
-    parameters have temperature 1 and no filters then. only_filters: whether the sampling pipeline needs only the kept
-    logits. num_read: the number of prompt tokens that are in the table.
+    params: the sampling parameters for kept logits. For a greedy request they have temperature 1 and no filters,
+    because its tokens are drafted by rank. only_filters: whether the sampling pipeline needs only the kept logits.
+    num_read: the number of prompt tokens that are in the table.
     """
 
     params: SamplingParams
@@ -282,7 +284,7 @@ class StandDrafter(Drafter):
     def _children(
         self, seq: Sequence, b: int, path: Seq[int], num: int, budget: Budget, coins: Coins, lane: int
     ) -> Iterator[tuple[int, Probs, float]]:
-        """Yield at most `num` tokens after a path, as `children_of` does."""
+        """Yield at most `num` tokens after a path, each with its distribution and confidence, as `children_of` does."""
         depth, expected = len(path), self.expected(seq, path)
         if expected is not None and budget.go_on(b, depth, expected):
             # A greedy request takes the likeliest ids of the kept logits, at temperature 1.
@@ -290,10 +292,10 @@ class StandDrafter(Drafter):
             yield from children_of(expected, kind, num, depth, coins, lane)
 
     def expected(self, seq: Sequence, path: Seq[int]) -> Probs | None:
-        """Return the distribution of the token after a path, made of kept logits by the request's sampling pipeline.
+        """Return the distribution of the token after a path, by the request's sampling pipeline from the kept logits.
 
-        None where no context is known, or where masks leave none of the kept ids. Filters need only the kept ids. Bias,
-        penalties and masks name ids, so they need a row of the whole vocabulary.
+        None where no context is known, or where masks leave none of the kept ids. Filters work on the kept logits
+        alone. Bias, penalties and masks apply to given ids, so they need a row of the whole vocabulary.
         """
         longest, request = self.options.max_context, self._requests[seq.id]
         kept = self._tables.of(seq).find([*seq.tokens[-longest:], *path], longest)

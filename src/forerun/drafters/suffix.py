@@ -1,4 +1,4 @@
-"""Suffix decoding: continue as texts most often went on after the longest ends of this text (Oliaro et al. 2411.04975).
+"""Suffix decoding: look up the text's last tokens, and draft what most often followed them (Oliaro et al. 2411.04975).
 
 Two histories are searched: the request's own prompt and output, and the texts of finished requests. Each suffix of the
 text that occurred before makes a guess. A suffix of m tokens may draft max_spec_factor * m + max_spec_offset tokens,
@@ -9,7 +9,7 @@ score is drafted. Of equal scores the longer suffix wins. Finished texts are sea
 than the match in the request's own text.
 
 The paper keeps suffix trees. Here numpy searches the tokens themselves, so that nothing has to be built while a prompt
-is read, and a token of history costs four bytes. docs/methods/suffix.md has the times of both.
+is read, and a token of history costs four bytes. docs/methods/suffix.md compares the times of both.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""The member that promises a request the most tokens per second drafts for it, chosen anew in every round.
+"""In every round, the member that is expected to give the most tokens per second drafts for a request.
 
-Leviathan et al. 2023 (section 6) leave it open to vary the approximation model; here any drafters are members. The
-promise is (1 + the tokens that a draft gains) / (seconds of the target's pass and of the draft), at the granted length.
-Plain decoding competes, too. Seconds are measured. Gains are learned from past rounds, by request and rank, starting
-from the member's average over all requests. Only the pacing policy decides how long drafts are. When drafts were
-shortened here as well, the policy saw no later ranks, and granted less and less. Free members are asked in every round,
-which costs no rows. Their guesses are compared with the committed tokens, no matter which member drafted. Other members
-are known only from rounds in which they drafted, so a member that looks hopeless is probed after pauses that double in
-length.
+Leviathan et al. 2023 (section 6) leave it open to vary the approximation model. Here any drafters are members. The
+expected rate of a member is (1 + the tokens that its draft gains) / (seconds of the target's pass and of the draft), at
+the granted length. Plain decoding competes, too. Seconds are measured. Gains are learned from past rounds, by request
+and rank, starting from the member's average over all requests. Only the pacing policy decides how long drafts are. When
+this drafter shortened drafts as well, the policy saw no later ranks, and granted fewer and fewer tokens. Free members
+are asked in every round, which costs no rows. Their guesses are compared with the committed tokens, no matter which
+member drafted. Other members are known only from rounds in which they drafted. So a member that looks hopeless is tried
+again after pauses that double in length.
 
 A choice looks at the tokens of past rounds and at point masses, and at no other tokens, so drafts stay exact
 (docs/exactness.md). A choice depends on measured seconds, so it may differ from run to run. The texts of greedy
-requests and of `match` requests do not differ.
+requests and of `match` requests are the same in every run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Options:
 
 
 class _Gains:
-    """Decaying counts of guessed and accepted nodes by rank. They tell how likely a node of each rank is accepted.
+    """Decaying counts of guessed and accepted nodes by rank. They give the chance that a node of each rank is accepted.
 
     prior: counts to start from; None = start from FIRST_GUESS.
     """
@@ -56,7 +56,7 @@ class _Gains:
         self.guessed, self.accepted = [0.0] * MOST_NODES, [0.0] * MOST_NODES
 
     def add(self, num_nodes: int, ranks: Seq[int]) -> None:
-        """Add a round to these counts and to the prior. ranks: the accepted nodes out of `num_nodes`."""
+        """Add a round to these counts and to the prior. ranks: the ranks of the accepted nodes, out of `num_nodes`."""
         keep, self.num_rounds = 1 - 1 / MEMORY, self.num_rounds + 1
         self.guessed = [keep * weight + (rank < num_nodes) for rank, weight in enumerate(self.guessed)]
         self.accepted = [keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
@@ -68,7 +68,10 @@ class _Gains:
         return self.num_rounds > 0 or (self.prior is not None and self.prior.num_rounds > 0)
 
     def shares(self) -> list[float]:
-        """Return P(the node of rank i is accepted), [MOST_NODES]. The prior's shares have the weight of four rounds."""
+        """Return, by rank, the probability that a node is accepted, [MOST_NODES].
+
+        The prior's probabilities count as much as four rounds.
+        """
         first = [FIRST_GUESS ** (rank + 1) for rank in range(MOST_NODES)]
         prior = first if self.prior is None else self.prior.shares()
         counts = zip(self.accepted, self.guessed, prior, strict=True)
@@ -76,7 +79,7 @@ class _Gains:
 
 
 class _Line:
-    """A line of seconds over a number x, fitted by least squares with decaying weights.
+    """A straight line of seconds over a number x, fitted by least squares with decaying weights.
 
     first_slope: the slope until different x were measured, in units of the seconds at x = 0.
     """
@@ -86,7 +89,7 @@ class _Line:
         self.x = self.y = self.xx = self.xy = 0.0
 
     def add(self, x: float, seconds: float) -> None:
-        """Add a measurement. It counts as at most three times the seconds that the line expects."""
+        """Add a measurement. Above three times the line's value at x, it is cut to three times that value."""
         if self.weight:
             seconds = min(seconds, 3 * self.at(x))
         keep = 1 - 1 / MEMORY
@@ -125,8 +128,9 @@ class _Rate:
 class _Known:
     """The record of one member for one request.
 
-    guess: the number of tokens before a guess, and the guess; None once it was scored. pause: the rounds between two
-    probes of the member. probe_at: the round of the next probe. Rounds are the request's.
+    guess: the number of tokens before the guess that is to be scored next, and this guess; None = there is none. pause:
+    the number of rounds between two probes, in which the member drafts only to be measured. probe_at: the round of the
+    next probe, counted from the request's first round.
     """
 
     gains: _Gains
@@ -137,7 +141,7 @@ class _Known:
 
 @dataclass
 class _Request:
-    """One request.
+    """The state of one request.
 
     known: the record of each member. num_rounds: the request's rounds so far. now: the member that drafts for the
     request; None = it decodes plainly.
@@ -251,13 +255,13 @@ class SwitchDrafter(Compound):
         return best, lengths[best]
 
     def _promise(self, known: _Known, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the tokens per second that a member promises with a draft of `num_nodes` nodes."""
+        """Return the expected tokens per second, if a member drafts `num_nodes` nodes."""
         return (1.0 + sum(known.gains.shares()[:num_nodes])) / self._seconds(num_nodes, node_s, num_sequences)
 
     def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
         """Return the seconds of a round of one sequence: its share of a plain pass, its drafted rows, and its draft.
 
-        Where nothing was measured, the result is in passes of one row instead.
+        Before the first measurement, the unit is not the second but the time of a pass of one row.
         """
         plain = self._pass_s.at(num_sequences)
         if plain <= 0:
@@ -277,14 +281,14 @@ class SwitchDrafter(Compound):
 
 
 def _first(draft: Draft, num_nodes: int) -> Draft:
-    """Return the first `num_nodes` nodes of one sequence's draft. Its extra rows stay only if all nodes do."""
+    """Return the first `num_nodes` nodes of one sequence's draft. If a node is left out, so are all extra rows."""
     if num_nodes >= len(draft.tokens):
         return draft
     return Draft(draft.tokens[:num_nodes], draft.parents[:num_nodes], [0, num_nodes], draft.probs[:num_nodes])
 
 
 def _score(known: _Known, text: Seq[int]) -> None:
-    """Compare a guess with the tokens committed since, as soon as they show how many of its nodes were right."""
+    """Score a guess, once the tokens committed since then show how many of its nodes were right."""
     if known.guess is None:
         return
     start, draft = known.guess
@@ -305,5 +309,5 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Build all members; a member with a model loads it."""
+    """Build all members. A member with a draft model loads the model."""
     return SwitchDrafter(made(specs("switch", options.of), target), options.hysteresis)

@@ -1,8 +1,9 @@
 """A draft model with another vocabulary than the target's.
 
-how=tokens: the draft model's logits of the tokens in both vocabularies are renormalised, and stated in the target's ids
-(token-level intersection; Timor et al. 2025, arXiv 2502.05202, algorithm 4). how=text: the draft model goes on greedily
-in its own vocabulary, its text is encoded with the target's tokenizer, and these ids are proposed as point masses.
+how=tokens: only tokens in both vocabularies are drafted. The draft model's logits of these tokens are renormalised, and
+assigned to the target's ids (token-level intersection; Timor et al. 2025, arXiv 2502.05202, algorithm 4). how=text: the
+draft model continues the text greedily in its own vocabulary. The new text is encoded with the target's tokenizer, and
+its ids are proposed as point masses.
 
 Either way the draft model reads the committed text in ids of its own tokenizer (text/translation.py). When the text
 grows, only the last of these ids change, so the draft model's cache is cut to the ids that stayed the same.
@@ -58,10 +59,10 @@ class Options:
 
 
 class Intersection(ModelDrafter):
-    """A draft model that draws only tokens in both vocabularies, and states them in the target's ids.
+    """A draft model that draws only tokens in both vocabularies, and returns them as ids of the target.
 
-    The sequences that it drafts for hold the draft model's ids. sources: by sequence id, the same sequences in the
-    target's ids, for penalties and masks.
+    It reads sequences in its own ids. sources: by sequence id, the same sequences in the target's ids, for penalties
+    and masks.
     """
 
     def __init__(self, runner: Runner, options: Draws, ids: Mapping[int, int], width: int) -> None:
@@ -92,9 +93,9 @@ class Intersection(ModelDrafter):
 class Translated(Drafter):
     """A drafter that hands each sequence to a draft model, in that model's ids. Subclasses translate drafts back.
 
-    tokenizers: the target's and the draft model's; None where the models have only ids, which mean the same tokens. The
-    drafter sets no limit by `free_tokens`, because a text may be longer in other ids. A sequence without room in the
-    draft model's cache has no drafts, and the target must not wait for that room.
+    tokenizers: the target's and the draft model's; None where the models have only ids, which mean the same tokens.
+    `free_tokens` sets no limit, because a text may have more tokens in the draft model's ids. A sequence without room
+    in the draft model's cache has no drafts, and the target must not wait for that room.
     """
 
     def __init__(self, own: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> None:
@@ -128,7 +129,7 @@ class Translated(Drafter):
         return dataclasses.replace(seq, tokens=tokens)
 
     def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the model's own draft after the committed texts; it is empty after a text without a character."""
+        """Return the draft model's own draft after the committed texts. It is empty after a text without characters."""
         mirrors = [self._followed(seq) for seq in seqs]
         budget.num_tokens = [
             num if mirror.tokens else 0 for num, mirror in zip(budget.num_tokens, mirrors, strict=True)
@@ -138,7 +139,7 @@ class Translated(Drafter):
         return draft
 
     def _followed(self, seq: Sequence) -> Sequence:
-        """Return the mirror of a sequence, with the tokens that were committed since."""
+        """Return the mirror of a sequence, brought up to date with the tokens committed since the last call."""
         mirror = self._mirrors[seq.id]
         if translation := self._translations.get(seq.id):
             self.own.doubt(mirror, translation.read(seq.tokens))
@@ -164,7 +165,7 @@ class TranslatedTokens(Translated):
 
 
 class TranslatedText(Translated):
-    """The drafter of how=text. Nothing in a draft is random: it depends on the committed tokens alone.
+    """The drafter of how=text. A draft depends on the committed tokens alone, so nothing in it is random.
 
     num_ids: the number of the target's ids; no other ids are proposed.
     """

@@ -2,14 +2,14 @@
 
 The tree grows level by level. Each level is one pass of the draft model. The cache rows of a level stay pending, so
 that the next level can read them. Later the rows of the accepted path are kept, so no node is run twice. There are
-three ways to choose a shape:
+three ways to choose a shape. Two of them use shares: how often a child is accepted, by its rank among its siblings.
 
     4x2x1        the number of children of a node, by depth. Where fewer nodes are granted, the tree has the nodes that
-                 are likeliest to be accepted, by the usual shares of ranks
+                 are likeliest to be accepted, by usual shares
     sequoia      the nodes that are likeliest to be accepted, by shares that were measured for this pair of models,
                  without fixed numbers of children (`forerun train tree`; Chen et al. 2024, arXiv 2402.12374)
     best_first   the nodes in which the draft model has most confidence (EAGLE-2, Li et al. 2024, arXiv 2406.16858).
-                 This choice looks at tokens, which is exact for point masses only (docs/exactness.md)
+                 This choice looks at drafted tokens, so it is exact for point masses only (docs/exactness.md)
 
 shared/siblings.py has the ways in which the children of a node are drawn.
 """
@@ -94,8 +94,8 @@ class _Node:
 class _Tree:
     """The tree of one sequence while it grows.
 
-    limit: the most nodes of the draft. shape: the wanted nodes; None = confidence decides. num_rows: how many cache
-    rows are pending.
+    limit: the most nodes of the draft. shape: the nodes that are wanted; None = the draft model's confidence decides.
+    num_rows: the number of pending cache rows.
     """
 
     nodes: list[_Node]
@@ -116,7 +116,7 @@ class _Tree:
 class TreeDrafter(Compound):
     """A drafter of trees with the draft model `model`.
 
-    shares: how often a child is accepted, by its rank: for greedy requests, and for all other requests.
+    shares: how often a child is accepted, by its rank, as two lists: for greedy requests, and for all other requests.
     """
 
     branches = True
@@ -132,7 +132,7 @@ class TreeDrafter(Compound):
         super().end(seq)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Keep the cache rows of the accepted path, except the last token's. The next round runs that token."""
+        """Keep the cache rows of the accepted path, except for the last token's row. The next round runs that token."""
         for seq in seqs:
             if (tree := self._trees.pop(seq.id, None)) is not None:
                 self.model.keep_pending(seq, list(_accepted(tree, seq, self.model.num_held(seq))))
@@ -229,7 +229,7 @@ class TreeDrafter(Compound):
                 tree.nodes.append(_Node(token, stated, at, depth, value, goes_on))
 
     def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
-        """Return the numbers of a node's children in the shape; without a shape, the numbers of `top_k` new nodes."""
+        """Return a node's children, as indices in the shape. Without a shape, return `top_k` new indices."""
         if tree.shape is None:
             return range(len(tree.nodes), len(tree.nodes) + self.options.top_k)
         return [

@@ -1,7 +1,8 @@
 """The files of fitted drafters: arrays with ids, and the fingerprint of the ids' tokenizer.
 
-`forerun train ...` writes such a file, and the drafter reads it when it is built. It is a safetensors file, and its
-metadata name its kind. Ids mean something else in another tokenizer, so a file of another tokenizer is refused.
+`forerun train ...` writes such a file, and the drafter reads it when the drafter is built. It is a safetensors file
+with metadata that name the kind of the file. Ids mean something else in another tokenizer, so a file of another
+tokenizer is refused.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from forerun.types import Next, Sequence
 class _Search:
     """The draft model's state for one beam search.
 
-    branches: the cache rows of its nodes. logits: by node, the logits of the next token.
+    branches: the cache rows of the search's nodes. logits: by node, the logits of the next token.
     """
 
     branches: Branches = field(default_factory=Branches)
@@ -48,7 +48,7 @@ class BranchingModel(FedModel):
                 self._follow(seq)
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Run a level of nodes of each search in one pass, with the nodes between the base and that level."""
+        """Run a level of nodes of each search in one pass, along with the nodes above them that were not run yet."""
         self.caught_up, self.catchup_s = {}, 0.0
         searches = [self._searches.setdefault(seq.id, _Search()) for seq in seqs]
         read, catchup_tokens = self._read_sources(seqs, catchup_tokens)

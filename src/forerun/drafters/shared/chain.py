@@ -55,9 +55,9 @@ class Chain:
 
 
 def _confidence(token: int, draft_probs: Probs, logits: Logits | None) -> float:
-    """Return the probability of a drawn token. For a point mass it is taken from softmax(logits), if there are logits.
+    """Return the probability of a drawn token.
 
-    logits: [V].
+    For a point mass, returns the token's probability by softmax(logits), or 1 without logits [V].
     """
     if draft_probs.point is None or logits is None:
         return draft_probs.at(token)
@@ -71,11 +71,12 @@ def next_of(
     ids: Seq[int] | None = None,
     spread: Callable[[Logits], Logits] | None = None,
 ) -> tuple[Probs, Logits | None] | None:
-    """Return the distribution of the token after the drafted ones, by the request's sampling, and its logits [V].
+    """Return the distribution of the token after the drafted tokens, by the request's sampling, and its logits [V].
 
-    row: the head's output row for that token. Where the row is an id, there are no logits. Returns None where the row's
-    numbers are not finite, or where masks leave no token; the target raises if it has no token left either. ids: the
-    target's id of each of the head's ids. spread: spreads the head's logits over the target's ids.
+    row: the head's output row for that token: its logits, or the id of the largest logit. With an id, None is returned
+    in place of the logits. ids: the target's id for each id of the head. spread: turns the head's logits into logits of
+    all the target's ids. Returns None where numbers of the row are not finite, or where masks leave no token. The
+    target raises if masks leave it no token, either.
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)

@@ -111,12 +111,12 @@ class Texts(Generic[T]):
             self._read(seq, len(seq.tokens))
 
     def of(self, seq: Sequence) -> T | None:
-        """Return the state of a sequence. None while tokens are unread; nothing is drafted for the sequence then."""
+        """Return the state of a sequence; None where it has unread tokens. Then nothing is drafted for the sequence."""
         text = self.by_id[seq.id]
         return text if text.num_read == len(seq.tokens) else None
 
     def whole(self, seq: Sequence) -> T:
-        """Read a sequence's text to its end, and return the state. Only where reading is fast."""
+        """Read a sequence's text to its end, and return the state. Allowed only where `is_fast`."""
         return self._read(seq, len(seq.tokens))
 
     def end(self, seq: Sequence) -> None:
@@ -136,7 +136,7 @@ class Texts(Generic[T]):
 
 
 class TextDrafter(Drafter, Generic[T]):
-    """A drafter that guesses from the text of each sequence alone. A subclass says in `behind` what comes next.
+    """A drafter that guesses from the text of each sequence alone. A subclass defines the guess in `behind`.
 
     new, is_fast: see Texts.
     """

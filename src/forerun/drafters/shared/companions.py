@@ -1,8 +1,8 @@
 """Drafters that were published for a target and lie beside it, found by name.
 
-The assistant of a folder some-model-it lies in the folder some-model-it-assistant. The assistant of a GGUF file, or its
-EAGLE-3 or DFlash head, is a file of the same folder with a name that says so. Of the hub's models only cached ones are
-found.
+The assistant of a folder some-model-it lies in the folder some-model-it-assistant. For a GGUF file, the drafter is
+another GGUF file in the same folder: an assistant, or an EAGLE-3 or DFlash head, with a word in its name that tells the
+kind (WORDS). For a target of the hub, only drafters in the hub's cache are found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = ("assistant", "mtp", "eagle", "dflash")  # a drafter's file has one of t
 def find(target: OpenedCheckpoint) -> str | None:
     """Return the spec of a drafter that lies beside a target and fits it; None where there is no such drafter.
 
-    For a target that was loaded already, and may have been changed, the original checkpoint is looked at.
+    For a target that was made in memory from another checkpoint, drafters of that checkpoint are looked for.
     """
     target = target.original or target
     return next((spec for name in _candidates(target) if (spec := _spec(name, target)) is not None), None)
@@ -72,7 +72,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _spec(name: str, target: OpenedCheckpoint) -> str | None:
-    """Return the spec of the drafter `name` if its sizes fit the target's; None for anything else."""
+    """Return the spec of the drafter `name`; None where it is no drafter, or its sizes do not fit the target's."""
     try:
         if head_gguf.is_file(name) and (method := head_gguf.method_of(read_model(Path(name)))) is not None:
             is_plain = re.search(r"[,+()]", name) is None  # these characters mean something in a spec

@@ -88,8 +88,8 @@ class Compound(Drafter):
     ) -> list[Draft]:
         """Return a member's draft for each of the chosen sequences. chosen: their indices in `seqs`.
 
-        A member may toss coins and still draft nothing, and another member may be asked then. So each member has lanes
-        of coins for itself.
+        A member may toss coins and still draft nothing, so that another member is asked for the same sequence.
+        Therefore each member has its own lanes of coins.
         """
         if not chosen:
             return []
@@ -134,7 +134,7 @@ def specs(name: str, texts: str, least: int = 1) -> list[str]:
 
 
 def of_model(name: str, spec: str) -> None:
-    """Raise BadOption for a member's spec that is anything but a draft model. name: the method, for the message."""
+    """Raise BadOption unless a member's spec names a draft model. name: the method of the compound, for the message."""
     method, _ = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
         raise BadOption(f"{name}:of={shown(spec)} is not possible: it must be a draft model, as in (model:path=FOLDER)")

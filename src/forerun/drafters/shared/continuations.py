@@ -1,7 +1,7 @@
 """The two halves of a text search: where the end of a text occurred before, and which tokens followed there.
 
 `levels` finds the occurrences of every suffix of a context, and `grow` turns their continuations into a chain or a tree
-by frequency. Both work on plain tokens, without an index: docs/methods/suffix.md says why.
+by frequency. Both work on plain tokens, without an index. docs/methods/suffix.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def levels(text: Tokens, context: Seq[int]) -> list[Level]:
 
 
 def _longer(text: Tokens, context: Seq[int], ends: npt.NDArray[np.intp]) -> list[Level]:
-    """Match the end of the context with the text before each of these places. Return a level for each length matched.
+    """Compare the end of the context with the text before each of these places, and return the levels that match.
 
-    ends [n]: the places, as indices after the last token to match.
+    There is one level for each length of a match. ends [n]: the places, as indices after the last token to compare.
     """
     if not len(ends):
         return []
@@ -107,15 +107,15 @@ class Guess:
         return sum(self.probs)
 
     def confidence(self, node: int) -> float:
-        """Return the confidence in a node of a path: how often its token followed its parent, as a share.
+        """Return the confidence in a node of a path: the probability of its token after its parent, by the counts.
 
-        The share is reduced for short matches.
+        The probability is reduced for short matches.
         """
         before = self.probs[node - 1] if node else 1.0
         return self.probs[node] / before * (1 - 1 / (1 + self.match + node))
 
     def draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
-        """Return the nodes that the budget of sequence b lets through, as point masses.
+        """Return the nodes that the budget of sequence b allows, as point masses.
 
         Nodes that the grammar refuses are left out, and so are nodes without their parent. Nodes that the grammar
         forces are marked as forced, and the budget is not asked about them.
@@ -164,11 +164,11 @@ def grow(
 ) -> Guess:
     """Make a guess of at most `num_nodes` nodes from the tokens that followed the occurrences of a suffix.
 
-    rows: for each occurrence, the `num_nodes` tokens that followed; they may contain END_OF_TEXT. A shorter row ran
-    into the end of the text that is being continued. Such a row goes on with drafted tokens, so "ab ab ab" continues.
-    The probability of a node is its share of the rows; nodes below `min_prob` are left out. Nodes come best first,
-    equal ones in the order of discovery. A chain takes the most frequent token at each depth; of equally frequent
-    tokens the one in the first row wins. Nothing follows an end id.
+    rows: for each occurrence, the `num_nodes` tokens that followed; they may contain END_OF_TEXT. There are fewer
+    tokens where the text that is being continued ends. Then drafted tokens come next in the row, so "ab ab ab"
+    continues. The probability of a node is its share of the rows; nodes below `min_prob` are left out. Nodes come best
+    first, and nodes of equal probability come in the order in which they were found. A chain takes the most frequent
+    token at each depth; of equally frequent tokens the one in the first row wins. Nothing follows an end id.
     """
     guess = Guess()
     open_nodes: list[tuple[float, int, int, list[int], Seq[Seq[int]]]] = []  # -prob, number, parent, path, rows

@@ -21,10 +21,10 @@ from forerun.text.files import unreadable
 
 
 def convert_head(folder: Path, out: Path) -> int:
-    """Write config.json and all tensors of a folder's pickles into a new folder; return the number of tensors.
+    """Write config.json and all tensors of a folder's pickles into a new folder. Returns the number of tensors.
 
-    Raises NotFound for a folder without config.json or pickles, UnsupportedModel for a pickle of anything but tensors
-    by name, BadOption for an output folder that is not empty.
+    Raises NotFound for a folder without config.json or pickles, UnsupportedModel for a pickle that holds anything but
+    named tensors, BadOption for an output folder that is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadOption(f"the output folder {out} exists and is not empty: name a new one")

@@ -33,7 +33,10 @@ class ContextModel(Model, Protocol):
     """A model with blocks that see earlier tokens through keys and values, which are made of the target's rows."""
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Any]) -> None:
-        """Keep keys and values of these tokens. layer_rows: the target's rows after each layer to read, each [n, H]."""
+        """Write the keys and values of these tokens into the cache.
+
+        layer_rows: for each layer that is read, the target's rows after that layer, each [n, H].
+        """
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class DFlashConfig:
     """The sizes of a block drafter.
 
     decoder: the spec of the drafter's layers. layers: the target's layers after which the drafter reads the residual
-    stream. block: the number of rows of a block: one for the last committed token, and one for each guessed token.
-    mask_id: the id with the embedding that stands for a guessed token. draft_vocab: the number of ids that are drafted;
-    None = all.
+    stream. block: the number of rows of a block: one for the last committed token, and one for each token to guess.
+    mask_id: the id of the mask, which stands in the row of a token to guess. draft_vocab: the number of ids that are
+    drafted; None = all.
     """
 
     decoder: Spec
@@ -57,7 +60,7 @@ class DFlashConfig:
         return self.decoder.cache_shape
 
     def to_json(self, num_target_layers: int) -> dict[str, Any]:
-        """Return the config.json. As in published DFlash models, layer id j says that the output of layer j is read."""
+        """Return the config.json. As in published DFlash models, layer id j stands for the output of layer j."""
         ids = {"mask_token_id": self.mask_id, "target_layer_ids": [k - 1 for k in self.layers]}
         keys = {
             "architectures": ["ForerunDFlash"],
@@ -70,7 +73,10 @@ class DFlashConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], path: str) -> DFlashConfig:
-        """Read a config.json of `to_json` or of z-lab's models. Raises UnsupportedModel for what we do not compute."""
+        """Read a config.json of `to_json` or of z-lab's models.
+
+        Raises UnsupportedModel for settings that forerun does not compute.
+        """
         _refuse_others(raw, path)
         nested = dict(raw["dflash_config"])
         layers, mask_id = nested.get("target_layer_ids"), nested.get("mask_token_id", raw.get("mask_token_id"))

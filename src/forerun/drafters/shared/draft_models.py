@@ -72,7 +72,10 @@ def cache_for(
 
 
 def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
-    """Return the ids that the target or the draft model's tokenizer lacks, whose rows in the LM head are untrained."""
+    """Return the ids without a token in the target's or the draft model's tokenizer.
+
+    Such ids are never drafted, because their rows in the LM head are untrained.
+    """
     holes = set(target.holes)
     if checkpoint.tokenizer is not None:
         known = checkpoint.tokenizer.id_to_token
@@ -83,9 +86,9 @@ def holes(checkpoint: Checkpoint, target: Target) -> list[int]:
 def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
     """Return the draft model that a method's options name.
 
-    Without a name, it is the draft model that the caller has loaded, or else the shipped one. Drafters of one engine
-    that name the same model share it. Raises BadOption where there is no draft model, or where the options contradict
-    the loaded one.
+    Without a name, return the model that the caller has loaded, or else the shipped one. Drafters of one engine that
+    name the same model share it. Raises BadOption where there is no draft model, or where the options contradict the
+    loaded model.
     """
     quantization = rounding(options.quantization)
     if options.path is None and target.loaded_draft is not None:

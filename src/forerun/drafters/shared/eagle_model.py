@@ -1,8 +1,8 @@
 """The head of the drafter eagle as a model: its sizes, its weights, and the spec that backends compute.
 
 One kind of spec describes the heads of `forerun train head`, of EAGLE-1 and 2, and of EAGLE-3 and 3.1. These heads
-differ in a few switches of EagleConfig, and in their norms, biases and matrices. The weights of a head tell which of
-these parts the head has.
+differ in a few switches of EagleConfig, and in their norms, biases and matrices. The names of a head's weights tell
+which norms, biases and matrices the head has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", HEAD  # names of the embedding 
 
 
 class HeadModel(Model, Protocol):
-    """A model that reads the target's tokens, with features of each token as hidden rows.
+    """A model that reads tokens, each with a row of features that are made of the target's hidden states.
 
     feeds_itself: whether `run_ahead` feeds the model's own output rows to its next steps.
     """
@@ -61,7 +61,7 @@ class EagleConfig:
         return self.target_size or self.decoder.hidden_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return the config.json. As in published EAGLE-3 heads, layer id j says that the input of layer j is read."""
+        """Return the config.json. As in published EAGLE-3 heads, layer id j stands for the input of layer j."""
         keys = {"architectures": ["ForerunEagle"], "eagle_aux_hidden_state_layer_ids": list(self.layers)}
         return {**config_to_dict(self.decoder), **keys}
 
@@ -99,8 +99,8 @@ def layer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 def spec_of(config: EagleConfig, weights: Collection[str], target: Model, num_embeddings: int | None) -> Spec:
     """Return the spec of a head: its decoder, and the features that the decoder's input is made of.
 
-    weights: the names of the head's weights, which say what parts the head has. num_embeddings: rows of the head's own
-    embedding; None = the head uses the target's.
+    weights: the names of the head's weights, which tell what parts the head has. num_embeddings: the number of rows of
+    the head's own embedding; None = the head uses the target's.
     """
     decoder, own_head, first = config.decoder, HEAD in weights, config.decoder.blocks[0]
     features = Features(
@@ -142,8 +142,9 @@ def make(
     """Load a head with the target's operators.
 
     weights: by our names, as in `input_shapes` and `layer_shapes`; published heads have further names. ids [n]: the
-    target's id for each id of the head. lends_head: whether a head without an LM head uses the target's LM head, where
-    the head's ids are the target's first ids. Otherwise such a head copies the target's rows of its ids.
+    target's id for each id of the head. lends_head: whether a head without an LM head uses the target's LM head. This
+    needs a head whose ids are the target's first ids. Otherwise such a head copies the rows of the target's LM head for
+    `ids`.
     """
     named = {EMBEDDING if name == OWN_EMBEDDING else name: weight for name, weight in weights.items()}
     if HEAD not in named and not lends_head:

@@ -48,7 +48,7 @@ class Space:
         self.cache, self.num_blocks = cache, cache.free_tokens() // cache.block_tokens
 
     def take(self, slot: int, num_tokens: int) -> int:
-        """Set blocks aside for at most `num_tokens` more rows of a slot; return for how many rows there is room."""
+        """Set blocks aside for at most `num_tokens` more rows of a slot. Returns the number of rows that have room."""
         missing = self.cache.missing_blocks(slot, num_tokens)
         if missing > self.num_blocks:
             missing = self.num_blocks
@@ -58,7 +58,7 @@ class Space:
 
 
 class FedModel(SearchingDrafter):
-    """A drafter that runs a model, whose cache follows the committed tokens. options: how tokens are drawn."""
+    """A drafter with a model whose cache follows the committed tokens. options: how tokens are drawn."""
 
     def __init__(self, runner: Runner, options: Draws = USUAL) -> None:
         self.runner: Runner = runner
@@ -71,7 +71,7 @@ class FedModel(SearchingDrafter):
         self.guessing: set[int] = set()  # sequences whose drafted tokens are in the cache
 
     def shorten(self, short: ShortVocabulary | None) -> None:
-        """Draft only from the short vocabulary from now on, in the size that pays best. None = change nothing."""
+        """From now on draft only the first ids of the vocabulary, as many as `short` chooses. None = change nothing."""
         if short is None:
             return
         self.short = short
@@ -143,8 +143,9 @@ class FedModel(SearchingDrafter):
     def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
         """Run the source texts that an encoder-decoder needs before it can draft.
 
-        A source is run whole, if it fits into the cache and into what is left of `num_tokens`. Only the first source of
-        a call may exceed `num_tokens`. Returns the sequences whose sources have been run, and the rest of `num_tokens`.
+        A source is run as a whole, if it fits into the cache and into the rest of `num_tokens`. Only the first source
+        of a call may exceed `num_tokens`. Returns the sequences whose sources have been run, and the rest of
+        `num_tokens`.
         """
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
@@ -164,8 +165,8 @@ class FedModel(SearchingDrafter):
     def ready(self, seqs: Seq[Sequence], budget: Budget) -> tuple[list[int], Feeds]:
         """Catch up within the budget. Returns how many tokens may be drafted, [B], and the tokens to run first.
 
-        A sequence gets tokens to run only if one round can run all committed tokens that the cache lacks. The cache has
-        room for these tokens, and for all drafted tokens but the last one.
+        A sequence gets tokens to run only if one round can run all committed tokens that the cache lacks. The returned
+        numbers leave room in the cache for these tokens, and for all drafted tokens but the last one.
         """
         if self.short is not None:
             self.short.read(seqs)
@@ -213,7 +214,7 @@ class FedModel(SearchingDrafter):
         return max(0, room.take(seq.id, len(missing) + limit - 1) - len(missing) + 1)
 
     def run(self, seq: Sequence, tokens: Seq[int], wanted: str, reads_logits: bool) -> Run:
-        """Return a run of these tokens of a sequence. wanted: see Run.logits.
+        """Return a run of these tokens of a sequence. wanted: the rows whose logits are wanted, as in Run.logits.
 
         The run asks only for the id of the largest logit where the draws need no more and pacing reads no logits.
         """
@@ -241,7 +242,7 @@ class FedModel(SearchingDrafter):
         return len(self._fed[seq.id].tokens)
 
     def keep_pending(self, seq: Sequence, rows: Seq[int]) -> None:
-        """Keep these pending rows and drop all others. They are rows of the committed tokens after the cached ones."""
+        """Keep these pending rows, which belong to the next committed tokens to be cached, and drop all others."""
         self.runner.cache.keep({seq.id: rows})
         held = self.num_held(seq)
         self.commit(seq, seq.tokens[held : held + len(rows)])
@@ -276,7 +277,10 @@ class FedModel(SearchingDrafter):
         return seq.tokens[len(self._fed[seq.id].tokens) :]
 
     def _known(self, seq: Sequence, start: int, num_tokens: int) -> int:
-        """Return `num_tokens`; 0 if the model lacks a position or an id of the `num_tokens` tokens from `start` on."""
+        """Return `num_tokens` if the model can run so many tokens from `start` on, else 0.
+
+        The tokens must lie within the model's positions, and their ids within its vocabulary.
+        """
         config = self.runner.model.config
         inside = num_tokens > 0 and start + num_tokens <= config.max_positions
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
@@ -294,8 +298,8 @@ class FedModel(SearchingDrafter):
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
         """Return the request's parameters, changed by the drafter's own options.
 
-        Log-probabilities are left out, and so are biases of ids that the draft model lacks. A beam search draws
-        nothing, so the options of draws do not apply to it.
+        Log-probabilities are left out, and so are biases of ids that the draft model lacks. The drafter's options for
+        draws are not used for a beam search, because it draws nothing.
         """
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}

@@ -268,12 +268,12 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def own_weights(path: str, target: Known, rounded: Quantization | None = None, *, all_rows: bool) -> Beside:
-    """Return the memory that a head in a folder takes beside its target, as told by the headers of its files.
+    """Return the memory that a head in a folder takes beside its target, by the headers of its files.
 
-    rounded: the format to which matrices are rounded; None = no rounding. The head's LM head keeps at least as many
-    bits as a model's would. A head without an LM head copies rows of the target's LM head for the ids that it drafts.
+    rounded: the format to which matrices are rounded; None = no rounding. A rounded LM head keeps at least TABLE_BITS
+    bits, as in any model. A head without an LM head copies rows of the target's LM head for the ids that it drafts.
     all_rows: whether a head that drafts every id copies all rows. Embeddings are counted even where they equal the
-    target's, because only their values would tell.
+    target's, because headers do not tell this.
     """
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])

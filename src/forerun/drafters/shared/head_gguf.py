@@ -1,9 +1,9 @@
 """EAGLE-3 and DFlash heads in GGUF files, as llama.cpp's converter writes them.
 
 Such a file is unpacked once into a folder of the cache. The folder has the names, sizes and layer ids of a published
-head's folder, so that one reader serves both. The blocks of a head are blocks of a llama or of a Qwen 3 model, and are
-read by the same code. The tensors around the blocks have special names. Quantised weights become bfloat16 in the
-folder, and are rounded again on loading, as a published head's weights are.
+head's folder, so that the same code reads both. The blocks of a head are blocks of a llama or of a Qwen 3 model, and
+are read by the code for these models. The tensors around the blocks have special names. Quantised weights become
+bfloat16 in the folder, and are rounded again on loading, as a published head's weights are.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def method_of(header: Header) -> str | None:
 
 
 def fits(path: str, target: Spec) -> bool:
-    """Return whether a file's metadata name the target's hidden size, and its number of ids up to padding.
+    """Return whether a file's metadata give the target's hidden size, and its number of ids without padding.
 
-    Raises as `read_model`.
+    Raises what `read_model` raises.
     """
     metadata = read_model(Path(path)).metadata
     name = _text(metadata.get("general.architecture"))

@@ -2,7 +2,7 @@
 
 The names of the tensors, or `speculators_model_type`, tell what a folder holds. There are two ways to count layers. At
 the top of config.json (EAGLE-3's reference code, vLLM, speculators), layer id j in `eagle_aux_hidden_state_layer_ids`
-says that the *input* of layer j is read. Inside of `eagle_config` (SGLang, SpecForge), the same j says that the
+means that the *input* of layer j is read. Inside of `eagle_config` (SGLang, SpecForge), the same j means that the
 *output* of layer j is read. A reader that is off by one loses a few per cent of acceptance without any error. We count
 how many layers a row has passed when it is read.
 
@@ -205,8 +205,8 @@ def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
 def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig:
     """Return the sizes and switches of a head.
 
-    num_layers: how many layers the target has; None = not known, and then `layers` is (). Raises UnsupportedModel for
-    settings that would be computed wrongly.
+    num_layers: how many layers the target has; None = not known, and then the `layers` of the result are (). Raises
+    UnsupportedModel for settings that would be computed wrongly.
     """
     _check_switches(found)
     settings, has_bias = found.own, any(name.endswith("self_attn.q_proj.bias") for name in found.shapes)
@@ -228,9 +228,9 @@ def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig
 def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
     """Return a head's spec, made of the spec of its decoder.
 
-    The first block has no norm before its attention: in EAGLE-3 its input is normed already, in EAGLE-1 it is never
-    normed. is_first: whether the head is of EAGLE-1, which has no final norm. In EAGLE-3 the attention of the first
-    block reads both the embedding and the features.
+    The first block has no norm before its attention. In EAGLE-3 the block's input is normed already, and in EAGLE-1 it
+    is never normed. is_first: whether the head is of EAGLE-1. Such a head has no final norm. In EAGLE-3 the attention
+    of the first block reads both the embedding and the features.
     """
     changed = [replace(block, attention=block.attention and replace(block.attention, qkv_bias=has_bias))
                for block in decoder.blocks]  # fmt: skip
@@ -243,9 +243,10 @@ def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
 
 
 def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
-    """Return the configuration of a head for the ids that it drafts, its weights by our names, and these ids.
+    """Return a head's configuration, its weights by our names, and the target's ids that it drafts.
 
-    Raises BadOption for a head of another target, UnsupportedModel for tensors that do not fit.
+    The configuration is for these ids alone. Raises BadOption for a head of another target, UnsupportedModel for
+    tensors that do not fit.
     """
     num_vocab, width = size(found.decoder, "vocab_size"), target.model.config.hidden_size
     _check_vocabulary(found, num_vocab, target)
@@ -369,7 +370,7 @@ class MedusaHeads:
 
 
 def read_medusa(found: Published, target: Target) -> MedusaHeads:
-    """Read Medusa heads. Their tensors are counted, because old config files say 2 heads where there are 5.
+    """Read Medusa heads. Their number is counted from the tensors, because old config files say 2 where there are 5.
 
     Raises BadOption for heads of another target, UnsupportedModel for tensors that do not fit.
     """
@@ -415,8 +416,8 @@ def _medusa_ids(
 ) -> tuple[Ids, Ids | None]:
     """Return the ids that Medusa heads draft, and the rows to take from the LM heads in the files.
 
-    None in place of the rows = all rows, or the files have no LM heads. num_rows: the number of rows of an LM head in
-    the files; None = there are no LM heads.
+    None is returned in place of the rows where all rows are taken, or where the files have no LM heads. num_rows: the
+    number of rows of an LM head in the files; None = there are no LM heads.
     """
     if token_map is None:
         if num_rows is not None:

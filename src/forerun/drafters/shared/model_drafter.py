@@ -51,8 +51,8 @@ class ModelDrafter(BranchingModel):
     def _to_run(self, chain: Chain, seq: Sequence, b: int, budget: Budget) -> list[int]:
         """Return the tokens to run before the next draw, in the model's ids; [] where no token is to be drawn any more.
 
-        They are the last drafted token, and the tokens that the grammar forces after it. No token is drawn after forced
-        tokens that fill the limit, are too many for one pass, or are not worth their rows.
+        The tokens are the last drafted token and the tokens that the grammar forces after it. If the forced tokens fill
+        the limit, are too many for one pass, or are not worth their rows, no token is drawn any more.
         """
         last, most = chain.tokens[-1], budget.limits[b] if budget.limits else 0
         if most:

@@ -1,6 +1,6 @@
 """Drafters with weights in the files of a model: the block of mtp, and an assistant.
 
-Their weights are rounded as the target's are. Of a large vocabulary they draft only the first ids, as many as pay
+Their weights are rounded as the target's are. If the vocabulary is large, they draft only its first ids, as many as pay
 (short_vocab.py).
 """
 
@@ -52,8 +52,8 @@ def stored_for(source: Source, target: Model) -> StoredWeights:
 def short_vocabulary(model: Model, spec: Spec, num_ids: int) -> ShortVocabulary | None:
     """Return the object that chooses how many ids are drafted; None for a small vocabulary.
 
-    model: the target. spec: the drafter's; a drafter without an LM head uses the target's. The time of a pass is taken
-    to be proportional to the number of weights.
+    model: the target. spec: the drafter's spec. The time of a pass is taken to be proportional to the number of weights
+    that the pass reads, including the target's LM head where the drafter has none.
     """
     if num_ids <= LARGE or not isinstance(model.config, Spec):
         return None

@@ -47,7 +47,7 @@ class Loads(Protocol):
 
 @dataclass(frozen=True)
 class UsualDraws:
-    """The default options of draws: tokens are drawn with the request's own parameters."""
+    """The default options for drawing drafts: tokens are drawn with the request's own parameters."""
 
     draft_temperature: float | None = None
     draft_top_k: int | None = None

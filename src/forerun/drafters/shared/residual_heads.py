@@ -32,8 +32,8 @@ class ResidualHead:
     ) -> ResidualHead:
         """Load a head. features: how the input of the first block is made. num_ids: how many ids the head drafts.
 
-        weights: of the features, by the names of their spec; of block i, as "{i}.weight" and perhaps "{i}.bias"; and of
-        the LM head. A head without an LM head uses the LM head of the head `beside`.
+        weights: the weights of the features and of the LM head, by the names in a spec, and the weights of block i, by
+        the names "{i}.weight" and perhaps "{i}.bias". A head without an LM head uses the LM head of the head `beside`.
         """
         width, blocks, named = target.config.hidden_size, list[Block](), dict(weights)
         while f"{(i := len(blocks))}.weight" in weights:

@@ -1,6 +1,6 @@
-"""A search of the text before the draft model is asked, for all drafters with a model.
+"""A text search that comes before the draft model, for all drafters with a model.
 
-A search costs little. Its guess is drafted where it promises more accepted tokens than the model's guess
+A search costs little. Its guess is drafted where it is expected to bring more accepted tokens than the model's guess
 (`Stop.search`). The choice is made before any token is drawn, so drafts stay exact (docs/exactness.md).
 """
 
@@ -21,7 +21,7 @@ SEARCH = {
 
 
 class SearchingDrafter(Drafter):
-    """A drafter that asks its model only where a search of the text finds nothing better.
+    """A drafter that runs its model only where a search of the text finds nothing better.
 
     A subclass defines `own_draft` and `num_unread`. search: the drafter that searches; None = there is no search.
     """
@@ -29,7 +29,7 @@ class SearchingDrafter(Drafter):
     search: Drafter | None = None
 
     def search_by(self, spec: str, method: str, target: Target) -> None:
-        """Let the drafter of this spec search the text first. Does nothing where the model tells no confidence.
+        """Let the drafter of this spec search the text first. Does nothing where `tells_confidence` is False.
 
         spec: "none" = no search. method: the name of this drafter. Raises BadOption for a search whose guesses cannot
         be compared with the model's.
@@ -66,7 +66,7 @@ class SearchingDrafter(Drafter):
         raise NotImplementedError
 
     def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
-        """Return, by sequence, the guesses from the text that promise more than the model's guesses.
+        """Return, by sequence, the guesses from the text that are expected to bring more than the model's guesses.
 
         The budget of these sequences becomes 0, so that the model drafts nothing for them.
         """

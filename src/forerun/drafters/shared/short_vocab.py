@@ -24,11 +24,12 @@ MOST_TOKENS = 8  # most tokens of a draft that are considered
 
 @dataclass
 class ShortVocabulary:
-    """Counts the ids of texts, and says how many ids to draft.
+    """Counts of the ids in texts, from which the number of ids to draft is chosen.
 
-    num_ids: rows of the whole LM head. head_share: the share of the whole LM head in the time of the draft model's
-    pass. pass_cost: the time of the draft model's pass with the whole LM head, in passes of the target. counts: recent
-    tokens by the size in SIZES that they need; the last count is for tokens beyond all sizes.
+    num_ids: the number of rows of the whole LM head. head_share: the share of the whole LM head in the time of the
+    draft model's pass. pass_cost: the time of the draft model's pass with the whole LM head, in passes of the target.
+    counts: recent tokens, counted by the smallest size in SIZES that covers their ids. The last count is for ids beyond
+    all sizes.
     """
 
     num_ids: int
@@ -52,7 +53,7 @@ class ShortVocabulary:
         self._seen.pop(seq.id, None)
 
     def best(self) -> int:
-        """Return the number of ids to draft that promises the most tokens in the time of one target pass."""
+        """Return how many ids to draft, for the most expected tokens in the time of one target pass."""
         total, covered, choices = sum(self.counts), 0.0, [(0.0, self.num_ids)]
         for size, count in zip((*SIZES, self.num_ids), self.counts, strict=True):
             covered += count

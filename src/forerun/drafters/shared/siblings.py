@@ -1,8 +1,9 @@
-"""The ways in which drafters of trees draw the children of a node, and the distribution that each child states.
+"""The ways in which drafters of trees draw the children of a node, and the distribution that goes with each child.
 
-Siblings are drawn without replacement ("distinct"; each states what the earlier siblings left of the distribution),
-independently, or they are the likeliest tokens as point masses. A greedy request gets the likeliest tokens. A request
-under `match` gets the tokens with the largest sums of log-probability and noise; the target uses the same noise.
+"distinct": siblings are drawn without replacement, each from the distribution without the earlier siblings.
+"independent": each is drawn from the whole distribution. "point": the likeliest tokens are the siblings, as point
+masses. A greedy request gets the likeliest tokens. A request under `match` gets the tokens with the largest sums of
+log-probability and noise; the target uses the same noise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from forerun.types import Coins, Probs, SamplingParams, Sequence
 
 
 def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
-    """Return how the siblings of one request are drawn: as the drafter's `draws` says, as "point", or by "match".
+    """Return how the siblings of one request are drawn: the drafter's `draws` itself, "point" or "match".
 
     params: the drafter's sampling parameters; their temperature may differ from the request's.
     """
@@ -31,8 +32,8 @@ def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
 def distribution(row: Row, params: SamplingParams, history: History, draws: str) -> Probs | None:
     """Return the distribution from which a node's children are drawn; None where masks leave no token.
 
-    Greedy sampling leaves one token, so the temperature is 1 and no filter is used then. The children are the likeliest
-    tokens of that distribution.
+    Greedy parameters leave one token. To get several children, they are replaced by temperature 1 without filters,
+    unless siblings are drawn independently. The children are then the likeliest tokens of that distribution.
     """
     if params.greedy and draws != "independent":
         params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -45,10 +46,10 @@ def distribution(row: Row, params: SamplingParams, history: History, draws: str)
 def children_of(
     draft_probs: Probs, kind: str, num: int, depth: int, coins: Coins, lane: int
 ) -> Iterator[tuple[int, Probs, float]]:
-    """Yield at most `num` child tokens, each with the distribution that it states and the model's confidence in it.
+    """Yield at most `num` child tokens, each with its distribution and the model's confidence in it.
 
-    kind: see `kind_of`. lane: the lane of the first child's coin; further children use the next lanes. Point masses
-    need no coins.
+    The distribution is the one that the token was drawn from, or a point mass. kind: see `kind_of`. lane: the lane of
+    the first child's coin; further children use the next lanes. Point masses need no coins.
     """
     if draft_probs.point is not None:
         yield draft_probs.point, draft_probs, 1.0
@@ -70,9 +71,9 @@ def children_of(
 
 
 def likeliest(draft_probs: Probs, num: int) -> list[int]:
-    """Return the `num` ids of the largest probabilities above 0, largest first, equal ones by lowest id.
+    """Return the `num` ids with the largest probabilities above 0, largest first. Equal ones are in the order of ids.
 
-    Where not all of several equal ids fit, any of them may be returned.
+    Where only some of several equal ids fit, any of them may be returned.
     """
     weights = draft_probs.weights
     places = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))

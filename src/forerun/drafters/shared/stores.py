@@ -59,7 +59,7 @@ class Datastore:
 def load(path: str, fingerprint: str, num_ids: int) -> Datastore:
     """Read a datastore's file. Raises what `artifacts.load` raises, and UnsupportedModel for other arrays.
 
-    num_ids: all ids in the file must be below it.
+    num_ids: the number of the target's ids; a file with larger ids is refused.
     """
     arrays, _ = artifacts.load(path, KIND, fingerprint)
     tokens, suffixes = (arrays.get(name, np.empty(0)) for name in ("tokens", "suffixes"))

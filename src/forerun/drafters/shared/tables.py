@@ -42,7 +42,10 @@ class Table(Protocol):
         """Return the most frequent ids after a token and their counts, at most MOST_IDS."""
 
     def best(self, token: int | None) -> int | None:
-        """Return the most frequent id, alone or after `token`; the lowest of equals, None where nothing was counted."""
+        """Return the id that most often followed `token`, or the most frequent id of all where `token` is None.
+
+        Of equally frequent ids, returns the lowest. None where nothing was counted.
+        """
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.floa
 
 
 class Counter:
-    """Counts of tokens that grow. best: the most frequent token so far, of equally frequent ones the lowest id."""
+    """Growing counts of tokens. best: the most frequent token so far, of equally frequent ones the lowest id."""
 
     __slots__ = ("best", "counts")
 
@@ -138,7 +141,7 @@ class TextTable:
         return NOTHING if counter is None else counter.row()
 
     def best(self, token: int | None) -> int | None:
-        """Return the most frequent id, alone or after `token`."""
+        """Return the id that most often followed `token`, or the most frequent id of all where `token` is None."""
         counter = self._alone if token is None else self._behind.get(token)
         return None if counter is None else counter.best
 
@@ -167,7 +170,7 @@ class FittedTable:
         return most_frequent(self._arrays["followers"][start:stop], self._arrays["follower_counts"][start:stop])
 
     def best(self, token: int | None) -> int | None:
-        """Return the most frequent id, alone or after `token`."""
+        """Return the id that most often followed `token`, or the most frequent id of all where `token` is None."""
         ids, counts = self._unigram if token is None else self.behind(token)
         return int(ids[counts.argmax()]) if len(ids) else None
 
