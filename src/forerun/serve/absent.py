@@ -1,4 +1,4 @@
-"""Reasons why several APIs of other servers are absent here."""
+"""Reasons why this server lacks some APIs of other servers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The way of one request through a server: from its body to a Job, to the engine, and to the answer.
+"""How the server answers a request for generated text: from the body to a Job, to the engine's requests, to the answer.
 
-The answer is sent whole or as a stream of events. All APIs share this code; a `Generate` (routes.py) holds what differs
-between them. The code runs in the event loop, which waits, makes short pieces of text and sends them. Longer work goes
-to the threads of `Services`.
+The answer is sent whole or as a stream of events. All APIs share this code. Where they differ, the code calls functions
+of a `Generate` (routes.py). The code runs in the event loop, but only short pieces of text are made there. Longer work
+goes to the threads of `Services`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Exchange:
         self._is_sent = False  # the last byte is on its way: the client may go now
 
     async def run(self) -> None:
-        """Answer the request. Raises ClientGone, and ForerunError as long as no byte of the answer was sent."""
+        """Answer the request. Raises ClientGone. Raises ForerunError only before any byte of the answer is sent."""
         services = self._services
         body = await read_body(self._headers, self._receive, services)
         if self._route.is_kept and names_kept(body):
@@ -100,7 +100,7 @@ class Exchange:
                     await self._answer(job, prompts, place, model_place)
 
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
-        """Generate the answer and send it. places: at the server's gate and at the model's gate."""
+        """Generate the answer and send it. places: the request's places, in the server's Gate and in the model's."""
         service = self._service
         with self._guarding():
             await self._services.compile(service, job.params)
@@ -190,7 +190,7 @@ class Exchange:
     async def _wait(self, generation: Generation, at_most_s: float = inf) -> None:
         """Wait for news of the generation.
 
-        Raises TimeoutError after at_most_s, and Refused when the time of the request is over.
+        Raises TimeoutError after at_most_s seconds. Raises Refused when the request as a whole has taken too long.
         """
         left_s = self._ends_s - time.monotonic()
         try:
@@ -204,15 +204,15 @@ class Exchange:
         generation.is_told.clear()
 
     async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
-        """Do work on texts, in a thread or in the event loop.
+        """Run `work`, which handles texts, in a thread or in the event loop.
 
-        Raises ForerunError, whatever went wrong in the work, so that other requests go on.
+        Raises a ForerunError in place of any other exception of the work, so that other requests go on.
         """
         with self._guarding():
             return work(*given) if in_loop else await self._services.in_thread(work, *given)
 
     async def _read(self, body: bytes) -> tuple[Job, list[list[int]]]:
-        """Return the job of a body, and its prompts as token ids. Raises ForerunError."""
+        """Return the Job of a body, and the token ids of its prompts. Raises ForerunError."""
         with self._guarding():
             read: tuple[Job, list[list[int]]] = await self._services.read(self._route.form.url, body)
             return read
@@ -279,7 +279,7 @@ class Exchange:
             self._wrote_s = time.monotonic()
 
     async def _within(self, sending: Awaitable[None]) -> None:
-        """Wait until the data is sent. Raises ClientGone where the client takes nothing for too long."""
+        """Wait until a message is sent. Raises ClientGone where the client takes no bytes for too long."""
         try:
             await self._patience.wait(sending, self._services.limits.stall_timeout_s)
         except TimeoutError:
@@ -296,8 +296,8 @@ def key_of(headers: Any) -> str:
 async def read_body(headers: Any, receive: Receive, services: Services) -> bytes:
     """Return the body of a request.
 
-    Raises Refused where the gate is full or draining when the body begins, for a body that is too large, and for a body
-    that takes too long. Raises ClientGone where the client disconnects before the body ends.
+    Raises Refused where the server takes no more requests at the moment, where the body is too large, and where the
+    body takes too long to arrive. Raises ClientGone where the client disconnects before the body ends.
     """
     services.gate.look()
     limits = services.limits

@@ -1,8 +1,8 @@
-"""The file of a batch's answers. Each line is there once, and is on the disk before it counts as written.
+"""The output file of a batch. No answer is written twice, and an answer counts only once it is on the disk.
 
 The process may be killed at any moment. The file then holds whole lines, and at most one torn line at the end, which
-the next run cuts off. A lock keeps other processes out as long as the first one lives. The id of a line contains the
-digest of the request that the line answers, so that a later run sees which requests have changed.
+the next run cuts off. While one process has the file open, a lock keeps other processes out. The id of an answer
+contains the digest of its request, so that a later run sees which requests have changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _digest_in(own_id: str) -> str:
 
 
 def some_of(custom_ids: Seq[str]) -> str:
-    """Return how many requests these are, and the first custom_ids, as text for a message."""
+    """Return the number of these requests and the first few custom_ids, as text for a message."""
     shown = ", ".join(f"{custom_id!r:.80}" for custom_id in custom_ids[:_NUM_SHOWN])
     more = f" and {len(custom_ids) - _NUM_SHOWN:,} more" if len(custom_ids) > _NUM_SHOWN else ""
     return f"{len(custom_ids):,} request{'s' if len(custom_ids) > 1 else ''} ({shown}{more})"
@@ -83,12 +83,12 @@ class AnswerFile:
             os.close(self._replaced_fd)
 
     def recover(self, asked: Mapping[str, str], *, redo_changed: bool = False, retry_refused: bool = False) -> None:
-        """Read what earlier runs have written, and cut off a torn line.
+        """Read the answers of earlier runs, and cut off a torn line.
 
-        asked: custom_id -> digest, for the whole input. redo_changed: whether to take out answers to requests whose
-        digest has changed. retry_refused: whether to take out answers that are errors. Raises BadOption, and cuts off
-        nothing, where requests have changed and redo_changed is not set, and where the file is not the output of this
-        input.
+        asked: custom_id -> digest of each request in the input. redo_changed: whether to remove the answers to requests
+        whose digest has changed. retry_refused: whether to remove answers that are errors. Raises BadOption where the
+        file is not the output of this input, and where requests have changed but redo_changed is False. In both cases
+        the file stays as it is.
         """
         changed = self._read(asked)
         refused = self.refused if retry_refused else []
@@ -125,7 +125,7 @@ class AnswerFile:
             yield from file
 
     def _drop(self, custom_ids: Collection[str]) -> None:
-        """Replace the file by one without these answers. A killed process leaves either the old file or the new one.
+        """Replace the file by a copy without these answers. A killed process leaves either the old file or the new one.
 
         Raises CapacityError, and keeps the old file, where the disk has no room for the new one.
         """
@@ -209,7 +209,10 @@ class AnswerFile:
             self.refused.append(answer["custom_id"])
 
     def _check_torn(self, line: bytes) -> None:
-        """Raise BadOption for a torn line that no run can have written. After a power cut a line may end in zeros."""
+        """Raise BadOption for a torn last line that no run can have written.
+
+        Zeros at the end of the line are ignored, because a power cut may leave some there.
+        """
         line = line.rstrip(b"\0")
         if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
             raise BadOption(

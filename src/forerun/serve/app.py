@@ -60,8 +60,8 @@ def make_app(
     """Return the application of a server.
 
     api_key: the key that requests must bring, except to OPEN_PATHS and to the files of pages; None = no key. pages:
-    path -> a separate application, whose paths below /api need the key, too. origins: the web pages that may use the
-    server; None = only its own pages, by any host name.
+    path -> a separate application (a page). A page's paths below /api need the key, too. origins: the web pages that
+    may use the server; None = only its own pages, under any host name.
     """
     origins = origins or Origins()
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
@@ -137,7 +137,7 @@ def _counting(services: Services, route: Count, errors: Errors) -> Callable[[Req
 def _refusing(
     errors: Errors, failure: ForerunError, request_id: str, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Response:
-    """Return the response for an error, with the headers that HTTP asks for."""
+    """Return the response for an error, with the headers that HTTP requires for its status."""
     status, body = errors(failure, request_id)
     more = {"www-authenticate": "Bearer"} if status == 401 else {}
     if (wait_s := getattr(failure, "retry_after_s", None)) is not None:
@@ -192,7 +192,7 @@ def _no_route(path: str, app: FastAPI) -> str:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a Receive that first gives a body that was read already, and then what `receive` gives."""
+    """Return a Receive that gives a body that was read before, and after it the messages of `receive`."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiving() -> Message:
@@ -259,7 +259,11 @@ class Door:
                 LOG.log(logging.DEBUG if route in OPEN_PATHS else logging.INFO, "%s", dict(record))
 
     def _usual(self, scope: Scope) -> Scope:
-        """Return a request's scope as routes know it: HEAD becomes GET, and a slash that ends the path is dropped."""
+        """Return a request's scope with the method and the path for which routes are defined.
+
+        HEAD becomes GET, and an absolute URL becomes its path. A slash at the end of the path is dropped, except in
+        pages.
+        """
         path, method = scope["path"], scope["method"]
         if (absolute := _ABSOLUTE.match(path)) is not None:  # as proxies and some clients write it
             path = path[absolute.end() :] or "/"
@@ -268,7 +272,10 @@ class Door:
         return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
 
     def _metrics_of(self, record: Mapping[str, Any]) -> Metrics:
-        """Return the metrics of the model that has answered; of the first model where none has answered."""
+        """Return the metrics of the model that has answered.
+
+        Where no model has answered, return the first model's metrics.
+        """
         name = record.get("model")
         return self._services.metrics if name is None else self._services.of(name).metrics
 
@@ -278,10 +285,10 @@ class Door:
         return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> dict[str, str] | None:
-        """Raise Refused for a request that may not come in, before any of its body is read.
+        """Raise Refused for a request that is not permitted, before any of its body is read.
 
-        Returns the headers that answer a browser's preflight request; None for any other request. A preflight comes
-        without the API key.
+        Returns the headers that answer a browser's preflight request; None for any other request. A preflight request
+        needs no API key.
         """
         most = self._services.limits.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
@@ -300,7 +307,7 @@ class Door:
         return any(path.startswith(f"{page}/api/") for page in self._pages)
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused for a body that is too large for a page. A page itself has neither limits nor a gate."""
+        """Raise Refused where the body for a page is too large, because pages themselves have no limits."""
         length, limits = headers.get(b"content-length", b""), self._services.limits
         by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._services.first.llm.engine.max_seq_len)
         most = min(by_context, limits.max_body_bytes)

@@ -1,9 +1,9 @@
 """A separate process that reads long bodies, so that no other request and no step waits for them.
 
-Python runs one thread at a time, and JSON parsers and tokenizers let no other thread in before they are done. The
-process is started for the first long body, and reads the shortest waiting body first. A second process tries grammars,
-which may take any amount of time and memory. That process ends where a grammar takes more than MOST_TRIED_S or
-MOST_TRIED_BYTES (texts.py).
+Python runs one thread at a time, and a JSON parser or a tokenizer lets no other thread run until it is done. The
+process is started for the first long body. It reads short bodies before long ones. A second process tries to compile
+grammars, because that may take any amount of time and memory. This second process ends where a grammar takes more than
+MOST_TRIED_S or MOST_TRIED_BYTES (texts.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _Job = tuple[str, tuple[Any, ...]]  # the name of a method of Library, and its a
 
 
 class Aside:
-    """The process, and a thread that talks to it. options: the options of all models, for the process's Library."""
+    """A process, and the thread that sends jobs to it.
+
+    options: the options of all models, for the Library of the process.
+    """
 
     def __init__(self, options: Seq[TextOptions]) -> None:
         self._options = tuple(options)
@@ -53,7 +56,7 @@ class Aside:
         self._is_closed = False
 
     def work(self, url: str, body: bytes) -> Future[Any]:
-        """Return a future with what `Library.work` makes of a body.
+        """Return a future with the result of `Library.work` for a body.
 
         The future raises InternalError where the process ends twice in a row, and Refused where reading takes too long.
         """
@@ -68,7 +71,7 @@ class Aside:
         return self._put(("attempt", (name, key)), len(key[1]))
 
     def begin(self) -> None:
-        """Start the process, unless it was asked for before: the earlier it starts, the less a request waits for it."""
+        """Start the process, unless it was started before. An early start makes the first request wait less."""
         if self._thread is None:
             self._put(("begin", ()), 0)
 
@@ -88,7 +91,7 @@ class Aside:
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process. Waiting work is cancelled."""
+        """End the process, and cancel the waiting jobs."""
         self._is_closed = True
         self._jobs.put((-1.0, next(self._order), ("", ()), Future()))
         if (process := self._process) is not None:
@@ -111,7 +114,7 @@ class Aside:
                 future.set_exception(error)
 
     def _ask(self, job: _Job) -> Any:
-        """Return the process's answer to a job. If the process has ended, it is started anew, once for each job."""
+        """Return the process's answer to a job. If the process ends, start a new one and repeat the job once."""
         for is_again in (False, True):
             try:
                 pipe = self._pipe or self._start()

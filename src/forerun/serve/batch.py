@@ -1,7 +1,7 @@
 """`forerun batch`: a file of requests in the OpenAI batch format, answered in one continuous batch.
 
-The input is read twice: first to check all of it, then request by request as places become free. Each answer is
-appended as soon as its last token is there, so the output is in the order in which requests finish. If a run ends
+The input is read twice: first to check all of it, and then request by request, whenever the engine has room for more.
+Each answer is appended as soon as it is complete, so the output is in the order in which requests finish. If a run ends
 early, for whatever reason, the next run goes on from there. The engine is imported only when the input is known to be
 sound.
 """
@@ -62,13 +62,13 @@ def run(
 ) -> int:
     """Answer every request of the input that has no answer in the output yet. Returns the exit code.
 
-    served_names: the names that requests may give the model; answers have the first name. Without them any name is
-    accepted. redo_changed: answer requests again that have changed since they were answered. retry_refused: answer
-    refused requests again. place: where the engine is; None = in this process.
+    served_names: the names that requests may give the model; () = any name. Answers have the first name. redo_changed:
+    whether to answer requests again that have changed since they were answered. retry_refused: whether to answer
+    refused requests again. place: where the engine runs; None = in this process.
 
     Raises UserError, before anything is run, for a malformed input, for an output that belongs to another input, for
-    changed requests without redo_changed, and for options that cannot be honoured. Raises KeyboardInterrupt after
-    saying how to go on.
+    changed requests without redo_changed, and for options that cannot be honoured. Raises KeyboardInterrupt after a
+    note on how to go on.
     """
     requests = RequestFile(input_path)
     num_lines = len(requests.line_of)
@@ -96,7 +96,10 @@ def run(
 
 
 def seed_of(custom_id: str) -> int:
-    """Return the seed for a request that gives none. It is the same in every run, so a resumed run answers the same."""
+    """Return the seed for a request that gives none.
+
+    A request gets the same seed in every run, so that a resumed run gives the same answer.
+    """
     digest = hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
@@ -148,16 +151,16 @@ class Requests:
     """Makes engine requests from the requests of a file, and answers from requests that have ended.
 
     name: the model's name in answers. served_names: the names that bodies may give the model, see `Generate.job`.
-    defaults: fields of SamplingParams for what a body leaves out.
+    defaults: values for the fields of SamplingParams that a body leaves out.
     """
 
     def __init__(self, llm: LLM, name: str, served_names: Seq[str], defaults: Mapping[str, Any]) -> None:
         self.llm, self._name, self._served_names, self._defaults = llm, name, served_names, defaults
 
     def start(self, request: BatchRequest, hear: Callable[[Request], None]) -> Running | dict[str, Any]:
-        """Queue a request and return it as Running. Where it cannot be honoured, return its answer, an error.
+        """Queue a request, and return it as Running. If it cannot be honoured, return an answer with the error.
 
-        hear: called whenever a choice of the request changes.
+        hear: called with an engine request after each of its steps, and when it has ended.
         """
         try:
             return self._start(request, hear)
@@ -217,7 +220,7 @@ class Runner:
         self._news: SimpleQueue[Request] = SimpleQueue()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all requests. on_step: called after each step of a request."""
+        """Answer all requests. on_step: called whenever a step of the engine has advanced some of them."""
         try:
             while True:
                 refused = self._fill(requests)
@@ -252,9 +255,9 @@ class Runner:
         return refused
 
     def _land(self) -> list[dict[str, Any]]:
-        """Return the answers to ended requests.
+        """Return the answers to the requests that have ended.
 
-        A request is forgotten before its answer is written, so that no answer is written twice.
+        The Runner forgets these requests before their answers are written, so that no answer is written twice.
         """
         over = [running for running in self._running if running.is_over]
         if over:
@@ -278,7 +281,7 @@ def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
 
 @contextmanager
 def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
-    """Load an engine in this process, and yield the Run that uses it."""
+    """Load an engine in this process, and yield the Run that answers requests with it."""
     requests = load(config, served_names)
     numbers.started_s = time.perf_counter()
     end = requests.llm.listen(numbers)

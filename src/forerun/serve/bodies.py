@@ -1,9 +1,9 @@
 """What the bodies of all APIs have in common: the check of their fields, and the Job that they become.
 
-The policy is the one for checkpoints: a field that would change the answer and is not honoured is refused by name. Each
-API says what becomes of its fields (fields.py); every other field is refused. A field that is null counts as absent.
-Some agents always send unsupported fields. A server may be set to ignore these fields and to name them in the answer
-(`Given.ignored`).
+The policy is the same as for checkpoints: a field that would change the answer, but is not supported, is refused by
+name. Each API defines how its fields are treated (fields.py), and every other field is refused. A field that is null
+counts as absent. Some agents always send unsupported fields. So a server may be set to ignore such fields and to name
+them in the answer (`Given.ignored`).
 
 Nothing here needs a web framework, a file or a clock.
 """
@@ -57,9 +57,9 @@ _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
 class Form:
     """The fields of the bodies of one route.
 
-    own: the route's own fields, besides the SHARED fields of all routes whose answers a model writes. elsewhere: fields
-    that only a sister route has -> its url. other_names: names of fields in some clients -> the names used here.
-    is_of_an_answer: whether a model writes the route's answers.
+    own: the fields of this route alone. A route whose answers a model writes also has the SHARED fields. elsewhere:
+    fields that only a similar route has -> the url of that route. other_names: names that some clients give to fields
+    -> our names. is_of_an_answer: whether a model writes the route's answers.
     """
 
     url: str
@@ -74,9 +74,9 @@ class Form:
         return {**SHARED, **self.own} if self.is_of_an_answer else self.own
 
     def named(self, body: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return a body with its fields renamed to the names used here.
+        """Return a body whose fields have our names, where the client has used other names for them.
 
-        Where a body has both names of a field, the name used here counts.
+        Where a body has the same field under both names, the value under our name counts.
         """
         others = {ours: body[other] for other, ours in self.other_names.items() if other in body}
         return {**others, **{name: value for name, value in body.items() if name not in self.other_names}}
@@ -185,7 +185,10 @@ def _unknown(form: Form, name: str, known: Collection[str]) -> Refused:
 
 
 def _check_value(name: str, value: Any, field: Field) -> None:
-    """Raise Refused for a value that a neutral field cannot have, and for a FLAG or TEXT of another type."""
+    """Raise Refused for a value that a field does not permit.
+
+    Checks whether a neutral field permits the value, and whether a value has the type of the schema FLAG or TEXT.
+    """
     if field.schema == FLAG and not isinstance(value, bool):
         raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
     if field.schema == TEXT and not isinstance(value, str):
@@ -212,9 +215,9 @@ def _check_model(given: Body, served_names: Seq[str]) -> None:
 
 
 def meant(name: str, served_names: Collection[str]) -> str:
-    """Return the served name that a client means by `name`; `name` itself where it means none.
+    """Return the served name that a client means by `name`; `name` itself if no served name matches.
 
-    A client may add `:latest` to a served name, or leave out its `.gguf`.
+    A client may add `:latest` to a served name, or leave out the `.gguf` at its end.
     """
     bare = name.removesuffix(LATEST)
     return next((known for known in (name, bare, f"{name}.gguf", f"{bare}.gguf") if known in served_names), name)
@@ -226,7 +229,7 @@ def named(served_names: Seq[str]) -> str:
 
 
 def told(served_names: Seq[str]) -> Seq[str]:
-    """Return the names that clients are told. A path on this machine is told only where there is no other name."""
+    """Return the names that clients may see. Paths on this machine are left out, unless all names are paths."""
     return [name for name in served_names if not name.startswith(("/", ".", "~"))] or served_names
 
 
@@ -245,8 +248,8 @@ def model_names(target: str) -> tuple[str, ...]:
 def params_of(given: Body, defaults: Mapping[str, Any], names: Mapping[str, str], logprobs: Any) -> SamplingParams:
     """Return the sampling parameters of a body. Raises Refused.
 
-    defaults: fields of SamplingParams for what the body leaves out. names: field of the API -> field of SamplingParams,
-    for fields outside of PARAMS. logprobs: the value of SamplingParams.logprobs.
+    defaults: values for the fields of SamplingParams that the body leaves out. names: field of the API -> field of
+    SamplingParams, for fields outside of PARAMS. logprobs: the value of SamplingParams.logprobs.
     """
     fields = {**defaults, **{name: value for name, value in given.items() if name in PARAMS}}
     for name, ours in names.items():
@@ -296,7 +299,10 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
 
 
 def _speculation(given: Body) -> dict[str, Any]:
-    """Return the fields of {"draft": ..., "spec_length": ..., "acceptance": ...} that are given. Raises Refused."""
+    """Return the fields of SamplingParams that the object `speculation` of a body gives. Raises Refused.
+
+    The object is {"draft": ..., "spec_length": ..., "acceptance": ..., "report": ...}. Each field may be missing.
+    """
     wanted = given.get("speculation", {})
     known = (*SPECULATION, "report")
     if not isinstance(wanted, dict):
@@ -317,7 +323,7 @@ def _speculation(given: Body) -> dict[str, Any]:
 
 
 def wants_report(given: Body) -> bool:
-    """Return whether the body asks how speculation went."""
+    """Return whether the body asks for a report on speculation."""
     return bool(given.get("speculation", {}).get("report"))
 
 
@@ -343,7 +349,7 @@ def _prediction(given: Mapping[str, Any]) -> str:
 
 
 def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> Refused:
-    """Return a refusal by SamplingParams with the field's name as it is in the body."""
+    """Return the Refused for an error of SamplingParams. Its message gives the field the name that the body uses."""
     message, name = str(error).replace(", or None", ", or null"), error.option
     if name is None:
         return Refused(message)
@@ -354,12 +360,12 @@ def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> 
 
 
 def are_ids(prompt: object) -> bool:
-    """Return whether a prompt is a list of token ids, and not empty."""
+    """Return whether a prompt is a list of token ids that is not empty."""
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
 def flag(given: Body, name: str, default: bool = False) -> bool:
-    """Return a field that is true or false. Raises Refused for anything else."""
+    """Return the value of a field that is true or false. Raises Refused for any other value."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
@@ -377,7 +383,10 @@ def variables(given: Body) -> Mapping[str, Any]:
 
 
 def texts_of(content: Any, where: str, kinds: Set[str]) -> str:
-    """Join the parts of content with newlines. kinds: types of parts that hold text. Raises Refused."""
+    """Return content as one text, with newlines between its parts. Raises Refused.
+
+    kinds: the types of parts that hold text.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -402,8 +411,8 @@ class Usage:
     """The numbers of tokens of all choices together.
 
     cached: prompt tokens that were in the prefix cache. disk: cached tokens that came from disk. accepted, rejected:
-    tokens drafted from the request's prediction; None = no token was. reasoning: completion tokens that belong to the
-    reasoning.
+    how many of the tokens drafted from the request's prediction were accepted and rejected; None = no tokens were
+    drafted from it. reasoning: completion tokens that belong to the reasoning.
     """
 
     prompt: int
@@ -416,12 +425,12 @@ class Usage:
 
     @property
     def prompt_details(self) -> dict[str, int]:
-        """The details of the prompt's tokens, as APIs give them. Tokens from disk also count as cached."""
+        """The numbers of cached prompt tokens, in the form of the APIs. Tokens from disk also count as cached."""
         return {"cached_tokens": self.cached} | ({"disk_tokens": self.disk} if self.disk else {})
 
     @classmethod
     def of(cls, outputs: Seq[RequestOutput], params: SamplingParams) -> Usage:
-        """Return the usage of these outputs: params.n outputs for each prompt, in the order of the prompts."""
+        """Return the usage. outputs: params.n outputs for each prompt, in the order of the prompts."""
         firsts = outputs[:: params.n]
         predicted = [o.report for o in outputs if params.prediction is not None and o.report.draft == "prediction"]
         num_drafted, num_accepted = (
@@ -448,10 +457,10 @@ def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
 
 
 def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
-    """Return how speculation went for all choices together, and the seed that makes the same choices again.
+    """Return the report on speculation for all choices together, with the seed that makes the same choices again.
 
-    Counts are sums over all choices. A ratio of counts is None where nothing was counted. See RequestReport. scores:
-    the scores of a beam search's outputs.
+    Counts are sums over all choices, see RequestReport. A ratio is None where its denominator is 0. scores: the scores
+    of the outputs of a beam search.
     """
     reports = {id(output.report): output.report for output in outputs}.values()  # a beam search's outputs share one
     sums = {name: sum(getattr(report, name) for report in reports) for name in _REPORTED}

@@ -1,4 +1,4 @@
-"""A conversation and its tools in the form of OpenAI's chats, which other APIs read as well."""
+"""A conversation and its tools in the form of OpenAI's chats. Routes of several APIs read this form."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ CHOICE: Fields = honoured(tool_choice=_CHOICE, parallel_tool_calls=FLAG)
 
 
 def conversation(read: Given) -> dict[str, Any]:
-    """Return the conversation of a body, as fields of a Job. The body has FIELDS and CHOICE. Raises Refused."""
+    """Return the conversation in a body, as fields of a Job. Raises Refused.
+
+    The body may have the fields in FIELDS and CHOICE.
+    """
     given = read.fields
     goes_on = given.get("continue_final_message", False)
     if goes_on and given.get("add_generation_prompt") is True:
@@ -101,7 +104,7 @@ def _name(tool: Any) -> Any:
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Return a conversation whose contents are texts, alone or in parts. Raises Refused."""
+    """Check a conversation and return its messages. Each content must be a text or a list of texts. Raises Refused."""
     ok = isinstance(messages, list) and messages
     if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         message = f"messages={shown(messages)} is not possible: it must be a list such as {A_CONVERSATION}"
@@ -117,7 +120,7 @@ def _messages(messages: Any) -> list[Message]:
 
 
 def _known(message: Message) -> Message:
-    """Return a message as chat templates know it.
+    """Return a message in the form that chat templates know.
 
     The role developer becomes system, refusals become texts, and calls of custom tools become calls of functions.
     """

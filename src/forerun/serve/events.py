@@ -19,9 +19,10 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 def in_slices(data: Any) -> bytes:
-    """Return data as JSON, as `as_json` does, for answers of any length.
+    """Return data as JSON, like `as_json`, but let other threads run in between.
 
-    The encoder is called once for each slice, because a call that writes a million numbers lets no other thread run.
+    While the encoder writes a million numbers in one call, no other thread runs. So each slice of the data has its own
+    call.
     """
     return b"".join(_slices(data))
 
@@ -42,7 +43,7 @@ def _slices(data: Any) -> Iterator[bytes]:
 
 
 def num_values(data: Any, most: int) -> int:
-    """Return the number of values in data, nested values included; if it exceeds `most`, some number above `most`."""
+    """Return the number of values in data, nested values included. Counting may stop once the number exceeds `most`."""
     num = 1
     for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         if num > most:

@@ -1,8 +1,8 @@
-"""The fields of bodies: what a field may hold, as JSON Schema, and what becomes of it.
+"""The fields of bodies: which values a field may have, as JSON Schema, and whether it is honoured, ignored or refused.
 
-Every API builds its fields from these. The checks of a body, the server's OpenAPI document and its list of harmless
-fields all follow from a Field. The schema of a Field says which values are honoured. bodies.py checks only the schemas
-FLAG and TEXT; the API that reads the body checks the rest.
+Every API builds its fields with these functions. The checks of a body, the server's OpenAPI document and its list of
+harmless fields all follow from the fields. The schema of a Field describes the values that are honoured. bodies.py
+checks only the schemas FLAG and TEXT. The API that reads the body checks the other schemas.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_l
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a body. No value of a field without a schema is honoured.
+    """One field of a body. A field without a schema is never honoured.
 
-    neutral: the permitted values, which change nothing, or a function that says whether a value is permitted. inert:
-    whether any value is accepted, because no answer depends on the field. why: the reason for neutral or inert, or what
-    the client of a body without a required field is told. is_noted: whether requests are served without the field, and
-    their clients are told so.
+    neutral: the permitted values, all without effect; or a function that says whether a value is permitted. inert:
+    whether every value is accepted, because no answer depends on the field. why: the reason for `neutral` or `inert`.
+    For a required field, the message to a client that leaves the field out. is_noted: whether requests are served
+    without the field, and their clients are told so.
     """
 
     schema: Schema | None = None
@@ -65,12 +65,12 @@ Fields: TypeAlias = Mapping[str, Field]
 
 
 def required(schema: Schema, why: str = "this API wants it") -> Field:
-    """Return a field that a body must have. why: what the client of a body without this field is told."""
+    """Return a field that a body must have. why: the message to a client that leaves the field out."""
     return Field(schema, is_required=True, why=why)
 
 
 def neutral(values: Seq[Any] | Callable[[Any], bool], why: str) -> Field:
-    """Return a field with only these permitted values, which change nothing."""
+    """Return a field that permits only these values, which have no effect. why: the reason for permitting no others."""
     return Field(neutral=values, why=why)
 
 
@@ -133,7 +133,7 @@ def or_null(schema: Schema) -> Schema:
 
 
 def limited(name: str, schema: Schema) -> Schema:
-    """Return a schema with the limits of MOST_ENTRIES and SHORT_TEXTS for the field `name`."""
+    """Return a schema with the limits that MOST_ENTRIES and SHORT_TEXTS set for the field `name`."""
     if "anyOf" in schema:
         return either(*(limited(name, one) for one in schema["anyOf"]))
     kind, most = schema.get("type"), MOST_ENTRIES.get(name)

@@ -1,8 +1,8 @@
-"""The engine requests of one body, as the event loop sees them: how far they have come, and their texts.
+"""The engine requests of one body, as the event loop sees them: their progress and their texts.
 
-The engine's thread notes how far each request has come, and wakes the event loop once per step. Text is made only when
-the stream's client has taken the piece before. So a slow client gets fewer, longer pieces, and until then only tokens
-are stored.
+The engine's thread notes how far each request has come, and wakes the event loop once per step. In a stream, the next
+piece of text is made only when the client has taken the last piece. So a slow client gets fewer and longer pieces.
+Until a piece is made, only its tokens are stored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from forerun.errors import ForerunError
 class News:
     """Carries news from the engine's thread into the event loop.
 
-    on_news: called in the event loop before the generations are told. Only `ring` wakes the loop, once for all requests
-    of a step, because a wake-up costs both threads more than all other work for a request's news.
+    on_news: called in the event loop, before the tasks that wait for the news are woken. Only `ring` wakes the loop,
+    once for all requests of a step, because a wake-up costs both threads more than all other work for a request's news.
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class News:
         self._told.append(generation)
 
     def ring(self) -> None:
-        """Wake the event loop, when all news of a step is noted. Any thread may call this."""
+        """Wake the event loop. Any thread may call this, once all news of a step has been noted."""
         if self._told and not self._is_rung:
             self._is_rung = True
             with suppress(RuntimeError):  # the event loop was closed: nobody listens
@@ -53,10 +53,10 @@ class News:
 
 
 class Generation:
-    """The requests of one body: params.n for each prompt, in the order of the prompts.
+    """The requests of one body: params.n requests for each prompt, in the order of the prompts.
 
-    is_streamed: whether each step of a request is news; otherwise only the end of a request is news. error: why all
-    requests ended, where the reason is not the error of one request.
+    is_streamed: whether each step of a request is reported. Otherwise only the end of a request is reported. error: the
+    failure that ended all requests together; None = there was no such failure.
     """
 
     def __init__(self, news: News, requests: Seq[Request], *, is_streamed: bool) -> None:
@@ -84,7 +84,7 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether all requests have ended, or the generation has failed."""
         return self.error is not None or all(
             mark is not None and mark.finish_reason is not None for mark in self._marks
         )
@@ -95,10 +95,10 @@ class Generation:
         return self.error or next((r.error for r in self.requests if r.error is not None), None)
 
     def num_new_tokens(self) -> float:
-        """Return how many tokens `chunks` would turn into text.
+        """Return how many tokens the next call of `chunks` would turn into text.
 
-        Returns inf where `chunks` has more to do: at the beginning, at the end of a choice, with log-probabilities, and
-        after an error.
+        Returns inf where `chunks` would do more than that: at the beginning, at the end of a choice, with
+        log-probabilities, and after an error.
         """
         if not self._readers or self.error is not None or self.requests[0].seq.params.logprobs is not None:
             return inf
@@ -129,9 +129,9 @@ class Generation:
         return new
 
     def outputs(self) -> list[RequestOutput]:
-        """Return the outputs of all requests, in order, when all are over. Raises the error that ended a request.
+        """Return the outputs of all requests, in order. To be called when all requests have ended.
 
-        Text is made here, too.
+        Raises the error that ended a request. Text is made here, as in `chunks`.
         """
         if (failure := self.failure) is not None:
             raise failure

@@ -1,10 +1,10 @@
 """Responses that are kept in memory for a while, by API key, so that later requests can refer to them.
 
-A request with `previous_response_id` goes on from a kept response. An input item of type `item_reference` stands for an
+A request with `previous_response_id` continues a kept response. An input item of type `item_reference` stands for an
 item in the output of a kept response.
 
-The kept responses are limited in number, bytes and age; the oldest goes first. Nothing is written to a disk, and
-nothing outlives the server.
+The kept responses are limited in number, bytes and age. The oldest response is dropped first. Nothing is written to a
+disk, and nothing outlives the server.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _is_reference(item: Any) -> bool:
 
 
 class Kept:
-    """The kept responses of the last hour. clock: returns seconds that only grow."""
+    """The kept responses of the last hour. clock: returns the time of a monotonic clock in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -90,10 +90,10 @@ class Kept:
                 self._drop(response_id)
 
     def extend(self, key: str, body: bytes) -> bytes:
-        """Return a body whose input contains the conversation that it goes on from, and the items that it refers to.
+        """Return a body whose input includes the conversation that the body continues, and the items that it refers to.
 
-        A body that refers to nothing kept, or that cannot be parsed, is returned as it is. Raises Refused where a
-        response or an item is not kept or belongs to another key, and for a body with references that is too long.
+        A body without such references, or one that cannot be parsed, is returned as it is. Raises Refused where a
+        response or an item is not kept or belongs to another key, and where a body with references is too long.
         """
         if not names_kept(body):
             return body

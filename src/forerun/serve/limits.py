@@ -36,7 +36,7 @@ class Arriving:
     async def body(self, timeout_s: float) -> AsyncIterator[Callable[[int], None]]:
         """Count one body while the block reads it. Raises Refused (408) where the body is late.
 
-        Yields a function, to be called with the number of bytes of each part that comes.
+        Yields a function that must be called for each part of the body, with the part's number of bytes.
         """
         limit = asyncio.timeout(timeout_s)
 
@@ -105,7 +105,7 @@ class Patience:
         self._timer = self._loop.call_at(self._due_s, self._look)
 
     def _look(self) -> None:
-        """Handle the timer, which may have been set for a wait that is long over."""
+        """Handle the end of the timer, which may have been set for a wait that is long over."""
         self._timer = None
         if self._loop.time() < self._due_s < math.inf:
             self._set_timer()
@@ -128,7 +128,7 @@ class Place:
 
 
 class Gate:
-    """Counts the choices that requests ask for and that are not made yet. Used by the event loop's thread alone.
+    """Counts the choices that run or wait, over all requests. Used by the event loop's thread alone.
 
     capacity: the most choices that run or wait. batch: the most choices that run at once.
     """
@@ -156,8 +156,8 @@ class Gate:
     def enter(self) -> Iterator[Place]:
         """Hold a place for one request while the block runs.
 
-        Raises Refused: 429 where no place is free, 503 while draining. To be entered only when the body is whole. A
-        body that has only begun costs memory (see Arriving) and no place.
+        Raises Refused, with status 429 where no place is free, and with status 503 while the server shuts down. Enter
+        only when the whole body has arrived, because an arriving body costs memory (see Arriving) but takes no place.
         """
         self.look()
         place, started_s = Place(self), asyncio.get_running_loop().time()
@@ -184,6 +184,9 @@ class Gate:
             )
 
     def retry_after_s(self) -> int:
-        """Return in how many seconds a place may be free: a request's mean time for each batch that runs or waits."""
+        """Return an estimate of the seconds until a place is free.
+
+        It is the mean time of a request, multiplied by the number of batches that the running and waiting choices fill.
+        """
         batches = max(1.0, self.num_taken / self.batch)
         return min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * batches)))

@@ -22,7 +22,10 @@ LOWEST = -9999.0  # the API's value for probabilities of 0: JSON has no infinity
 
 
 def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return one entry for each token, with the likeliest tokens at its position. lefts: the token before each."""
+    """Return one entry for each token, with the likeliest tokens at its position.
+
+    lefts: for each token, the token before it.
+    """
     entries = []
     for position, left in zip(positions, lefts, strict=True):
         top = [_entry(tokenizer, token, logprob, left) for token, logprob in position.top]
@@ -31,9 +34,9 @@ def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Toke
 
 
 class SaidLogprobs:
-    """The log-probabilities of the tokens that make the text of a chat's answer, piece by piece.
+    """The log-probabilities of the tokens that form the text of a chat's answer, piece by piece.
 
-    Tokens of the reasoning, of calls, of marks and of the end are left out. left: the last token of the prompt.
+    Tokens of the reasoning, tokens of calls, marks and end tokens are left out. left: the last token of the prompt.
     """
 
     def __init__(self, left: int, tokenizer: Tokenizer) -> None:
@@ -41,9 +44,9 @@ class SaidLogprobs:
         self._ids, self._tokenizer = [left], tokenizer
 
     def piece(self, positions: Seq[TokenLogprob], said: Seq[int]) -> list[dict[str, Any]]:
-        """Take the next tokens, and return the entries of the tokens that have become text.
+        """Take the answer's next tokens, and return the entries of the tokens that have now become text.
 
-        said: the places in the answer at which tokens have become text.
+        said: the indices of these tokens in the answer.
         """
         self._positions += positions
         self._ids += [position.token_id for position in positions]
@@ -52,7 +55,7 @@ class SaidLogprobs:
 
 
 def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return entries for the tokens that make the text of a whole answer.
+    """Return entries for the tokens that form the text of a whole answer.
 
     Where the parts of the answer are unknown, there is an entry for every token.
     """
@@ -65,7 +68,8 @@ def said_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str,
 class CompletionLogprobs:
     """Log-probabilities in the form of /v1/completions, piece by piece.
 
-    left: the last token of the prompt. offset: where the text of the first position begins.
+    left: the last token of the prompt. offset: the index in the choice's text at which the text of the first token
+    begins.
     """
 
     def __init__(self, left: int, tokenizer: Tokenizer, offset: int = 0) -> None:
@@ -73,11 +77,11 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def piece(self, positions: Seq[TokenLogprob], num_chars: int | None = None) -> dict[str, Any]:
-        """Return four lists with one entry per token.
+        """Return four lists with one entry for each token: tokens, token_logprobs, top_logprobs and text_offset.
 
-        text_offset: where the token's first character is in the choice's text. top_logprobs: the log-probabilities of
-        the likeliest tokens and of the token itself, by their texts. Where two ids have the same text, the likelier id
-        counts. num_chars: the length of the choice's text, if it is known; no offset is beyond it.
+        text_offset: the index of the token's first character in the choice's text. top_logprobs: the log-probabilities
+        of the likeliest tokens and of the token itself, by their texts. Where two ids have the same text, the likelier
+        id counts. num_chars: the length of the choice's text, if it is known; no offset is larger.
         """
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         tokenizer = self._tokenizer
@@ -99,7 +103,7 @@ class CompletionLogprobs:
 def prompt_logprobs(
     ids: Seq[int], positions: Seq[TokenLogprob | None], num_chars: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Return the log-probabilities of a prompt in the form of /v1/completions. The prompt's first token has none.
+    """Return the log-probabilities of a prompt in the form of /v1/completions. The first token has no log-probability.
 
     num_chars: the length of the prompt's text, without the tokens that the tokenizer adds at both ends.
     """
@@ -116,7 +120,10 @@ def prompt_logprobs(
 
 
 def token_bytes(tokenizer: Tokenizer, token: int, left: int) -> bytes:
-    """Return the text that a token adds after the token `left`, in UTF-8; for part of a character, its bytes."""
+    """Return the text that a token adds after the token `left`, in UTF-8.
+
+    For a token that is only part of a character, return the bytes of that part.
+    """
     before, text = tokenizer.own_text(left), tokenizer.decode([left, token])
     alone = tokenizer.own_text(token)
     added = text[len(before) :] if text.startswith(before) else alone

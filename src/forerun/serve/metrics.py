@@ -109,15 +109,15 @@ class Metrics:
         return self._families.text()
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer. path: the path of the route, never the path that a client sent."""
+        """Count an answer. path: the path as the route defines it, never as a client has sent it."""
         self._of(self._answers, path, str(status)).inc()
 
     def delayed(self, seconds: float) -> None:
-        """Count how late the event loop came to a timer."""
+        """Record by how many seconds the event loop was late for a timer."""
         self._of(self._delay).observe(seconds)
 
     def ended(self, requests: Seq[Request], *, is_failed: bool = False) -> None:
-        """Count requests that have ended, or are being ended. is_failed: whether the engine's failure ends them."""
+        """Count requests that have ended, or are being ended. is_failed: whether a failure of the engine ends them."""
         for request in requests:
             seq, report = request.seq, request.report
             self._last_s.pop(seq.id, None)
@@ -161,7 +161,7 @@ class Metrics:
                 self._hear_part(part)
 
     def _hear_part(self, part: SequenceStep) -> None:
-        """Count what one drafter did for one request."""
+        """Count the tokens that one drafter drafted for one request, and how many were tested and accepted."""
         self._of(self._granted, part.draft).observe(part.num_drafted)
         if part.num_drafted:
             self._of(self._num_drafts, part.draft).inc()

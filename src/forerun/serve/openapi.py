@@ -1,4 +1,4 @@
-"""What /openapi.json says of bodies and errors: a schema for each field that is honoured, or accepted as harmless."""
+"""The bodies and errors in /openapi.json: a schema for each field that is honoured or is accepted as harmless."""
 
 from __future__ import annotations
 

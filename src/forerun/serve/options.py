@@ -95,7 +95,7 @@ class ServerOptions(_Checked):
 @with_fields
 @dataclass(frozen=True)
 class LabOptions(ServerOptions):
-    """The options of `forerun lab`, besides its engine's options: a server that is started for its page."""
+    """The options of `forerun lab`, which starts a server for the lab's page, besides the options of its engine."""
 
     port: int = option(8001, "0 = one that is free")
     api_key: str | None = option(None, "what the page asks for", envvar="FORERUN_API_KEY", usual="nothing")

@@ -1,13 +1,14 @@
 """Which web pages may use a server: its own, and the origins of --allow-origin.
 
 A browser sends what any page asks it to send, even to a server that only its own machine can reach. The browser says
-which page sends a request (header Origin), and before it sends JSON to another origin, it asks the server. But a page
-may point a host name that it controls at this machine's address (DNS rebinding), and then the browser takes this server
-for the page's own. An API key keeps such a page out. Without a key, the server checks the name by which it is called
-(header Host): no page can point an address elsewhere, nor localhost, nor a name of this machine.
+which page sends a request (header Origin), and asks the server before it sends JSON to another origin. But a page may
+point a host name that it controls at this machine's address (DNS rebinding). Then the browser takes this server for the
+page's own. An API key keeps such a page out. Without a key, the server checks the name in the header Host. It accepts
+the names of --allow-host. It also accepts addresses, localhost and this machine's names, because no page controls where
+these lead.
 
-A body must be declared as JSON. Ollama's clients often omit that. So Ollama's routes do not ask for it where a request
-has no header that browsers send. With a POST, browsers always send Origin.
+A body must be declared as JSON. Ollama's clients often leave this declaration out. So Ollama's routes do not require it
+in a request without any header that only browsers send. With a POST, browsers always send Origin.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _LOCAL = "localhost"
 
 @dataclass(frozen=True)
 class Origins:
-    """Which pages may call a server, and by which host names it may be called.
+    """Which web pages may call a server, and by which host names the server may be called.
 
     allowed: origins besides the server's own; "*" = any. hosts: host names besides this machine's names and addresses;
-    "*" = any. only_local: whether loopback addresses are the only addresses that count as this machine's.
+    "*" = any. only_local: whether only loopback addresses count as this machine's addresses.
     """
 
     allowed: frozenset[str] = frozenset()
@@ -70,7 +71,7 @@ class Origins:
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes], *, is_lax: bool = False) -> None:
         """Raise Refused for a foreign host name or page, and for a body that is compressed or not declared as JSON.
 
-        is_lax: whether programs may leave out that the body is JSON. Pages may not.
+        is_lax: whether programs may leave out the declaration that a body is JSON. Web pages never may.
         """
         is_safe = method in _SAFE
         if not (self.knows(headers) or (is_safe and path in PROBES)):
@@ -132,7 +133,11 @@ class Origins:
         return answer
 
     def knows(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Return whether a request names no host, or a host name that no page can have pointed at this machine."""
+        """Return whether the server accepts the host name of a request (header Host).
+
+        It accepts this machine's names and addresses, allowed host names, the hosts of allowed origins, and requests
+        without a host name. No page can have pointed these names at this machine.
+        """
         host = _header(headers, b"host")
         if not host or ANY in self.hosts | self.allowed:
             return True
@@ -146,7 +151,7 @@ class Origins:
         return name in self.hosts | _own_names() or name in {friend[0] for friend in friends if friend is not None}
 
     def _allows(self, origin: str, host: str) -> bool:
-        """Return whether a page's origin is allowed, or is the server that the request goes to."""
+        """Return whether a page's origin is among the allowed origins, or is the host to which the request goes."""
         if self._is_friend(origin):
             return True
         scheme, _, where = origin.partition("://")
@@ -154,7 +159,7 @@ class Origins:
         return scheme in _PORTS and place is not None and place == _place(host, _PORTS[scheme])
 
     def _is_friend(self, origin: str) -> bool:
-        """Return whether a page's origin is allowed."""
+        """Return whether a page's origin is among the allowed origins."""
         if ANY in self.allowed:
             return True
         scheme, _, where = origin.partition("://")
@@ -184,7 +189,7 @@ def _header(headers: Mapping[bytes, bytes], name: bytes) -> str:
 
 
 def _place(where: str, usual: int) -> tuple[str, int] | None:
-    """Return the host and the port of HOST[:PORT]; None for any other text. usual: the port where the text has none."""
+    """Return the host and the port of HOST[:PORT]; None for any other text. usual: the default port."""
     try:
         parts = urlsplit(f"//{where}")
         port = usual if parts.port is None else parts.port
@@ -194,7 +199,10 @@ def _place(where: str, usual: int) -> tuple[str, int] | None:
 
 
 def _canonical(name: str) -> str:
-    """Return a host's name or address in comparable form: whatever leads to this machine alone is localhost."""
+    """Return a host's name or address in a form that can be compared.
+
+    Every name or address that leads to this machine alone becomes localhost.
+    """
     name = name.lower().rstrip(".")
     address = _address(_bare(name))
     if address is not None:
@@ -209,7 +217,7 @@ def _bare(name: str) -> str:
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the IP address in a text; None for a name.
 
-    An IPv4 address may also be in IPv6 form, or have fewer numbers, as 127.1 has.
+    An IPv4 address may also be written in IPv6 form, or with fewer numbers, such as 127.1.
     """
     try:
         address = ipaddress.ip_address(name)

@@ -15,7 +15,8 @@ INTERVAL_S = 0.1  # between two drawings
 class Progress:
     """The progress bar of num_lines requests.
 
-    num_before: the number of requests that an earlier run has answered. They count as done, but not for the time left.
+    num_before: the number of requests that an earlier run has answered. They count as done, but the estimate of the
+    time left ignores them.
     """
 
     def __init__(self, num_lines: int, num_before: int) -> None:
@@ -43,7 +44,10 @@ class Progress:
         self._bar.console.print(text, soft_wrap=not self._is_shown)
 
     def show(self, num_done: int, tokens_per_s: float) -> None:
-        """Take new numbers and draw them, at most every INTERVAL_S. The last numbers are drawn when the block ends."""
+        """Take new numbers, and draw them at most every INTERVAL_S seconds.
+
+        The last numbers are drawn when the block ends.
+        """
         if not self._is_shown:
             return
         now_s = time.perf_counter()

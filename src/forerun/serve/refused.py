@@ -8,8 +8,8 @@ from forerun.errors import BadOption
 class Refused(BadOption):
     """A request that cannot be honoured.
 
-    param: the field at fault. status: the HTTP status. code: a word for programs. retry_after_s: in how many seconds
-    the request may be sent again; None where that would not help.
+    param: the field at fault. status: the HTTP status. code: a word by which programs recognise the error.
+    retry_after_s: the number of seconds after which the request may be sent again; None where that would not help.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class RequestFile:
     """The requests of a file. Each iteration reads the file again, line by line.
 
     line_of: custom_id -> the number of its line. digest_of: custom_id -> the digest of its url and body. models: the
-    names that bodies give the model. Raises NotFound for a missing file. Raises BadOption for malformed lines, naming
-    the first of them, for a file without any request, and for a path that is no file.
+    names of models in the bodies. Raises NotFound for a missing file. Raises BadOption for a path that is no file, and
+    for a file without any request. For malformed lines, raises BadOption, naming the first few.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ class RequestFile:
             yield request
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the number, counted from 1, and the bytes of each line that is not blank."""
+        """Yield the number and the bytes of each line that is not blank. The first line has number 1."""
         with self.path.open("rb") as file:  # as bytes, a line ends at a line feed and nowhere else
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
@@ -96,7 +96,7 @@ _EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body
 
 
 def _read(line: bytes) -> BatchRequest:
-    """Parse one line. Raises BadOption with a message that is to follow the line's number."""
+    """Parse one line. Raises BadOption. The caller puts the line's number before the message."""
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:

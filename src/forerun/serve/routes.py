@@ -1,7 +1,8 @@
 """What the server knows of an API: its routes, the form of its errors, and which paths it lacks.
 
-Each API is one file of apis/. A route is of one of three kinds: a `Generate` answers with text that a model writes, a
-`Count` with what follows from texts alone, and a `Look` with what the server knows.
+Each API is one file of apis/. There are three kinds of route. A `Generate` answers with text that a model writes. A
+`Count` computes its answers from texts, such as the number of tokens in a text. A `Look` answers with facts about the
+server.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class Events(Protocol):
     """The events of a streamed answer, as bytes."""
 
     def begin(self) -> bytes:
-        """Return what comes before the first token."""
+        """Return the events before the first token."""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """Return what a chunk adds to a choice; nothing where the chunk's text is held back."""
+        """Return the events of a chunk of a choice; nothing where the chunk's text is held back."""
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return what follows the last token."""
+        """Return the events after the last token."""
 
     def fail(self, error: ForerunError) -> bytes:
         """Return an event that ends the stream with an error."""
@@ -62,7 +63,7 @@ class Reader(Protocol):
 
 
 class Models(Protocol):
-    """What a server knows of its models; see `service.Services`."""
+    """The models of a server, as routes use them; see `service.Services`."""
 
     @property
     def all(self) -> Seq[Served]: ...
@@ -81,13 +82,13 @@ class Models(Protocol):
 class Generate:
     """A route whose answers a model writes.
 
-    read: makes a Job from the fields of a body, the model's name in the answer, and defaults of SamplingParams. answer:
-    makes the whole answer from the job, the outputs, the tokenizer, the answer's id in hex digits, and the time of its
-    creation in seconds. stream: makes the Events from the job, the prompts, the tokenizer, the id and the time.
-    media_type: of a stream. sign_of_life: the bytes that a stream sends while it has nothing else to send. is_kept:
-    whether answers are kept, so that later requests may go on from them. in_batches: whether `forerun batch` may use
-    the route. reads_chats: whether every body has a conversation, which needs a chat template. also: other paths of the
-    route.
+    read: makes a Job from the fields of a body, the model's name in the answer, and default values for fields of
+    SamplingParams. answer: makes the whole answer from the job, the outputs, the tokenizer, the answer's id in hex
+    digits, and the time of its creation in seconds. stream: makes the Events from the job, the prompts, the tokenizer,
+    the answer's id and the time. media_type: the media type of a streamed answer. sign_of_life: the bytes that a stream
+    sends while it has nothing else to send. is_kept: whether answers are kept, so that later requests may continue
+    them. in_batches: whether `forerun batch` may use the route. reads_chats: whether every body has a conversation,
+    which needs a chat template. also: other paths of the route.
     """
 
     form: Form
@@ -113,7 +114,7 @@ class Generate:
         """Return the Job of a body. Raises Refused, naming the field at fault.
 
         model: the model's name in the answer. served_names: the names that bodies may give the model; () = any name.
-        defaults: fields of SamplingParams, which override the API's defaults and are overridden by the body.
+        defaults: fields of SamplingParams. They override the API's defaults, and the body overrides them.
         """
         given = check(self.form, body, served_names, ignore_unsupported=ignore_unsupported)
         return self.read(given, model, defaults or {})
@@ -121,10 +122,11 @@ class Generate:
 
 @dataclass(frozen=True)
 class Count:
-    """A route whose answers follow from texts alone: the token ids of a text, the text of ids, their number.
+    """A route that computes its answers from texts, such as the token ids of a text, or their number.
 
-    work: makes the answer from the model's texts and the fields of a body. finish: completes the answer with what only
-    the server knows. alternatives: fields; a body must have one of them. also: other paths of the route.
+    work: makes the answer from the model's texts and the fields of a body. finish: completes the answer with facts that
+    only the server's models give; None = the answer is complete. alternatives: names of fields; a body must have one of
+    them. also: other paths of the route.
     """
 
     form: Form
@@ -136,11 +138,11 @@ class Count:
 
 @dataclass(frozen=True)
 class Look:
-    """A route whose answers say what the server knows. Its path may have parts in braces.
+    """A route whose answers are facts about the server. Its path may have parameters in braces.
 
-    answer: makes the answer from the models, the digest of the request's API key, and the parts of the path by name. It
-    may raise Refused. is_slow: whether `answer` reads files or long kept answers, and so runs in a thread. also: other
-    paths of the route.
+    answer: makes the answer from the models, the digest of the request's API key, and the parameters of the path by
+    name. It may raise Refused. is_slow: whether `answer` reads files or long kept answers, and so runs in a thread.
+    also: other paths of the route.
     """
 
     url: str
@@ -154,9 +156,9 @@ class Look:
 class Api:
     """One API. error: makes the answer to a request that has failed.
 
-    below: path prefixes. Errors at such paths that no route has raised have this API's form. is_lax: whether clients
-    may leave out that a body is JSON. absent: path -> reason, for paths that other servers of this API have and this
-    one lacks. A path that ends in a slash stands for all paths below it.
+    below: path prefixes. An error at a path with such a prefix gets this API's form, unless a route has raised it.
+    is_lax: whether clients may send a body without declaring that it is JSON. absent: path -> reason, for paths that
+    other servers of this API have and this server lacks. A path that ends in a slash stands for all paths below it.
     """
 
     routes: tuple[Generate | Count | Look, ...]

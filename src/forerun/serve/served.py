@@ -1,4 +1,4 @@
-"""A served model, as every API's list of models reads it."""
+"""A served model, as the APIs describe it in their lists of models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Served(Protocol):
 
 
 def template_of(service: Served) -> str:
-    """Return a model's chat templates as text; "" where none can be read, which chats then report."""
+    """Return a model's chat templates as text; "" where they cannot be read. A chat request then gets the error."""
     try:
         return service.llm.chat_template.text
     except UserError:

@@ -1,4 +1,4 @@
-"""`forerun serve`: one process that serves an engine for each model over HTTP, from its first line to exit code 0.
+"""`forerun serve`: one process that serves an engine for each model over HTTP, from the start to the exit code.
 
 On SIGTERM or Ctrl-C, every accepted request finishes, and new requests get status 503. A second signal ends the process
 at once.
@@ -57,10 +57,10 @@ Named = tuple[str, EngineConfig]  # a model with the name that a config file giv
 
 
 def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages | None = None) -> int:
-    """Serve until a signal comes. Returns the exit code. Raises UserError, also for an address that cannot be had.
+    """Serve until a signal comes. Returns the exit code. Raises UserError, also where the address is not available.
 
     pages: more applications around the engine of the first model. Their paths below /api need the API key, where there
-    is a key; their other paths are open.
+    is a key. Their other paths are open.
     """
     check(options)
     models = named(configs, options)
@@ -82,7 +82,7 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
 
 
 def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tuple[tuple[str, ...], EngineConfig]]:
-    """Return each model's names and configuration; answers have the first name.
+    """Return the names and the configuration of each model. Answers have the first of a model's names.
 
     Raises BadOption where two models have the same first name.
     """
@@ -109,7 +109,10 @@ def check(options: ServerOptions) -> None:
 
 
 def origins_of(options: ServerOptions) -> Origins:
-    """Return the web pages that may use the server, and its host names. With an API key, any host name will do."""
+    """Return the web pages that may use the server, and the host names by which it may be called.
+
+    With an API key, every host name is accepted.
+    """
     origins = Origins.parse(options.allow_origins, options.allow_hosts, only_local=is_local(options.host))
     if options.api_key is not None:
         return dataclasses.replace(origins, hosts=frozenset((ANY,)))
@@ -118,7 +121,10 @@ def origins_of(options: ServerOptions) -> Origins:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that holds the address while models are loaded. It accepts nothing yet. Raises BadOption."""
+    """Yield a socket that reserves the address while models are loaded. Raises BadOption.
+
+    The socket does not accept connections yet.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -153,7 +159,7 @@ def loaded(opened: Opened) -> LLM:
 
 
 def make_services(llms: Seq[tuple[Seq[str], LLM]], options: ServerOptions) -> Services:
-    """Return the services of the models, in the running event loop."""
+    """Return the services of the models. To be called in the event loop in which they will run."""
     families = Families(options.metrics_prefix)
     services = [
         Service(
@@ -231,8 +237,8 @@ def _uvicorn_config(services: Services, options: ServerOptions, pages: Mapping[s
 class PatientProtocol(H11Protocol):
     """uvicorn's protocol with time limits for headers that do not end, and for clients that take nothing.
 
-    headers_s: the time for a request's headers to end, from the beginning of the connection or from their first byte.
-    stall_s: the time in which a client may take no byte. After that the connection is cut, because closing it would
+    headers_s: how long a request's headers may take, from the beginning of the connection or from their first byte.
+    stall_s: how long a client may take no bytes. Then the connection is cut, because closing it in the usual way would
     wait for the unsent bytes.
     """
 
@@ -270,7 +276,10 @@ class PatientProtocol(H11Protocol):
         self._watch_reader()
 
     def _watch_reader(self, before: float = math.inf) -> None:
-        """Cut the connection if the client took no byte since the last look. before: the bytes that waited then."""
+        """Cut the connection if the client has taken no bytes since the last call of this method.
+
+        before: the number of bytes that waited to be sent at that time.
+        """
         waiting = self.transport.get_write_buffer_size()
         if waiting < before:
             self._stalled = self.loop.call_later(self.stall_s, self._watch_reader, waiting)
@@ -296,7 +305,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
+        """Run the block without uvicorn's signal handlers."""
         yield
 
 
@@ -324,7 +333,7 @@ async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
 
 @contextmanager
 def _logging(options: ServerOptions) -> Iterator[None]:
-    """Log to standard error from a separate thread, so that a slow reader of the log stops no request."""
+    """Log to standard error from a separate thread, so that a slow reader of the log delays no request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if options.log_format == "json" else _Text())
     records: Queue[Any] = Queue(MOST_LOG_LINES)
@@ -359,7 +368,7 @@ class _Queue(QueueHandler):
             self.queue.put_nowait(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Return the record as it is: the formatter needs its arguments."""
+        """Return the record unchanged, because the formatter needs the record's arguments."""
         return record
 
 

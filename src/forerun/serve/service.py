@@ -1,7 +1,7 @@
 """The models of a server, as its routes see them.
 
-Each model (Service) has an engine, a gate and a failure of its own. All models (Services) share the bodies that arrive,
-and the threads that convert between texts and token ids.
+A Service is one model. It has its own engine and gate, and it can fail on its own. A Services object has all models of
+a server. They share the bodies that arrive, and the threads that convert between texts and token ids.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ NUM_THREADS = 4  # that convert texts; they share one interpreter with the engin
 class Service:
     """One engine behind HTTP. A Service belongs to the event loop in which it is made.
 
-    names: the names that requests may give the model; answers have the first name. defaults: fields of SamplingParams
-    for what a body leaves out. max_queue: the most choices that may wait. ignore_unsupported: whether requests with
-    unsupported fields are served without these fields.
+    names: the names that requests may give the model; answers have the first name. defaults: values for the fields of
+    SamplingParams that a body leaves out. max_queue: the most choices that may wait. ignore_unsupported: whether
+    requests with unsupported fields are served without these fields.
     """
 
     def __init__(
@@ -78,10 +78,11 @@ class Service:
         )
 
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
-        """Return a job as it is served, and its requests, not queued yet. Not to be called in the event loop.
+        """Return the job as it will be served, and its engine requests, which are not queued yet.
 
-        Agents send large limits. So if the prompt and max_tokens together exceed the context, max_tokens and min_tokens
-        are dropped and listed as ignored, and the answer may fill the context. Raises UserError.
+        Not to be called in the event loop. Agents send large limits. So if the prompt and max_tokens together exceed
+        the context, max_tokens and min_tokens are removed, and the job lists them as ignored. The answer may then fill
+        the context. Raises UserError.
         """
         try:
             requests = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
@@ -119,7 +120,7 @@ class Service:
         self._end_news()
 
     def look_for_failure(self) -> None:
-        """Fail all live requests and accept no more, if a step of the engine has failed as a whole."""
+        """If a step of the engine has failed as a whole, fail all live requests and accept no more."""
         if self.failure is None and (cause := self.llm.failure) is not None:
             self.failure = InternalError(
                 f"the engine has failed and takes no more requests: restart it ({cause!r:.200})"
@@ -130,9 +131,10 @@ class Service:
 
 
 class Services:
-    """The models of one server, by the names that requests give them. The first serves requests that name no model.
+    """The models of one server, by the names that requests give them.
 
-    No two models share a name. logs_texts: whether the log has the texts of requests and answers.
+    The first model serves requests that name no model. No two models share a name. logs_texts: whether the log has the
+    texts of requests and answers.
     """
 
     def __init__(self, services: Seq[Service], *, limits: Limits | None = None, logs_texts: bool = False) -> None:
@@ -166,25 +168,28 @@ class Services:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics of all models. What belongs to no model is counted under the first model."""
+        """The metrics of all models. An event that belongs to no model is counted for the first model."""
         return self.first.metrics
 
     @property
     def failure(self) -> ForerunError | None:
-        """The first failure of an engine, even if a page caused it; None where no engine has failed."""
+        """The failure of an engine; None where no engine has failed.
+
+        This also finds a failure that a request from a page has caused.
+        """
         for service in self.all:
             service.look_for_failure()
         return next((service.failure for service in self.all if service.failure is not None), None)
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        """Do work on texts outside of the event loop."""
+        """Run `work`, which handles texts, in a thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *given)
 
     async def read(self, url: str, body: bytes) -> Any:
-        """Return what `Library.work` makes of a body.
+        """Return the result of `Library.work` for a body.
 
-        A thread does the work. A separate process does it for long bodies, and for bodies that a thread must not read
-        (OnlyAside).
+        A thread does the work. But long bodies, and bodies that a thread must not read (OnlyAside), go to a separate
+        process.
         """
         if len(body) <= LONG_BYTES:
             with suppress(OnlyAside):
@@ -214,7 +219,7 @@ class Services:
         await asyncio.get_running_loop().run_in_executor(pool, known.compiled, params, num_bytes)
 
     async def watch_delay(self) -> None:
-        """Measure again and again how late the event loop is, until this task is cancelled."""
+        """Measure the delay of the event loop at regular times, until this task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + _TICK_S

@@ -1,7 +1,7 @@
-"""The way of a body from bytes to token ids: JSON, fields, chat template, tokenizer. No engine is needed.
+"""Reading a body, from bytes to token ids: JSON, fields, chat template, tokenizer. No engine is needed.
 
-This work is done outside of the event loop: for short bodies by a thread of the server, for long bodies by the process
-of aside.py. A text that cannot fit into the context is refused before it is tokenized.
+Bodies are not read in the event loop. A thread of the server reads short bodies, and the process of aside.py reads long
+bodies. A text that cannot fit into the context is refused before it is tokenized.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ AsJson = tuple[bytes, tuple[str, ...]]  # an answer as JSON, and the fields that
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What is known of a model without its engine.
+    """The facts about a model that are needed to read its bodies, without its engine.
 
-    folder: where the tokenizer's files are. capacity: the most choices that run or wait at once. names, defaults,
+    folder: the folder with the tokenizer's files. capacity: the most choices that run or wait at once. names, defaults,
     ignore_unsupported: see Service. others: the names of the server's other models. chat_template: a file; None = the
     checkpoint's own template.
     """
@@ -86,14 +86,14 @@ def _limited() -> Iterator[None]:
 
 
 class Library:
-    """Reads the bodies of a server, each with the Texts of the model that the body names, or of the first model."""
+    """Reads the bodies of a server. Each body is read by the Texts of the model that it names; see `_of`."""
 
     def __init__(self, texts: Seq[Texts]) -> None:
         self._first, self._by_name = texts[0], {name: reader for reader in texts for name in reader.options.names}
         self._routes = with_bodies()
 
     def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | AsJson:
-        """Return what the route at `url` makes of a body. Raises UserError."""
+        """Read a body that was sent to the route at `url`, and return the result of `Texts.work`. Raises UserError."""
         try:
             given, route = parse(body), self._routes[url]
             return self._of(route, given).work(route, given)
@@ -101,7 +101,7 @@ class Library:
             raise Refused("the body is nested too deeply to be read: make it flatter") from None
 
     def begin(self) -> None:
-        """Prepare the vocabulary that grammars of the first model need."""
+        """Prepare the vocabulary that the grammars of the first model need."""
         vocabulary(self._first.tokenizer)
 
     def attempt(self, name: str, key: tuple[str, str]) -> int:
@@ -121,7 +121,11 @@ class Library:
         return held
 
     def _of(self, route: Generate | Count, given: Any) -> Texts:
-        """Return the Texts of the model that a body names, or else of the first model, which refuses unknown names."""
+        """Return the Texts of the model that a body names.
+
+        Where the body has no name, or one that is not served, return the first model's Texts, which refuse the unknown
+        name.
+        """
         name = route.form.named(given).get("model") if isinstance(given, dict) else None
         return self._by_name.get(meant(name, self._by_name), self._first) if isinstance(name, str) else self._first
 
@@ -131,7 +135,7 @@ class OnlyAside(Exception):
 
 
 class Texts:
-    """Reads bodies for one model. tokenizer, template: the model's, where they are loaded already."""
+    """Reads bodies for one model. tokenizer, template: the model's, if they are already loaded."""
 
     def __init__(
         self,
@@ -152,10 +156,10 @@ class Texts:
 
     @echoing_json()
     def work(self, route: Generate | Count, body: Any) -> tuple[Job, list[list[int]]] | AsJson:
-        """Return what a route makes of a body.
+        """Read a body for a route.
 
-        For a Generate this is the result of `read`. For a Count it is the answer as JSON, and the fields that were
-        ignored.
+        Returns the result of `read` for a Generate. For a Count, returns the answer as JSON, and the names of ignored
+        fields.
         """
         if isinstance(route, Generate):
             return self.read(route, body)
@@ -165,9 +169,9 @@ class Texts:
 
     @echoing_json()
     def read(self, route: Generate, body: Any) -> tuple[Job, list[list[int]]]:
-        """Return the job of a body, and its prompts as token ids. Raises UserError.
+        """Return the Job of a body, and its prompts as token ids. Raises UserError.
 
-        A prediction in the job becomes ids, too.
+        A prediction in the Job is converted to token ids as well.
         """
         options = self.options
         job = self._read(route, body)
@@ -191,7 +195,7 @@ class Texts:
         return dataclasses.replace(job, params=params, prompts=echoed, messages=None, variables={}), prompts
 
     def _read(self, route: Generate, body: Any) -> Job:
-        """Return the job of a body. A refusal of an unsupported field says how to have it ignored."""
+        """Return the Job of a body. Where an unsupported field is refused, the message says how to have it ignored."""
         options, ignore = self.options, self.options.ignore_unsupported
         try:
             return route.job(body, self.name, options.defaults, self._served, ignore_unsupported=ignore)
@@ -202,11 +206,15 @@ class Texts:
             raise Refused(f"{error}{more}", error.param, code=error.code, status=error.status) from None
 
     def templated(self, job: Job) -> Job:
-        """Return a job as the model's chat template takes it; see the function `templated` below."""
+        """Return a job prepared for the model's chat template; see the function `templated`."""
         return templated(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
 
     def _with_wishes(self, job: Job) -> Job:
-        """Return a job that lists as ignored what cannot be met: a larger context, or a limit of the reasoning."""
+        """Return a job that lists as ignored the wishes that cannot be met.
+
+        Such a wish is a context longer than max_seq_len, or a limit of the reasoning that the tokenizer does not
+        permit. The limit is then removed from the job.
+        """
         form, unkept = job.answer_form, list[str]()
         if job.context is not None and job.context[1] > self.max_seq_len:
             unkept.append(job.context[0])
@@ -234,7 +242,7 @@ class Texts:
             raise self._unusable(error) from None
 
     def _unusable(self, error: UnsupportedModel) -> Refused:
-        """Return a chat template's failure for the client, without paths and advice for whoever runs the server."""
+        """Return a chat template's error for the client, without the paths and advice that only the operator needs."""
         LOG.warning("%s", error)  # the whole message is for whoever has the files
         message = str(error)
         for folder in filter(None, (self.options.folder, self.options.chat_template)):
@@ -244,7 +252,7 @@ class Texts:
         return Refused(message, "messages")
 
     def literal_ids(self, text: str, add_special: bool) -> list[int]:
-        """Return the ids of a text, reading the names of special tokens in it as plain text. Raises OnlyAside."""
+        """Return the ids of a text in which the names of special tokens are plain text. Raises OnlyAside."""
         special = (self.tokenizer.id_to_token[i] for i in self.tokenizer.special_ids)
         if not any(name in text for name in special):
             return self.tokenizer.encode(text, add_special)
@@ -339,10 +347,11 @@ class Texts:
 
 
 def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsupported: bool = False) -> Job:
-    """Return a job as the chat template takes it.
+    """Return a job prepared for its chat template.
 
-    Decides the template's variables, the tools, how long the model thinks, and the form by which the answer is read.
-    Raises Refused for tools where the template has no form for them.
+    This sets the template's variables, the tools, and the form by which the parts of the answer are told apart.
+    Variables about thinking that the template does not read are removed. Raises Refused for tools if the template has
+    no known form for calls. With ignore_unsupported, such tools are ignored, unless the job requires a call.
     """
     if not job.messages:
         return job
@@ -367,7 +376,7 @@ def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsuppor
 
 
 def form_of(job: Job) -> dict[str, Any]:
-    """Return the arguments that the chat template gets besides the messages."""
+    """Return the arguments for rendering the chat template, other than the messages."""
     form: dict[str, Any] = {"continue_final_message": True} if job.continue_final_message else {}
     if job.add_generation_prompt is False:
         form["add_generation_prompt"] = False
@@ -377,7 +386,7 @@ def form_of(job: Job) -> dict[str, Any]:
 
 
 def _num_chars(content: Any) -> int:
-    """Return the number of characters in a text, alone or in parts; 0 for token ids."""
+    """Return the number of characters in a text or in a list of text parts; 0 for token ids."""
     if isinstance(content, str):
         return len(content)
     parts = content if isinstance(content, list) else []

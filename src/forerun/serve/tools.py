@@ -1,4 +1,4 @@
-"""Tools and thinking in bodies, brought from each API's form into one form.
+"""Tools and thinking in bodies, converted from the form of each API to one common form.
 
 The model learns only of functions, which the client runs. A tool that the server itself would have to run (a web
 search, a shell) is left out, and a header of the answer says so.
@@ -65,7 +65,7 @@ def effort_of(value: Any, name: str) -> str | None:
 
 
 def thinking_limit(value: Any, name: str) -> int | None:
-    """Return how many tokens the model may think. Raises Refused for a value that is no such number."""
+    """Return the limit of the reasoning in tokens; None = no limit. Raises Refused for a value out of range."""
     try:
         return limit_of(value, name)
     except BadOption as error:
@@ -73,7 +73,7 @@ def thinking_limit(value: Any, name: str) -> int | None:
 
 
 def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:
-    """Return the chat template variables that say how long the model thinks; None where the template reads none.
+    """Return the chat template variables that say how long the model thinks; None where there are none to set.
 
     reads: the variables that the template reads. effort: one of EFFORTS. thinks: whether the model thinks at all.
     """

@@ -1,8 +1,8 @@
 """The event loop of a server, in which connections take turns.
 
-asyncio handles every ready socket before it hears news from other threads. So 900 connections that begin at once would
-hold up each stream for more than a second. This loop handles a few sockets, hears of new tokens, and then goes on with
-the next sockets.
+asyncio handles every ready socket before it looks for news from other threads. So 900 connections that begin at once
+would hold up each stream for more than a second. This loop handles a few sockets, looks for new tokens, and then goes
+on with the next sockets.
 """
 
 from __future__ import annotations

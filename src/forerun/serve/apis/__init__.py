@@ -1,4 +1,4 @@
-"""The APIs of the server, one in each file. The server scans for files with an `API` (routes.py); it keeps no list."""
+"""The APIs of the server, one in each module of this folder. A scan finds each module and its `API` (routes.py)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def batched() -> Mapping[str, Generate]:
 
 
 def api_of(path: str) -> Api | None:
-    """Return the API with the longest prefix of this path in `Api.below`; None where no API has such a prefix."""
+    """Return the API with the longest prefix in `Api.below` that matches this path; None where no prefix matches."""
     beginnings = [(below, api) for api in apis().values() for below in api.below if _is_below(path, below)]
     return max(beginnings, key=lambda one: len(one[0]))[1] if beginnings else None
 
 
 def errors_of(path: str) -> Errors:
-    """Return the function that makes the answer to an error at this path that no route has raised."""
+    """Return the function that writes errors at this path. It is for errors that no route has raised."""
     api = api_of(path)
     return plain_error if api is None else api.error
 
@@ -61,7 +61,7 @@ def _is_below(path: str, beginning: str) -> bool:
 
 
 def refusal(path: str) -> str | None:
-    """Return the reason why a known path is not built (`Api.absent`); None for any other path."""
+    """Return the reason why the server lacks a path that other servers have (`Api.absent`); None for any other path."""
     absent = {known: why for api in apis().values() for known, why in api.absent.items()}
     beginnings = (f"{path[:end]}/" for end in range(len(path)) if path[end] == "/")
     return next((absent[one] for one in (path, *beginnings) if one in absent), None)

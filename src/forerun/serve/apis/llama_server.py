@@ -1,6 +1,7 @@
 """Routes of llama-server, as far as its web page, editors and older clients need them.
 
-Follows tools/server/README.md of llama.cpp. llama-server also speaks OpenAI's API, where its other features are.
+Follows tools/server/README.md of llama.cpp. The other features of llama-server belong to its version of OpenAI's API;
+see openai.py.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _job(
 
 
 def _apply_template(texts: Reader, read: Given) -> Counted:
-    """Return the text that a conversation becomes for the model, without generating anything."""
+    """Return the prompt that the chat template makes of a conversation. Nothing is generated."""
     effort = effort_of(read.fields.get("reasoning_effort"), "reasoning_effort")
     talk = Job(APPLY_TEMPLATE, texts.name, SamplingParams(), effort=effort, **chats.conversation(read))
     talk = texts.templated(talk)
@@ -158,7 +159,7 @@ def answer(
 
 
 def _paths(given: Any) -> list[list[str]]:
-    """Return field names as lists of keys; a slash separates nested names. Raises Refused."""
+    """Return names of fields as lists of keys. A slash separates the keys of a nested field. Raises Refused."""
     if not isinstance(given, list) or not all(isinstance(path, str) for path in given):
         message = f'response_fields={shown(given)} is not possible: it must be a list such as ["content"]'
         raise Refused(message, "response_fields")
@@ -166,7 +167,10 @@ def _paths(given: Any) -> list[list[str]]:
 
 
 def _chosen(job: Job, made: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an answer that the body asks for, without nesting; the whole answer if it asks for none."""
+    """Return the fields of an answer that the body asks for, or the whole answer if it asks for none.
+
+    Nested fields are returned in a flat object, under their names with slashes.
+    """
     chosen = dict[str, Any]()
     for *path, name in job.given["response_fields"]:
         inside: Any = made
@@ -184,7 +188,7 @@ class Stream:
         self._job = job
 
     def begin(self) -> bytes:
-        """Return nothing: the first event has the first text."""
+        """Return nothing, because the first event already has text."""
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
@@ -261,7 +265,7 @@ def props(models: Models, key: str) -> dict[str, Any]:
 
 
 def slots(models: Models, key: str) -> list[dict[str, Any]]:
-    """Return the places in the batch of the first model, without the requests in them."""
+    """Return one slot for each place in the first model's batch. A slot does not say which request it holds."""
     llm = models.first.llm
     num_running, n_ctx = len(llm.engine.scheduler.running), llm.engine.max_seq_len
     return [

@@ -145,7 +145,10 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
 
 
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
-    """Return the tools that the client runs. Anthropic's predefined tools have no schema, so `ignored` lists them."""
+    """Return the tools that the client runs.
+
+    Anthropic's predefined tools have no schema, so they are listed in `ignored`.
+    """
     functions = []
     for i, tool in enumerate(listed(given.get("tools", []))):
         if tool.get("type", "custom") != "custom":
@@ -165,7 +168,7 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _thinks(thinking: Any) -> bool | None:
-    """Return whether the model thinks; None = as it usually does."""
+    """Return whether the model is to think; None = the model's default."""
     kinds = {"enabled": True, "disabled": False, "adaptive": None, None: None}
     kind = thinking.get("type") if isinstance(thinking, Mapping) else None
     if not isinstance(thinking, Mapping) or not isinstance(kind, str | None) or kind not in kinds:
@@ -175,7 +178,7 @@ def _thinks(thinking: Any) -> bool | None:
 
 
 def _format(config: Mapping[str, Any]) -> Any:
-    """Return the form of the answer in the shape of `response_format` in chats."""
+    """Return the wanted form of the answer, in the shape of the field `response_format` of OpenAI's chats."""
     given = config.get("format")
     if isinstance(given, Mapping) and given.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
@@ -217,9 +220,9 @@ def _messages(system: Any, given: Any) -> list[Message]:
 
 
 def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the messages that one message becomes: its tool results, and then the rest.
+    """Return a message's tool results, each as a message, followed by a message with the rest.
 
-    names: id of a call -> name of the tool. Calls in this message are added.
+    names: id of a call -> name of the tool. The calls in this message are added to `names`.
     """
     if content == [] and role == "assistant":
         return [{"role": role, "content": ""}]
@@ -246,10 +249,10 @@ def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> l
 
 
 def _texts_in(block: Any) -> list[Any]:
-    """Return a document or a search result as text blocks, and any other block as it is, in a list.
+    """Return the text blocks of a document or a search result: its title, its context and its text.
 
-    The text blocks are the title, the context and the text. A document without text, such as a PDF, also stays as it
-    is, and is refused by its type later.
+    Any other block is returned unchanged, in a list of its own. So is a document without text, such as a PDF. It is
+    later refused because of its type.
     """
     kind = block.get("type") if isinstance(block, Mapping) else None
     inside = block.get("content") if kind == "search_result" else block.get("source") if kind == "document" else None
@@ -316,7 +319,7 @@ def _block(one: Span | ToolCall) -> dict[str, Any]:
 
 
 def _begun(one: Span | ToolCall) -> dict[str, Any]:
-    """Return a block that is still empty. The signature of thinking stays empty, because nothing is signed here."""
+    """Return a block without content. The signature of thinking is empty, because this server signs nothing."""
     if isinstance(one, ToolCall):
         return {"type": "tool_use", "id": f"toolu_{one.id}", "name": one.name, "input": {}}
     if one.kind == "reasoning":
@@ -403,7 +406,7 @@ def _ending(output: RequestOutput) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage. As this API counts, input_tokens leaves out tokens that came from the cache."""
+    """Return the usage. In this API, input_tokens does not include tokens that came from the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

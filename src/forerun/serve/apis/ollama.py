@@ -156,8 +156,8 @@ _NAMES = {"name": "model"}  # as older clients call it
 def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     """Return the Job of a body.
 
-    A body without messages and prompt only asks to load the model. Nothing is generated then: the model is loaded
-    already.
+    A body without messages and prompt only asks to load the model. Its Job generates nothing, because the model is
+    loaded already.
     """
     given, options = read.fields, _options(read)
     effort, thinks = _think(given.get("think"))
@@ -216,7 +216,10 @@ def _options(read: Given) -> dict[str, Any]:
 
 
 def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
-    """Raise Refused for a value that changes what repeat_penalty counts. Without a penalty any value is permitted."""
+    """Raise Refused for an option that would change which tokens repeat_penalty counts.
+
+    Without a repeat_penalty, any value of the option is permitted.
+    """
     allowed, counts = _PENALISED[name]
     if value not in allowed and options.get("repeat_penalty") not in (None, 1, 1.0):
         message = f"options.{name}={shown(value)} is not possible: repeat_penalty counts {counts}"
@@ -231,9 +234,9 @@ def _check_off(name: str, value: Any) -> None:
 
 
 def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the name and the value of the field that says how many tokens of context the client counts on.
+    """Return the name and the value of num_ctx, the option by which a client asks for a context length in tokens.
 
-    Returns None where the body has no such field. Raises Refused.
+    Returns None where the body does not have this option. Raises Refused.
     """
     name, value = f"options.{CONTEXT}", options.get(CONTEXT)
     if value is not None and (type(value) is not int or value < 1):
@@ -345,7 +348,7 @@ class Stream:
         self._job, self._num_calls = job, 0
 
     def begin(self) -> bytes:
-        """Return nothing: the first line has the first text."""
+        """Return nothing, because the first line already has text."""
         return b""
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
@@ -393,7 +396,10 @@ def _time(at: datetime) -> str:
 
 
 def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an answer or a piece says: as a message in /api/chat, as separate fields in /api/generate."""
+    """Return the content of an answer or of a piece of it.
+
+    In /api/chat, the content is a message. In /api/generate, each part of the content is a separate field.
+    """
     said = {"content": "", **said}
     if job.url == CHAT:
         return {"message": {"role": "assistant", **said}}
@@ -431,12 +437,12 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def tags(models: Models, key: str) -> dict[str, Any]:
-    """Return the models, by the names that answers give them."""
+    """Return the list of models, each under the name that answers give it."""
     return {"models": [{**_known(one), "modified_at": _at(models.started_s)} for one in models.all]}
 
 
 def running(models: Models, key: str) -> dict[str, Any]:
-    """Return all models as loaded models: all are loaded, and stay so."""
+    """Return all models as running models, because every model stays loaded."""
     far = "9999-12-31T23:59:59Z"
     return {
         "models": [
@@ -457,7 +463,7 @@ def _named(texts: Reader, read: Given) -> Counted:
 
 
 def show(models: Models, named: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of a model."""
+    """Return the details of a model: its chat template, its default parameters, its size and its capabilities."""
     service = models.of(named["model"])
     llm, spec = service.llm, service.llm.checkpoint.model.config
     template, capabilities = "", ["completion"]

@@ -151,7 +151,7 @@ def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParam
 
 
 def _num_top_logprobs(given: Body) -> int | None:
-    """Return how many alternatives a chat wants beside each token's log-probability; None = no log-probabilities."""
+    """Return how many of the likeliest tokens a chat wants at each position; None = it wants no log-probabilities."""
     num_top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
     if not wanted and (num_top != 0 or type(num_top) is not int):
         raise Refused(f"top_logprobs={shown(num_top)} needs logprobs=true: set both or neither", "top_logprobs")
@@ -204,9 +204,9 @@ def _suffix(given: Body) -> str | None:
 def answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """Return the whole answer. outputs: params.n for each prompt, in the order of the prompts.
+    """Return the whole answer. outputs: params.n outputs for each prompt, in the order of the prompts.
 
-    Fields that the API does not have are under "forerun" (see `report_of`).
+    The report on speculation, which OpenAI's API lacks, is under "forerun" (see `report_of`).
     """
     if job.url == CHAT:
         choices = [_chat_choice(i, output, tokenizer) for i, output in enumerate(outputs)]
@@ -226,7 +226,11 @@ def answer(
 
 
 class Stream:
-    """The server-sent events of one answer. A chunk belongs to one choice. The last chunk has the usage, if wanted."""
+    """The server-sent events of one answer.
+
+    Each event belongs to one choice. If the client wants the usage or the report, a last event has them and belongs to
+    no choice.
+    """
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._tokenizer = job, tokenizer
@@ -277,7 +281,7 @@ class Stream:
         return events
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
-        """Return what a part adds to the message of a choice."""
+        """Return the fields that a part of the answer adds to the message of a choice."""
         match part:
             case Text(text):
                 return {"content": text}
@@ -288,7 +292,7 @@ class Stream:
                 return {"tool_calls": [{"index": self._num_calls[index] - 1, **part.message()}]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the usage, where it is wanted, and the end of the stream."""
+        """Return the usage and the report, where they are wanted, and the end of the stream."""
         events, more = b"", {"forerun": report_of(outputs)} if self._job.report else {}
         if self._job.include_usage or more:
             usage = _usage(Usage.of(outputs, self._job.params)) if self._job.include_usage else None
@@ -351,7 +355,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int]) -> dict[str, Any]:
     """Return the token ids of a choice. In a completion, the ids of its prompt come first.
 
-    prompt: () where the prompt's ids were sent already.
+    prompt: the ids of the prompt; () where they were sent before.
     """
     answer: dict[str, Any] = {"token_ids": list(ids)}
     return answer if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **answer}
@@ -372,7 +376,10 @@ def _logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finish_reason(reason: str | None, has_calls: bool) -> str | None:
-    """Return why an answer ended, in the words of this API: tool_calls where it ended to call tools."""
+    """Return the reason why an answer ended, in the words of this API.
+
+    The reason is tool_calls where the answer has calls and was not cut off.
+    """
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 

@@ -1,8 +1,8 @@
 """OpenAI's /v1/responses: bodies and answers, whose items are messages, reasoning and calls of functions.
 
 `instructions` and the system and developer messages at the beginning become one system message, because chat templates
-know only one. What an assistant thinks, says and calls in succession becomes one message. A response is kept for a
-while (kept.py) unless `store` is false, so that a later request can go on from it by `previous_response_id`. Follows
+know only one. Reasoning, text and calls of the assistant that follow each other become one message. A response is kept
+for a while (kept.py) unless `store` is false. A later request can continue it with `previous_response_id`. Follows
 OpenAI's API reference (Responses), also in the order of the stream's events.
 """
 
@@ -154,7 +154,10 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
 
 
 def _repeated(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the answer repeats. Raises Refused for fields so large that other answers would wait."""
+    """Return the fields of the body that the answer repeats.
+
+    Raises Refused for a field that is so large that writing it would delay other answers.
+    """
     repeated = {name: body[name] for name in _REPEATED if name in body}
     for name, value in repeated.items():
         if num_values(value, MOST_REPEATED) > MOST_REPEATED:
@@ -204,10 +207,10 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
-    """Turn a tool that takes a text into a function with one argument, which models know how to call.
+    """Turn a custom tool, whose input is a text, into a function with one text argument.
 
-    A regular expression constrains the text. A Lark grammar is only described to the model, and is listed in `ignored`.
-    Raises Refused.
+    Models only know how to call functions. A regular expression constrains the text. A Lark grammar is only described
+    to the model, and is listed in `ignored`. Raises Refused.
     """
     form, about, limits = tool.get("format") or {"type": "text"}, tool.get("description"), {}
     if not isinstance(form, Mapping) or form.get("type") not in ("text", "grammar"):
@@ -228,16 +231,17 @@ def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapp
 
 
 def _unread(given: Mapping[str, Any]) -> list[str]:
-    """Return the fields that have no effect: no template reads verbosity, and no reasoning is summarised.
+    """Return the names of the fields in `text` and `reasoning` that have no effect.
 
-    The other fields of `text` and `reasoning` are honoured.
+    These are the verbosity, which no chat template reads, and the options for summaries, because reasoning is not
+    summarised.
     """
     fields = (("text", "verbosity"), ("reasoning", "summary"), ("reasoning", "generate_summary"))
     return [f"{name}.{inner}" for name, inner in fields if given.get(name, {}).get(inner) is not None]
 
 
 def _format(text: Any) -> Any:
-    """Return the form of the answer in the shape of `response_format` in chats."""
+    """Return the wanted form of the answer, in the shape of the field `response_format` of OpenAI's chats."""
     if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
         raise Refused(f"text={shown(text)} is not possible: it must be an object with format", "text")
     given = text.get("format")
@@ -247,7 +251,7 @@ def _format(text: Any) -> Any:
 
 
 def _effort(reasoning: Any) -> str | None:
-    """Return how long the model is to think. The answer has the reasoning itself, so no summary is made."""
+    """Return how long the model is to think. Fields that ask for a summary are permitted, but have no effect."""
     known = ("effort", "summary", "generate_summary")
     if not isinstance(reasoning, dict) or set(reasoning) - set(known):
         message = f"reasoning={shown(reasoning)} is not possible: it must be an object with {' and '.join(known)}"
@@ -296,7 +300,10 @@ def _messages(instructions: str | None, given: Any) -> list[Message]:
 
 
 class _Conversation:
-    """Builds messages from items. What the assistant thinks, says and calls in succession becomes one message."""
+    """Builds messages from items.
+
+    Reasoning, text and calls of the assistant that follow each other become one message.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -390,7 +397,7 @@ def _ended(
 def _output_items(
     answer_parts: AnswerParts, begun: _Items, logprobs: list[dict[str, Any]], *, is_whole: bool
 ) -> list[dict[str, Any]]:
-    """Return the items of an answer; one empty message where the answer has no items."""
+    """Return the items of an answer. An answer without items gets one empty message."""
     items = []
     for n, one in enumerate(answer_parts.items or [Span("text")]):
         item = begun.item(one, n) | {"status": _status(one, is_whole or n < len(answer_parts.items) - 1)}
@@ -405,7 +412,7 @@ def _output_items(
 
 
 class _Items:
-    """Makes the items of one answer, as they are at their beginning."""
+    """Makes the items of one answer, without their content."""
 
     def __init__(self, job: Job, answer_id: str) -> None:
         self._id = answer_id
@@ -413,7 +420,7 @@ class _Items:
         self._customs = [tool.get("name") for tool in tools if tool.get("type") == CUSTOM]
 
     def item(self, one: Span | ToolCall, n: int) -> dict[str, Any]:
-        """Return an item that is still empty. n: the item's number in the answer."""
+        """Return an item without content. n: the item's number in the answer."""
         end = f"{self._id}_{n}" if n else self._id
         if isinstance(one, ToolCall):
             names = ("ctc", CUSTOM_CALL, INPUT) if self.is_custom(one) else ("fc", "function_call", "arguments")
@@ -429,18 +436,21 @@ class _Items:
         return isinstance(one, ToolCall) and one.name in self._customs
 
     def called(self, call: ToolCall) -> dict[str, str]:
-        """Return what a tool is called with: the arguments of a function, or the text for a custom tool."""
+        """Return the field with the input of a call: the arguments of a function, or the text for a custom tool."""
         return {INPUT: _input_of(call)} if self.is_custom(call) else {"arguments": call.arguments}
 
 
 def _input_of(call: ToolCall) -> str:
-    """Return the text in the argument `input`; all that the model wrote where there is no such text."""
+    """Return the text with which a custom tool is called.
+
+    It is the argument `input`. Where there is no such argument, it is everything that the model wrote as arguments.
+    """
     value = call.values().get(INPUT)
     return value if isinstance(value, str) else call.arguments
 
 
 def _status(one: Span | ToolCall, is_whole: bool) -> str:
-    """Return the status of an item. A call is complete wherever the answer ends."""
+    """Return the status of an item. Only text and reasoning can be incomplete, never a call."""
     return "completed" if is_whole or isinstance(one, ToolCall) else "incomplete"
 
 
@@ -457,7 +467,7 @@ class Stream:
         self.response: dict[str, Any] | None = None
 
     def begin(self) -> bytes:
-        """Return the events of the response, which is still empty."""
+        """Return the events that announce the response, which has no items yet."""
         response = _response(self._job, self._id, self._created_s, "in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -476,7 +486,7 @@ class Stream:
         return events
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the events that end the last item, and the event of the whole response."""
+        """Return the events that end the last item, and the last event, which has the whole response."""
         events = b"" if self._parts.items else self._part(Text(""), [])
         events += self._close(is_whole=_is_whole(outputs[0]))
         self.response = _ended(self._job, outputs, self._id, self._created_s, self._items)

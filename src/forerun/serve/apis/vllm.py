@@ -32,7 +32,7 @@ _FIELDS: Fields = {
 
 
 def _tokenize(texts: Reader, read: Given) -> Counted:
-    """Return the ids of a text or a conversation, as the server itself would make them."""
+    """Return the token ids that the server itself would make of a text or a conversation."""
     given, ignored = read.fields, tuple[str, ...]()
     if "content" in given:
         return _tokenize_content(texts, given), ()
@@ -85,7 +85,7 @@ def _detokenize(texts: Reader, read: Given) -> Counted:
 
 
 def _tokenizer_info(models: Models, key: str) -> dict[str, Any]:
-    """Return what a client needs in order to tokenize texts itself. It describes the first model."""
+    """Return what a client needs in order to tokenize texts as the first model does."""
     llm = models.first.llm
     names = llm.tokenizer.id_to_token
     ends = [names[end] for end in sorted(llm.engine.end_ids) if end in names]
