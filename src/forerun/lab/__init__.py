@@ -1,1 +1,1 @@
-"""The lab, a page that shows why speculative decoding is exact, what makes it fast, and where that ends."""
+"""The lab, a page that shows why speculative decoding is exact, what makes it fast, and where it stops being fast."""

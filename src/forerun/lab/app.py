@@ -1,7 +1,7 @@
 """The lab as a web application: the page's files, and the JSON that its widgets ask for.
 
-A server mounts the lab under /lab. The lab needs an engine's public methods and StepReports, and nothing of a server.
-The page's files reveal nothing about requests; the paths below /api do.
+A server mounts the lab under /lab. The lab uses an engine's public methods and StepReports, and nothing of the server.
+The page's files reveal nothing about requests, but the paths below /api do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts that the page offers: work on which drafting gains much, and work on which it gains little."""
+"""Prompts that the page offers: some for which drafting gains much, and some for which it gains little."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Live generation for the page: what can be chosen, and what a running engine drafts, accepts and rejects.
+"""Live generation for the page: a viewer's choices, and what a running engine drafts, accepts and rejects.
 
-A viewer's request runs in the engine's batch like any other, and watching.py reports on it. With `race`, the same
-prompt is decoded plainly *after* that request, not beside it. Two requests in one batch would share each pass of the
-target, so that neither would have a speed of its own. The page replays both, each by its own clock.
+A viewer's request runs in the engine's batch like any other request, and watching.py reports on it. With `race`, the
+engine decodes the same prompt once more, plainly, *after* that request. If the two ran in one batch, they would share
+each pass of the target, and neither would show its own speed. The page replays both at the speeds that they had.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.get("/live")
     def live() -> dict[str, Any]:
-        """Return what can be chosen: the drafters of the engine, and the rules that judge their drafts."""
+        """Return the choices of a viewer: the drafters of the engine, and the rules that judge their drafts."""
         return choices(llm)
 
     @router.post("/live")
@@ -97,7 +97,7 @@ async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes
 
 
 def choices(llm: LLM) -> dict[str, Any]:
-    """Return what the page offers: the model, examples, the engine's drafters, and the rules, which a scan finds."""
+    """Return what the page offers: the model, examples, the engine's drafters, and every rule that a scan finds."""
     rules = [verify.find(name) for name in verify.rules()]
     is_code, has_chat = llm.opened.is_shipped, _has_chat(llm)
     return {
@@ -137,7 +137,7 @@ def _has_chat(llm: LLM) -> bool:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a viewer asks for. race: whether to decode the prompt plainly, too."""
+    """What a viewer asks for. race: whether to decode the prompt plainly as well."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -165,12 +165,15 @@ def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
 
 
 def make_request(llm: LLM, wish: Wish) -> Request:
-    """Return the request of a wish, not queued yet. Raises UserError."""
+    """Return an engine request for a wish. It is not queued yet. Raises UserError."""
     return llm.engine.make(wish.prompt_ids, wish.params)[0]
 
 
 def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
-    """Return a plain request for a wish, with as many output tokens as `first` has, so that times can be compared."""
+    """Return a request that decodes a wish's prompt plainly.
+
+    It generates as many tokens as `first`, so that their times can be compared.
+    """
     plainly: dict[str, Any] = {"draft": NONE, "spec_length": None, "acceptance": None, "seed": first.seq.seed}
     length: dict[str, Any] = {"max_tokens": first.seq.num_output_tokens, "ignore_eos": True}
     params = dataclasses.replace(wish.params, **plainly, **length, cache_salt=_new_salt())
@@ -178,7 +181,7 @@ def make_plain_request(llm: LLM, wish: Wish, first: Request) -> Request:
 
 
 def _new_salt() -> str:
-    """Return a new salt. A request with a new salt finds nothing of other requests, nor of the lane before it.
+    """Return a new salt, so that a request shares nothing with other requests, not even with the other lane of a race.
 
     The salt separates requests in the cache, and in drafters that remember texts.
     """

@@ -1,4 +1,4 @@
-"""How long passes take on this machine, and a measured point of the landscape."""
+"""How long passes take on this machine, and one measured point for the widget Landscape."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.get("/machine")
     def machine() -> dict[str, Any]:
-        """Return the times of passes by their number of rows, the drafters, and what others have measured."""
+        """Return the times of passes by their number of rows, the drafters, and published results for comparison."""
         is_pair = llm.opened.is_shipped
         return {
             "model": "the shipped model" if is_pair else llm.checkpoint.name,
@@ -56,7 +56,7 @@ def make_router(llm: LLM) -> APIRouter:
     def measure(body: Measuring) -> dict[str, Any]:
         """Measure a point of the landscape, with greedy decoding: alpha, K and the speed-up.
 
-        Each way of decoding runs several times, in turn with the other.
+        Plain decoding and drafting run in turn, several times each.
         """
         if not _TURN.acquire(blocking=False):
             raise CapacityError("another measurement is running: try again when it is over")

@@ -21,10 +21,10 @@ from forerun.theory import formulas, joint, lenience, noise, roofline as rooflin
 def roofline(
     target: str, draft: str, machine: str, batch: int, context: int, max_gamma: int, overlap: float = 0.0
 ) -> dict[str, Any]:
-    """Return c, v(gamma) for gamma = 0 .. max_gamma, and up to how many rows a further row is free, in bfloat16.
+    """Return c, v(gamma) for gamma = 0 .. max_gamma, and the number of rows up to which further rows cost nothing.
 
-    c and v are `cost_ratio` and `verify_ratios` of forerun.theory.roofline. In a mixture of experts no row is free,
-    unless all rows choose the same experts.
+    All three are for bfloat16. c and v are `cost_ratio` and `verify_ratios` of forerun.theory.roofline. In a mixture of
+    experts every row costs something, unless all rows choose the same experts.
 
     target, draft: names in forerun.theory.roofline.SHAPES. machine: a name in MACHINES there. batch: the number of
     sequences in a pass, each with `context` tokens before its rows. overlap: how far rows choose the same experts, see
@@ -95,9 +95,9 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
 
 def evaluated(call: Call, ends_s: float = math.inf) -> Any:
-    """Return the value of a call: a number, or nested lists of the arguments' common shape.
+    """Return the value of a call: a number, or nested lists in the shape to which the arguments are broadcast.
 
-    ends_s: deadline on the monotonic clock. Raises BadOption.
+    ends_s: the latest time for the evaluation, on the monotonic clock in seconds. Raises BadOption.
     """
     function = FUNCTIONS.get(call.function)
     if function is None:

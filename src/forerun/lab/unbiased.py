@@ -1,9 +1,9 @@
-"""Rounds of the real verification rules on two small distributions, for people to count.
+"""Rounds of the real verification rules on two small distributions, whose outcomes a viewer of the page can count.
 
-At position t of a chain, the ids of both distributions are rotated by t. So every position accepts as often as the
-first, and a rule that reads the wrong row of the target shows. A round is the engine's own: a Draft, the target's rows,
-production coins, and a rule of forerun.verify. The rule may also be a wrong one that forerun.testing makes from a right
-one.
+At position t of a chain, the ids of both distributions are rotated by t. So every position has the same acceptance
+probability, and the counts show whether a rule reads the wrong row of the target. A round consists of the engine's own
+parts: a Draft, the target's rows, production coins, and a rule of forerun.verify. A setting may ask for a wrong rule
+instead, which forerun.testing makes from a right one.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _PLACES = threading.BoundedSemaphore(MOST_WAITING + 1)  # the waiting requests a
 
 @dataclass
 class Setting:
-    """Which rule judges which draft. target, draft: weights of V words.
+    """A rule and the kind of draft that it judges, with both distributions. target, draft: the weights of V words.
 
     rule: as in SamplingParams.acceptance. mutant: a name in MUTANTS, which makes the rule wrong; None = the right rule.
-    shape: "chain" for a chain of `size` tokens, otherwise how `size` siblings at the first position are drawn.
+    shape: "chain" for a chain of `size` tokens. Otherwise the method of drawing `size` siblings at the first position.
     """
 
     target: Weights
@@ -72,19 +72,19 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
     @router.get("/rules")
     def rules() -> dict[str, Any]:
-        """Return the verification rules, found by a scan, and the mutants that make them wrong."""
+        """Return the verification rules that a scan finds, and the mutants that make them wrong."""
         described = [_described(verify.find(name)) for name in verify.rules()]
         return {"rules": described, "mutants": [{"name": m.name, "needs": m.needs} for m in MUTANTS.values()]}
 
     @router.post("/rounds")
     def rounds(body: Rounds) -> dict[str, Any]:
-        """Return the counts of some rounds; the page adds them up."""
+        """Return the counts of some rounds. The page adds up the counts of its requests."""
         with _turn():
             return counted(body)
 
     @router.post("/expected")
     def expected(body: Setting) -> dict[str, Any]:
-        """Return what theory says about a setting, and the exact error of its first tokens."""
+        """Return the mean number of accepted tokens, the exact error of a setting, and whether its rule is lossless."""
         with _turn():
             return {
                 "mean_accepted": expected_accepted(dataclasses.replace(body, mutant=None)),
@@ -97,7 +97,10 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Wait for earlier requests. Raises CapacityError where too many wait, or where the earlier ones take too long."""
+    """Wait until earlier requests have ended, and run the block.
+
+    Raises CapacityError where too many requests wait, or where the wait takes too long.
+    """
     if not _PLACES.acquire(blocking=False):
         raise CapacityError(f"{MOST_WAITING} requests for rounds wait: try again when they are over")
     try:
@@ -126,9 +129,10 @@ def _described(rule: verify.Rule) -> dict[str, Any]:
 
 
 def counted(body: Rounds) -> dict[str, Any]:
-    """Count the words that rounds emit at each position, [positions][V], and the rounds that accept 0, 1, ... tokens.
+    """Run the rounds and return their counts. Raises BadOption.
 
-    The ids of position t are rotated back by t. Raises BadOption.
+    words [positions][V]: how often each word was emitted at each position, with the ids of position t rotated back by
+    t. accepted: how many rounds accepted 0, 1, ... tokens.
     """
     rule, target, draw, depth = _judge(body), _table(body.target), _drafter(body), _depth(body)
     rows = [testing.dense(target((0,) * d)) for d in range(depth + 1)]
@@ -167,7 +171,7 @@ class _SharedNoise:
         self._coins = coins
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Return the id that the noise of the position picks."""
+        """Return the id that the noise of this position picks."""
         return self._coins.pick(probs, depth)
 
 
@@ -231,9 +235,9 @@ def _judge(body: Setting) -> testing.RuleFunction:
 
 
 def expected_accepted(body: Setting) -> float | None:
-    """Return the mean number of tokens that a round accepts; None where that takes too many outcomes.
+    """Return the mean number of tokens that a round accepts; None where there are too many outcomes to compute it.
 
-    It follows from a formula where there is one, otherwise from all outcomes of one position.
+    It is computed by a formula if there is one, otherwise by enumerating all outcomes of one position.
     """
     rule, p, q = _checked(body), _probs(body.target), _probs(body.draft)
     if body.shape != "chain":
@@ -262,7 +266,10 @@ def _key(body: Setting) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
 
 
 class _WithoutDraws:
-    """Coins that enumerate every outcome except the final draw, for callers that need only the accepted length."""
+    """Coins that enumerate all outcomes but the final draw.
+
+    They are for callers that need only the number of accepted tokens.
+    """
 
     def __init__(self, coins: Coins) -> None:
         self.accept, self.draft, self.pick, self.picks = coins.accept, coins.draft, coins.pick, coins.picks
@@ -285,10 +292,10 @@ def _enumerated_acceptance(
 
 
 def exact_tv(body: Setting) -> float | None:
-    """Return the total variation between the target and what a round emits, by enumerating all outcomes.
+    """Return the total variation between the target's tokens and the tokens of rounds, by enumerating all outcomes.
 
     For a chain, one token is drafted, and the distributions are over the first two output tokens. For siblings, they
-    are over the first output token. None for the rule `match`, and where there are too many outcomes.
+    are over the first output token. Returns None for the rule `match`, and where there are too many outcomes.
     """
     if verify.find(body.rule).name == "match" or (body.shape != "chain" and body.size > MOST_ENUMERATED):
         return None

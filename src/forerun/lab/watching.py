@@ -1,10 +1,10 @@
 """The rounds of one watched request as server-sent events, while the engine goes on.
 
-The engine's thread only notes the reports of the request's steps. The event loop turns the reports into events, a frame
-at a time. After each event it lets other threads run, so that no computing thread waits for one that writes JSON. When
-the request ends, its listener is removed. Closing the stream ends the request.
+The engine's thread only notes the reports of the request's steps. Once per frame, the event loop turns the noted
+reports into events. After each event it lets other threads run, so that no computing thread waits long for JSON to be
+written. When the request ends, its listener is removed. Closing the stream ends the request.
 
-begin   what was asked for
+begin   the request's parameters
 prompt  a part of the prompt was run
 round   one target pass: drafted nodes, coins, verdict, tokens, seconds
 counts  the counts so far, once per frame
@@ -52,7 +52,7 @@ def coins_of(detail: RoundDetail) -> dict[int, Toss]:
 
 
 def depths_of(parents: Seq[int]) -> list[int]:
-    """Return how many nodes are above each node."""
+    """Return the depth of each node, which is the number of nodes above it."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -61,7 +61,10 @@ def depths_of(parents: Seq[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that advanced the request. number: the request's place in the step; None while its prompt is read."""
+    """A step that advanced the request.
+
+    number: the request's index among the sequences of the report; None where the step only ran a part of the prompt.
+    """
 
     at_s: float
     report: StepReport
@@ -69,7 +72,7 @@ class _Step:
 
 
 class Watch:
-    """The events of one request, with the name of a lane. request: made, but not queued yet.
+    """The events of one request. lane: the name of its lane on the page. request: made, but not queued yet.
 
     A Watch belongs to the event loop in which it is made.
     """
@@ -207,7 +210,7 @@ class Watch:
         )
 
     def _nodes(self, detail: RoundDetail, left: int) -> list[dict[str, Any]]:
-        """Return every drafted token: its probabilities, the coin it was tested with, and the verdict."""
+        """Return every drafted token with its probabilities, its coin and its verdict."""
         tests = {test.node: test.accepted for test in detail.tests}
         tosses, accepted = coins_of(detail), set(detail.accepted)
         nodes = []
@@ -228,7 +231,10 @@ class Watch:
         return nodes
 
     def _tokens(self, num: int) -> list[dict[str, Any]]:
-        """Return the next committed tokens. Their texts add up to the output's text, but for incomplete characters."""
+        """Return the next `num` committed tokens.
+
+        The texts of all tokens add up to the output's text, except for an incomplete character at its end.
+        """
         seq, start = self._request.seq, self._num_tokens
         self._num_tokens += num
         tokens = []
@@ -272,14 +278,17 @@ def _text_of(tokenizer: Tokenizer, token: int, left: int) -> str:
 
 
 def _origin_of_next(step: SequenceStep) -> str:
-    """Return the origin of the token that the target itself adds. A stop condition may cut that token off."""
+    """Return the origin of the last token of a round, which the target adds: plain, bonus or correction.
+
+    A stop condition may cut that token off.
+    """
     if not step.num_drafted:
         return "plain"
     return "bonus" if step.num_accepted == step.num_tested else "correction"
 
 
 def _rounded(prob: float | None) -> float | None:
-    """Round to six places, and below a thousandth to five digits."""
+    """Round a probability to six decimal places, or to five significant digits where it is not above 0.001."""
     if prob is None or prob in (0.0, 1.0):
         return prob
     return round(prob, 6) if prob > 1e-3 else float(f"{prob:.5g}")
