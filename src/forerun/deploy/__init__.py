@@ -1,1 +1,1 @@
-"""More than one process: the server and the batch on a Ray cluster, with an engine on each of its nodes."""
+"""The server and the batch on a Ray cluster: several processes, with an engine on each node."""

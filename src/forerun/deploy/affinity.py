@@ -1,4 +1,4 @@
-"""Which of several replicas serves a request: one that knows the request's beginning, unless it is too busy.
+"""Which of several replicas serves a request: one that has run the request's beginning, unless it is too busy.
 
 A replica keeps the KV cache of beginnings that it has run, so requests that begin alike should go to the same replica.
 A new beginning goes to the least busy replica. Among equally busy replicas, rendezvous hashing decides (Thaler and
@@ -21,7 +21,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def beginning(body: Any) -> str | None:
-    """Return the beginning of a body's request, as a text; None where the body is not understood.
+    """Return the beginning of the request in a body, as a text; None where the body is not understood.
 
     Requests with the same beginning belong together. In a conversation, the beginning is the instructions and the first
     turn. So all requests of one conversation belong together, and conversations that share only their instructions do
@@ -53,9 +53,9 @@ def _cut(part: Any) -> Any:
 def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) -> list[str]:
     """Return the names of the replicas in the order in which to ask them.
 
-    queues: name of a replica -> its number of requests. known: the replica that has served the key before. It comes
-    first as long as it has at most `slack` requests more than the least busy replica. All others are ordered by their
-    queues.
+    key: the digest of the request's beginning. queues: name of a replica -> its number of requests. known: the replica
+    that served the last request with this key. This replica comes first as long as it has at most `slack` requests more
+    than the least busy replica. The other replicas are ordered by their queues.
     """
     least = min(queues.values(), default=0)
 
@@ -67,7 +67,7 @@ def order(key: str, queues: Mapping[str, int], known: str = "", slack: int = 0) 
 
 
 class Keys:
-    """ASGI middleware of a proxy: sets the header that says how a request begins, unless the client has set it.
+    """ASGI middleware of a proxy. Sets a header to the digest of a request's beginning, unless the client has set it.
 
     The body is read before the request is passed on, because the body decides where the request goes. header: the
     header's name in lower case.

@@ -1,12 +1,12 @@
 """`forerun batch --ray`: an engine on each node of a Ray cluster, and one output file.
 
 Only the process that was started reads the input and writes the output. It gives each engine a window of requests, and
-fills a place in the window again as soon as an answer is there. If an engine dies, its requests are asked again
-elsewhere, with the same seeds. A request is never with two engines at once, so it has one line in the output.
+fills a place in the window again as soon as an answer is there. If an engine dies, its requests are given to other
+engines, with the same seeds. A request is never with two engines at once, so it has one line in the output.
 
-The engines are actors. Ray Data would report progress and repeat work by blocks of rows, and the answers of a block
-would come only with its last answer. Here each answer is on the disk as soon as it ends, and no answered request is
-asked again.
+The engines are actors. With Ray Data, progress would be reported and work repeated by blocks of rows. All answers of a
+block would arrive at once, when its last answer is complete. Here each answer is on the disk as soon as it is complete,
+and no answered request is repeated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOTE_S = 30.0  # without an engine, until a line says so
 
 
 class Engine:
-    """An actor: one engine, which answers as many requests at once as it gets."""
+    """An actor with one engine. It answers as many requests at once as it gets."""
 
     def __init__(self, config: EngineConfig, served_names: Seq[str]) -> None:
         self._requests = load(config, served_names)
@@ -82,7 +82,10 @@ class Pool:
             self._start()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all requests; see `Runner.run`. Raises CapacityError where engines die without answering anything."""
+        """Answer all requests; see `Runner.run`.
+
+        Raises CapacityError where too many engines die, one after another, without an answer from any engine.
+        """
         try:
             waited_s = 0.0
             while True:
@@ -110,7 +113,7 @@ class Pool:
         self._starting[member.engine.__ray_ready__.remote()] = member
 
     def _wait(self, at_most_s: float) -> list[Any]:
-        """Return all references that are ready, after waiting at most at_most_s for the first of them."""
+        """Wait at most at_most_s seconds until a reference is ready, and return all references that are ready."""
         pending = [*self._starting, *self._asked]
         ready, left = ray.wait(pending, timeout=at_most_s)
         more = ray.wait(left, num_returns=len(left), timeout=0)[0] if ready and left else []
@@ -140,7 +143,7 @@ class Pool:
             member.num_asked += 1
 
     def _land(self, references: Seq[Any]) -> list[dict[str, Any]]:
-        """Return the ready answers. Requests of a dead engine are asked again."""
+        """Return the answers that are ready. Requests of a dead engine are given to an engine again later."""
         landed = []
         for reference in references:
             if reference not in self._asked:
@@ -174,11 +177,11 @@ class Pool:
 
 
 def on_ray(num_engines: int | None, num_cpus: float | None, num_gpus: float) -> Any:
-    """Return the place where a batch runs on a Ray cluster; see `Place` in forerun.serve.batch.
+    """Return the Place that runs a batch on a Ray cluster (see `Place` in forerun.serve.batch).
 
-    The cluster is the one of RAY_ADDRESS, or else the one that runs on this machine, or else a new one of this machine
-    alone. num_engines: None = one for each node. num_cpus: cores of each engine; None = the cores of the smallest node.
-    num_gpus: GPUs of each engine.
+    It uses the cluster of RAY_ADDRESS, or else the cluster that runs on this machine. Where there is neither, it starts
+    a cluster of this machine alone. num_engines: the number of engines; None = one for each node. num_cpus: the cores
+    of each engine; None = as many as the smallest node has. num_gpus: the GPUs of each engine.
     """
 
     @contextmanager

@@ -8,9 +8,10 @@ _HEAD = "# HELP "
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """Join the metrics of replicas, by the replicas' names: each metric once, with the samples of all replicas.
+    """Join the metrics of several replicas into one text. Each metric comes once, with the samples of all replicas.
 
-    Every sample must have a label already.
+    texts: name of a replica -> its metrics. Every sample must already have a label, because `replica` is added before
+    the first label.
     """
     heads, samples = dict[str, list[str]](), dict[str, list[str]]()
     for replica, text in texts.items():

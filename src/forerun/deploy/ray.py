@@ -1,8 +1,8 @@
 """`forerun serve` as a Ray Serve deployment: replicas of one engine each, behind the proxies of a Ray cluster.
 
-It is started by `serve run forerun.deploy.ray:application max_replicas=4`, or by `serve deploy` with the arguments in a
-file; docs/use/scaling.md describes both. Every replica runs the application of forerun.serve.app. Ray brings HTTP
-requests to it, counts its queue, and starts and drains replicas.
+Start it with `serve run forerun.deploy.ray:application max_replicas=4`, or with `serve deploy` and a file that has the
+arguments; docs/use/scaling.md describes both. Every replica runs the application of forerun.serve.app. Ray brings HTTP
+requests to the replicas, counts their queues, and starts and drains replicas.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _option(default: Any, text: str, **range_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scale:
-    """How many replicas there are, and what each of them takes of its node."""
+    """The number of replicas, and the resources that each replica takes of its node."""
 
     min_replicas: int = _option(1, "replicas at least", min=1)
     max_replicas: int = _option(1, "replicas at most", min=1)
@@ -89,9 +89,9 @@ def proxy_middleware() -> list[Middleware]:
 class AffineRouter(RequestRouter):
     """Chooses replicas in the order of `affinity.order`. slack: see Scale.
 
-    The load of a replica is the number of open requests that this proxy has sent to it. Ray's own cache of the
-    replicas' reports is a round trip late. After a burst, and until it expires, that cache counts requests that were
-    answered long ago.
+    The load of a replica is the number of open requests that this proxy has sent to it. Ray's own cache of queue
+    lengths is not used, because it learns of changes a round trip late. After a burst of requests, the cache counts
+    requests that were answered long ago, until its entries expire.
     """
 
     def initialize_state(self, slack: int = 4) -> None:
@@ -112,7 +112,10 @@ class AffineRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: Seq[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return each replica as a rank of its own. Ray takes the first replica with room, or asks again later."""
+        """Return the replicas in the order in which Ray should try them, as a list of lists with one replica each.
+
+        Ray takes the first replica with room. Where no replica has room, Ray asks again later.
+        """
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [list(candidate_replicas)]
@@ -134,7 +137,7 @@ class AffineRouter(RequestRouter):
 
 
 class Replica:
-    """A replica, which Ray joins with its application `app`. The services are in `app.state.services`."""
+    """A replica. Ray adds its application as the attribute `app`. The services are in `app.state.services`."""
 
     app: FastAPI  # Ray sets it
 
@@ -153,8 +156,8 @@ class Replica:
 def make_deployment(config: EngineConfig, options: ServerOptions, scale: Scale) -> Any:
     """Return the Ray Serve application of a model, for `serve.run`. Raises BadOption.
 
-    options: host and port belong to the proxies (see `serve.start`). If api_key is None, a replica takes
-    FORERUN_API_KEY from the environment in which it runs.
+    options: host and port have no effect, because they are set for the proxies (see `serve.start`). If api_key is None,
+    a replica takes FORERUN_API_KEY from the environment in which it runs.
     """
     check(options)
 
