@@ -1,4 +1,4 @@
-"""The form of an answer: the marks that a model writes, by its chat template, and the demands of a request.
+"""The form of an answer: the marks that the model writes, found in its chat template, and the request's constraints.
 
 A tool call goes through four stages: the ToolRequest (what the request says about tools), the AnswerForm (how the
 answer is read and constrained), the Grammar (the compiled constraint), and the GrammarState (the place that one text
@@ -39,9 +39,11 @@ _TAIL_TOKENS = 16  # the last tokens of a prompt, in which the prompt may open t
 
 @dataclass(frozen=True)
 class AnswerMarks:
-    """The marks of one model's answers. dialect: of the tool calls. thoughts: the marks around the reasoning.
+    """The marks in one model's answers.
 
-    declared: the model's own declaration of how its answers are read, which takes precedence over both.
+    dialect: how the model writes tool calls; None = not known. thoughts: the opening and closing marks of reasoning.
+    declared: the model's own declaration of how its answers are read; where given, answers are read by this
+    declaration, and not by dialect and thoughts.
     """
 
     dialect: Dialect | None
@@ -51,7 +53,10 @@ class AnswerMarks:
 
     @classmethod
     def of_template(cls, source: str, reads_tools: bool, declared: Declared | None = None) -> AnswerMarks:
-        """Find the marks in a chat template. reads_tools: whether it knows tools. declared: the model's declaration."""
+        """Find the marks in a chat template.
+
+        reads_tools: whether the template knows tools. declared: the model's declaration of how its answers are read.
+        """
         known = of_template(source)
         if known is None and reads_tools:
             known = dialect(USUAL)
@@ -59,7 +64,7 @@ class AnswerMarks:
 
     @property
     def reads_always(self) -> bool:
-        """Whether answers to requests without tools have the dialect's marks, too."""
+        """Whether answers contain the dialect's marks even if the request has no tools."""
         return self.dialect is not None and self.dialect.reads_always
 
     def with_tools(self, use: ToolRequest | None, max_thinking_tokens: int | None = None) -> AnswerForm | None:
@@ -83,9 +88,10 @@ class AnswerForm:
     def constrained(self, params: SamplingParams, tokenizer: Tokenizer, prompt_ids: Seq[int]) -> SamplingParams:
         """Return the parameters, with a grammar where a call is forced, calls must be valid, or reasoning is limited.
 
-        A constraint that the parameters already have begins after the reasoning, and inside the answer's channel where
-        the model writes channels. A grammar in Lark's or llama.cpp's form stays as it is. Where the answer must be a
-        call, a JSON constraint has no effect on the call, and any other constraint raises BadOption.
+        A constraint that is already in the parameters applies only after the reasoning. Where the model writes
+        channels, this constraint applies only inside the channel of the answer. A grammar in Lark's or llama.cpp's form
+        stays as it is. Where the answer must be a call, a JSON constraint has no effect, and any other constraint
+        raises BadOption.
         """
         special = {tokenizer.token_of(i) or "": i for i in tokenizer.special_ids}
         rules = Rules(special, self.answer_marks.template, {"start": ""})
@@ -118,7 +124,10 @@ class AnswerForm:
             return False
 
     def _thinks(self, begun: str | None) -> Thought | None:
-        """Return the marks around the answer's reasoning; None where there is none. begun: the result of `begun`."""
+        """Return the marks around the answer's reasoning; None where the answer contains no reasoning.
+
+        begun: the result of the method `begun` for the prompt.
+        """
         if begun == "":
             return None
         if self.dialect is not None and self.dialect.thought is not None:
@@ -128,7 +137,7 @@ class AnswerForm:
         return next((Thought((opening,), closing) for opening, closing in self.answer_marks.thoughts), None)
 
     def _rest(self, rules: Rules, params: SamplingParams) -> str | None:
-        """Return the rule of the answer after the reasoning; None where the request adds no constraint."""
+        """Return the grammar rule for the answer after its reasoning; None where the request adds no constraint."""
         use, one, limit = self.tool_request, self.dialect, self.max_thinking_tokens
         says = None if one is None else one.says
         if use is not None and use.is_forced:
@@ -150,9 +159,9 @@ class AnswerForm:
         return None
 
     def _calls(self, rules: Rules, answer: str = "") -> str:
-        """Return the rule of an answer that must or may call tools.
+        """Return the grammar rule for an answer that must or may call tools.
 
-        answer: the rule of an answer without calls; '' = any text.
+        answer: the rule for an answer without calls; '' = any text.
         """
         use, one = self.tool_request, self.dialect
         assert use is not None
@@ -181,7 +190,7 @@ class AnswerForm:
 
     @property
     def dialect(self) -> Dialect | None:
-        """The dialect of the calls that are looked for; None where no calls are looked for."""
+        """The dialect in which calls are looked for in the answer; None where no calls are looked for."""
         candidate = self.answer_marks.dialect
         return (
             candidate if candidate is not None and (self.tool_request is not None or candidate.reads_always) else None
@@ -189,7 +198,7 @@ class AnswerForm:
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """The marks that are looked for, of calls and of reasoning."""
+        """The marks of calls and of reasoning that are looked for in the answer."""
         call_marks = () if self.dialect is None else self.dialect.marks
         return frozenset((*call_marks, *(mark.strip() for pair in self.answer_marks.thoughts for mark in pair)))
 
@@ -204,13 +213,13 @@ class AnswerForm:
         yield from scan.until((), Text)
 
     def scanner(self) -> Scanner:
-        """Return the scanner that the steps read from. It keeps the marks of calls out of the text."""
+        """Return the scanner that `steps` reads from. The scanner keeps the marks of calls out of the text."""
         return Scanner(self.dialect.marks if self.dialect is not None and self.answer_marks.declared is None else ())
 
     def _thought(self, scan: Scanner, prompt: str) -> Steps:
-        """Yield the reasoning that an answer begins with, or that its prompt has begun.
+        """Yield the reasoning at the beginning of an answer. The prompt may already contain the opening mark.
 
-        In some dialects a call ends the reasoning, too, unless a grammar asks for the closing mark.
+        In some dialects a call ends the reasoning, too, unless a grammar requires the closing mark.
         """
         thoughts = dict(self.answer_marks.thoughts)
         if not thoughts:
@@ -238,9 +247,10 @@ class AnswerForm:
             yield Reasoning(mark)
 
     def _is_call(self, scan: Scanner, mark: str) -> Steps:
-        """Return whether a call begins with this mark, which was consumed.
+        """Return whether a call begins with this mark. The mark was already consumed.
 
-        True also where the answer ends before that is known. The text after the mark is read ahead, not consumed.
+        Also returns True where the answer ends before this can be decided. The text after the mark is only read ahead,
+        not consumed.
         """
         assert self.dialect is not None
         ahead, num_read = Scanner(), 0
@@ -260,16 +270,20 @@ class AnswerForm:
 
 
 def _behind(rules: Rules, rest: str, thought: Thought) -> str:
-    """Return the rule of an answer with its reasoning, which is optional unless the prompt has begun it."""
+    """Return the grammar rule for an answer that may begin with reasoning.
+
+    The reasoning is optional unless the prompt has already opened it. rest: the rule for the answer after the
+    reasoning.
+    """
     opening = " ".join(map(rules.mark, thought.opening))
     reasoning = f"{opening} {rules.up_to(thought.closing)} {_between(rules, thought)}"
     return f"({reasoning})? {rest}" if opening else f"{reasoning} {rest}"
 
 
 def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
-    """Return the rules of an answer that begins with `closing`, the id that closes the reasoning.
+    """Return the rules for an answer that begins with `closing`, the id that closes the reasoning.
 
-    Where the prompt has not begun the reasoning, an answer without reasoning is allowed, too.
+    Where the prompt has not opened the reasoning, an answer without reasoning is allowed, too.
     """
     behind = f"<[{closing}]> {_between(rules, thought)} {rest}"
     rules.rules["start"] = f"({rest}) | {behind}" if thought.opening else behind
@@ -277,15 +291,15 @@ def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
 
 
 def _between(rules: Rules, thought: Thought) -> str:
-    """Return the rule of the text between the reasoning and the rest of the answer."""
+    """Return the grammar rule for the text between the reasoning and the rest of the answer."""
     return " ".join(map(rules.mark, thought.rest)) or "/[ \\n]{0,4}/"
 
 
 def _ids(thought: Thought, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], int]:
-    """Return the ids that begin the reasoning, and the id that closes it.
+    """Return the ids of the marks that open the reasoning, and the id that closes it.
 
-    Raises BadOption where a mark is several tokens, because reasoning tokens cannot be counted then. limit: the limit
-    on these tokens, for the message.
+    Raises BadOption for a mark of several tokens that does not begin with a special token, because no single token
+    could close the reasoning. limit: max_thinking_tokens, for the message.
     """
     for mark in (*thought.opening[:1], thought.closing):
         ids = tokenizer.encode(mark.strip(), False)
@@ -298,12 +312,12 @@ def _ids(thought: Thought, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int,
 
 
 def tail_of(tokenizer: Tokenizer, prompt_ids: Seq[int]) -> str:
-    """Return the end of a prompt, with its special tokens."""
+    """Return the text of a prompt's last tokens, special tokens included."""
     return tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:]))
 
 
 def _answer(rules: Rules, params: SamplingParams) -> str:
-    """Return the rule of an answer that follows the constraint in the parameters."""
+    """Return the grammar rule for an answer that satisfies the constraint in the parameters."""
     if params.regex is not None:
         slash = "\\/"
         return f"/{params.regex.replace(slash, '/').replace('/', slash)}/"

@@ -1,7 +1,8 @@
-"""Grammars by which an answer can only be tool calls with valid arguments, in llguidance's form (a kind of Lark).
+"""Grammars that allow only tool calls with valid arguments, in llguidance's form (a kind of Lark).
 
-A dialect says how one call is written and how several calls are joined. This file has the pieces that a dialect puts
-together. In a grammar, marks that are special tokens of the model are written as ids, and all other marks as texts.
+A dialect defines how one call is written and how several calls are joined. This file has the pieces from which a
+dialect builds its grammar. In a grammar, marks that are special tokens of the model are written as ids, and all other
+marks as texts.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ WRITTEN: Mapping[str, Mapping[str, Any]] = {
 
 
 class Thought(NamedTuple):
-    """The marks around the reasoning of an answer, and the beginning of the answer after the reasoning.
+    """The marks around the reasoning of an answer, and the marks between the reasoning and the rest of the answer.
 
-    opening: the marks and texts that begin the reasoning, in order; () where the prompt has begun it. rest: the marks
-    and texts that begin the answer, in order; () where white space may stand before the answer.
+    opening: the marks and texts that open the reasoning, in order; () where the prompt has opened it. closing: the mark
+    that closes the reasoning. rest: the marks and texts after the closing mark, in order; () where only optional white
+    space follows the closing mark.
     """
 
     opening: tuple[str, ...]
@@ -49,13 +51,13 @@ class Rules:
     rules: dict[str, str] = field(default_factory=dict)
 
     def add(self, body: str, about: str = "") -> str:
-        """Add a rule, and return its name. about: options of the rule, such as lazy."""
+        """Add a rule, and return its name. about: the rule's options in brackets, such as [suffix="..."]."""
         name = f"r{len(self.rules)}"
         self.rules[name + about] = body
         return name
 
     def mark(self, text: str) -> str:
-        """Return the grammar of a mark. A special token that the mark is, or begins with, is written as an id."""
+        """Return the grammar of a mark. A special token at the mark's beginning is written as an id."""
         token = self.begins(text)
         rest = [literal(text[len(token) :])] if text != token else []
         return " ".join([*([f"<[{self.special[token]}]>"] if token else []), *rest])
@@ -65,9 +67,9 @@ class Rules:
         return max((name for name in self.special if name and mark.startswith(name)), key=len, default="")
 
     def up_to(self, mark: str, before: str = "", schema: Schema | None = None) -> str:
-        """Return the grammar of a text and the mark that ends it.
+        """Return the grammar of a text and of the mark that ends it.
 
-        before: a text before the mark, which is part of the end. schema: the schema of the text.
+        before: a text that stands directly before the mark, such as a line break. schema: the schema of the text.
         """
         limited = text_of(schema or {})
         if mark in self.special or limited != TEXT:
@@ -76,7 +78,7 @@ class Rules:
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
-        """Return the rule of a text that contains no mark of `marks`, and does not begin with a character of `bare`."""
+        """Return the rule for a text that contains none of `marks` and does not begin with a character of `bare`."""
         name = f"SAID{len(self.rules)}"
         no = "".join(f" & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/" for mark in marks)
         first = f" & ~/\\s*[{re.escape(bare)}](?s:.*)/" if bare else ""
@@ -84,7 +86,10 @@ class Rules:
         return name
 
     def json(self, schema: Schema, written: Mapping[str, Any] = _SPACED) -> str:
-        """Return the rule of a JSON value. written: its white space, by default one blank after commas and colons."""
+        """Return the rule for a JSON value.
+
+        written: options for the white space in the value; by default one blank after commas and colons.
+        """
         text = json.dumps({**_without_words(schema), "x-guidance": written}, ensure_ascii=False)
         return self.add(f"%json {text}")
 
@@ -99,7 +104,7 @@ class Rules:
 
 
 def _without_words(schema: Any) -> Any:
-    """Return a schema without its notes for people, which may be long."""
+    """Return a schema without its descriptions, titles, examples and the like, which may be long."""
     if isinstance(schema, list):
         return [_without_words(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -127,7 +132,7 @@ def text_of(schema: Schema) -> str:
 
 
 def literal(text: str) -> str:
-    """Return a text in quotes, as a grammar has it."""
+    """Return a text as a quoted string in a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -146,7 +151,7 @@ def parameters(schema: Schema) -> list[tuple[str, Schema, bool]]:
 
 
 def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], between: str) -> str:
-    """Return the grammar of a call's parameters in their order, each optional unless required.
+    """Return the grammar of a call's parameters in a fixed order. Parameters that are not required may be left out.
 
     one(name, schema): returns the grammar of one parameter. between: the text between two parameters.
     """
@@ -165,7 +170,7 @@ def in_turn(rules: Rules, schema: Schema, one: Callable[[str, Schema], str], bet
 
 
 def tag_value(rules: Rules, schema: Schema, tools: Tools, tool: str, parameter: str, closing: str, before: str) -> str:
-    """Return the grammar of a value and of the tag that closes it. before: a text before the tag.
+    """Return the grammar of a value and of the tag that closes it. before: a text directly before the tag.
 
     A value that can only be a string, or a string or null, is written without quotes. Any other value is written as
     JSON.

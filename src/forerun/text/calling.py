@@ -21,8 +21,8 @@ _NAME = re.compile(r"[\w.:/-]+")
 def json_call(scan: Scanner, tools: Tools | None = None) -> Steps:
     """Read one object like {"name": "f", "arguments": {...}}, its keys in any order. Returns whether it was a call.
 
-    None = the call breaks off. False = it was no call, and no piece was yielded. tools: if given, only calls of these
-    tools count.
+    Returns None where the call breaks off. Returns False where the object is no call; no piece was yielded then. tools:
+    where given, only calls of these tools count as calls.
     """
     has_name, arguments = False, ""
     opening = yield from scan.skip("{", "{{")  # "{{" stands in the template of Qwen 2.5, so its small models write it
@@ -81,7 +81,10 @@ def _text_of(value: str | None) -> str | None:
 
 
 def _object_of(value: str | None) -> str:
-    """Return arguments as a JSON object, also where they are an object inside a JSON string, null, or missing."""
+    """Return a call's arguments as the text of a JSON object.
+
+    An object inside a JSON string is taken out of the string. Null and missing arguments become an empty object.
+    """
     inner = _text_of(value)
     text = value if inner is None or inner.strip()[:1] not in ("", "{") else inner.strip()
     return "{}" if text in (None, "null", "") else str(text)
@@ -90,7 +93,7 @@ def _object_of(value: str | None) -> str:
 def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
     """Read a call or a list of calls. Returns whether there was a call, as `json_call` does.
 
-    `scan.log` has the text that was read since the last whole call.
+    Afterwards `scan.log` contains the text that was read since the last whole call.
     """
     scan.begin()
     yield from scan.space()
@@ -116,7 +119,10 @@ def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
 
 
 def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
-    """Read a call's arguments, a JSON object; {} where a closing mark comes at once. Returns whether they are whole."""
+    """Read a call's arguments, a JSON object. Returns whether the object is whole.
+
+    Where a closing mark comes at once, the arguments are {}.
+    """
     yield from scan.space()
     if (yield from scan.starts(*closing)):
         yield CallArguments("{}")
@@ -125,7 +131,7 @@ def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
 
 
 def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], opening: tuple[str, ...]) -> Steps:
-    """Read on after a call with marks: consume the closing mark. Text that is no call at all is put back.
+    """Finish reading a call with marks: consume its closing mark. Where the text was no call at all, put the text back.
 
     is_call: None = the call breaks off. The rest of such a call is consumed, up to the mark that closes it or opens the
     next call.
@@ -141,9 +147,10 @@ def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], openin
 
 
 def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
-    """Put back a call without marks that is not whole, because it is text. before: the text consumed before the call.
+    """Put back the text of an incomplete call without marks, so that it is read as text.
 
-    is_call: None = it surely is a call, and breaks off. Where the answer ends in such a call, nothing is put back.
+    before: the text consumed before the call. is_call: None = it surely is a call, and breaks off. Where the answer
+    ends inside such a call, nothing is put back.
     """
     if is_call is False or not scan.is_over:
         scan.put_back(before + scan.log)
@@ -152,8 +159,8 @@ def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
 def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) -> Steps:
     """Read a value that is written without quotes, up to a mark, and yield it as JSON.
 
-    Returns the mark; None where the text ends before it. A value that can only be a string is yielded piece by piece,
-    any other value when it is whole.
+    Returns the mark; None where the text ends before a mark. A value that can only be a string is yielded piece by
+    piece, any other value once it is whole.
     """
     if types == {"string"}:
         yield CallArguments('"')
@@ -260,8 +267,9 @@ def _end_of_python(text: str) -> int | None:
 def _json_of_python(raw: str) -> str | None:
     """Return a Python literal as JSON, a set as a list. JSON stays as it is; anything else becomes a JSON string.
 
-    None where the value begins with a quote and is no literal: a quote inside it is not escaped, and the value ends
-    somewhere later. Models break lines within quotes, and write numbers with leading zeros. Both are understood.
+    Models break lines within quotes, and write numbers with leading zeros. Both are accepted. Returns None where the
+    value begins with a quote and is no literal. Then a quote inside the value was not escaped, so that the value's end
+    was found too early.
     """
     word = raw.strip()
     try:

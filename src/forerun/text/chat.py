@@ -1,9 +1,9 @@
-"""Chat templates: a conversation becomes the one text that a chat model was trained on.
+"""Chat templates: a conversation becomes one text, in the format that a chat model was trained on.
 
-Templates, variables and the resulting text are the same as in transformers' `apply_chat_template`. Input that
-transformers drops or misprints without a word is refused here: tools for a template that does not know them, a variable
-that the template does not read, a role that no template knows. Content in parts becomes one text where the template
-wants texts, and the arguments of calls get the form that the template takes.
+Templates, variables and the resulting text are the same as in transformers' `apply_chat_template`. Some input is
+refused that transformers would silently drop or misprint: tools for a template that does not know tools, a variable
+that the template does not read, and a role that no template knows. Where a template takes content only as text, content
+in parts is joined to one text. The arguments of calls get the form that the template takes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ class ChatTemplate:
     def load(cls, folder: str | Path, file: str | Path | None = None) -> ChatTemplate:
         """Find and compile the templates of a checkpoint folder, or the template in `file`; see `template_files`.
 
-        Raises NotFound where there is no template, UnsupportedModel for one that cannot be read or compiled.
+        Raises NotFound where there is no template, UnsupportedModel for a template that cannot be read or compiled.
         """
         small = SmallFiles(Path(folder))
         return cls.of(small, find_sources(small, None if file is None else Path(file)), is_own=file is None)
 
     @classmethod
     def of(cls, small: SmallFiles, sources: Mapping[str, Source], *, is_own: bool) -> ChatTemplate:
-        """Compile these templates. is_own: whether they are the checkpoint's own. Raises UnsupportedModel."""
+        """Compile these templates. Raises UnsupportedModel.
+
+        is_own: whether the templates come from the checkpoint itself. If so, the checkpoint's response template is
+        used, too.
+        """
         from forerun.text.sandbox import compile_template  # imported here, so that Jinja is imported only for chats
 
         templates = {name: compile_template(source.text, source.where) for name, source in sources.items()}
@@ -72,7 +76,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """All templates, one below the other."""
+        """The texts of all templates, one below the other."""
         return "\n".join(template.source for template in self.templates.values())
 
     @cached_property
@@ -102,7 +106,7 @@ class ChatTemplate:
         """Return the text of a conversation. Nothing that is passed in is changed.
 
         Args:
-            messages: each with "role" and "content" or "tool_calls", with arguments as a mapping or a JSON text.
+            messages: each with "role", and "content" or "tool_calls"; arguments of calls are mappings or JSON texts.
             tools: JSON schemas of functions that the model may call.
             documents: mappings with "title" and "text", for templates that know documents.
             name: the template's name, where there are several; None = "tool_use" if there are tools, else "default".
@@ -159,14 +163,17 @@ def _check_reads(template: CompiledTemplate, names: Iterable[str], special_token
 
 
 def _check_roles(template: CompiledTemplate, messages: Seq[Mapping[str, Any]]) -> None:
-    """Raise BadOption for an unusual role that the template does not name. The template itself may print any role."""
+    """Raise BadOption for an unusual role that the template does not name.
+
+    Otherwise the template might print the role without an error.
+    """
     for i, message in enumerate(messages):
         if message["role"] not in ROLES and message["role"] not in template.texts:
             raise BadOption(f"messages[{i}]: {unknown('role', message['role'], ROLES)}")
 
 
 def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
-    """Return the text of a conversation, with its tool calls in the first form that the template takes."""
+    """Return the text of a conversation, with the first form of its tool calls that the template takes."""
     first: BadOption | UnsupportedModel | None = None
     for form in call_forms(messages):
         try:
@@ -182,7 +189,7 @@ def _with_calls(template: CompiledTemplate, variables: Mapping[str, Any], messag
 
 
 def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Yield the calls' arguments that are mappings and that Python prints differently from JSON."""
+    """Yield the arguments of each call, if they are a mapping that Python prints differently from JSON."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -192,9 +199,9 @@ def _arguments(messages: Seq[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def _rendered(template: CompiledTemplate, variables: Mapping[str, Any], messages: Seq[Mapping[str, Any]]) -> str:
-    """Return the text of a conversation. Content in parts is joined to one text where the template knows no parts.
+    """Return the text of a conversation. Where the template knows no content in parts, the parts are joined.
 
-    Such a template fails, prints the parts as Python does, or leaves parts out.
+    A template that knows no parts fails, prints the parts as Python does, or leaves some parts out.
     """
     if (texts := with_texts(messages)) is not None:
         try:

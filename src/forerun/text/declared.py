@@ -1,9 +1,9 @@
 """The parts of an answer, read by the `response_template` of tokenizer_config.json, where a model has one.
 
 A response template is transformers' declaration of how answers are read (utils/chat_parsing). It lists the fields of
-the message, each with its beginning and end, how its text is read, and how the result is transformed. A field without a
-beginning takes the text that no other field takes. The fields content, reasoning_content (or thinking, reasoning) and
-tool_calls are read here; other fields are dropped.
+the message. Each field has a beginning and an end, a format in which its text is parsed, and a transformation of the
+result. A field without a beginning takes the text outside of all other fields. Only the fields content,
+reasoning_content (or thinking, reasoning) and tool_calls are read; other fields are dropped.
 
 Texts are yielded as they come. A call is yielded when it is whole, because its name and arguments may stand anywhere in
 the field's text.
@@ -30,16 +30,19 @@ _NAMES = re.compile(r"(?<=[{,])(\w+):")
 
 @dataclass(frozen=True)
 class Anchor:
-    """The marks at the beginning or end of a field. heads: the texts that a mark starts with. pattern: whole marks."""
+    """The marks at the beginning or end of a field.
+
+    heads: the texts with which a mark may begin. pattern: a regex that matches whole marks.
+    """
 
     heads: tuple[str, ...]
     pattern: re.Pattern[str]
 
     @classmethod
     def of(cls, spec: Mapping[str, Any], name: str) -> Anchor | None:
-        """Make the anchor that a spec states under `name`: a text or several, or a regex under `name`_pattern.
+        """Make an anchor from `spec`: from one text or several under the key `name`, or a regex under `name`_pattern.
 
-        None where the spec has neither. Raises UnsupportedModel.
+        None where the spec has neither key. Raises UnsupportedModel for a regex that does not begin with a text.
         """
         texts, pattern = spec.get(name), spec.get(f"{name}_pattern")
         if pattern is not None:
@@ -76,7 +79,7 @@ class Field:
 
     @property
     def part(self) -> type[Text] | type[Reasoning] | None:
-        """The type of part that the field's text becomes; None for calls, and for fields that are dropped."""
+        """The class for pieces of the field's text; None for the field of calls, and for fields that are dropped."""
         return Text if self.name == "content" else Reasoning if self.name in REASONING else None
 
 
@@ -84,7 +87,8 @@ class Field:
 class Declared:
     """A response template. implicit: the field without a beginning.
 
-    start: the texts after which an answer begins, by which a field that the prompt has begun is found.
+    start: a regex for the texts after which an answer begins. `begun` looks for an open field only after the last such
+    text in the prompt.
     """
 
     fields: tuple[Field, ...]
@@ -115,7 +119,10 @@ class Declared:
         )
 
     def begun(self, prompt: str) -> tuple[Field, dict[str, str]] | None:
-        """Return the field that a prompt has begun and left open, and the named groups of the field's beginning."""
+        """Return the field that is open at the end of a prompt, and the named groups that its opening regex matched.
+
+        None where no field is open.
+        """
         ends = [match.end() for match in self.start.finditer(prompt)] if self.start is not None else []
         at = ends[-1] if ends else len(prompt)
         while True:
@@ -135,7 +142,7 @@ class Declared:
             at = closed.end()
 
     def read(self, scan: Scanner, tools: Tools, prompt: str) -> Steps:
-        """Yield the parts of an answer. prompt: the end of the prompt, which may have begun a field."""
+        """Yield the parts of an answer. prompt: the end of the prompt, in which a field may already be open."""
         if (begun := self.begun(prompt)) is not None:
             yield from self._inside(scan, tools, *begun)
         part = Text if self.implicit is None or self.implicit.part is None else self.implicit.part
@@ -149,7 +156,10 @@ class Declared:
                 yield from self._inside(scan, tools, *opened)
 
     def _opened(self, scan: Scanner) -> Any:
-        """Consume a field's beginning. Returns the field and the beginning's named groups; None if no field begins."""
+        """Consume the mark that opens a field. Returns the field and the named groups of the match.
+
+        None where no field begins.
+        """
         while True:
             matches = [
                 (match, one) for one in self.fields if (match := one.opening.pattern.match(scan.rest)) is not None
@@ -164,7 +174,7 @@ class Declared:
             yield None
 
     def _inside(self, scan: Scanner, tools: Tools, one: Field, captures: Mapping[str, str]) -> Steps:
-        """Yield the parts of a field, whose beginning was consumed, up to the field's end."""
+        """Yield the parts of a field, up to the field's end. The mark that opens the field was already consumed."""
         if one.part is not None:
             yield from self._text(scan, one, one.part)
             return
@@ -199,7 +209,7 @@ class Declared:
 
 
 def _named(match: re.Match[str]) -> dict[str, str]:
-    """Return the named groups that took part in a match, with their texts."""
+    """Return the text of each named group that took part in a match."""
     return {key: value for key, value in match.groupdict().items() if value is not None}
 
 
@@ -208,7 +218,7 @@ def _opens(spec: Mapping[str, Any]) -> bool:
 
 
 def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tools: Tools) -> Iterator[tuple[str, str]]:
-    """Yield the names and arguments of the calls in a field's text; nothing where the text cannot be read."""
+    """Yield the name and the arguments of each call in a field's text; nothing where the text cannot be read."""
     try:
         content = _content(text, spec.get("content", "text"), spec.get("content_args") or {})
         transform = spec.get("transform")
@@ -232,7 +242,7 @@ def _calls(text: str, spec: Mapping[str, Any], captures: Mapping[str, str], tool
 
 
 def _json(value: Any, types: frozenset[str]) -> str:
-    """Return a value as JSON. A string becomes a value of the types that the parameter's schema states."""
+    """Return a value as JSON. A string is read as a value of `types`, the types in the parameter's schema."""
     if isinstance(value, str) and types:
         return json_of(value, types)
     return json.dumps(value, ensure_ascii=False)
@@ -261,7 +271,7 @@ def _content(text: str, kind: str, args: Mapping[str, Any]) -> Any:
 
 
 def _inner(text: str, args: Mapping[str, Any]) -> Any:
-    """Read a value inside a field by the template's value_parser; without such a parser it stays a text."""
+    """Read a value inside a field by the template's value_parser. Without a value_parser, the value stays a text."""
     parser = args.get("value_parser")
     return text if parser is None else _content(text, parser.get("name", "text"), parser.get("args") or {})
 

@@ -1,10 +1,10 @@
 """Ids to text, piece by piece and exactly: the pieces joined are the whole text, however the ids were cut into rounds.
 
-Three things make the naive way (decode each token, append) wrong, and each has its answer here:
+Decoding each token alone and joining the results would be wrong for three reasons:
 
 * *A token's text depends on the text before it* (a leading space is dropped at the beginning of a text only). So
-  decoding always starts at an earlier *solid* token, one whose own text is whole characters, and the text of this token
-  is cut off.
+  decoding always starts at an earlier *solid* token, and the text of this token is cut off. A token is solid where its
+  text alone consists of whole characters.
 * *A character may be spread over several tokens.* Text that a later token can still change is held back: a trailing
   U+FFFD, and with byte fallback (`<0xE2>`) the bytes after the last whole character. Whole characters are not held
   back, although the library would turn them into U+FFFD, too, if a bad byte followed (`Tokenizer.decode_so_far`).
@@ -45,7 +45,7 @@ class Detokenizer:
     Args:
         prompt_ids: the left context; no text of it is emitted.
         stop: texts that end the output and are cut from it; no text may be empty.
-        num_free: the least number of tokens of the output; only stop strings that end after these tokens count.
+        num_free: the least number of tokens of the output; stop strings that end within these tokens do not count.
         skip_special_ids: ids that make no text; None = the tokenizer's special ids.
     """
 
@@ -84,7 +84,7 @@ class Detokenizer:
     def finish(self) -> str:
         """Return the text that was held back, because no token follows. Open bytes become U+FFFD.
 
-        The text is cut at a stop string, which `stop` names from now on.
+        Where this text completes a stop string, the text is cut before it, and `stop` is set to this stop string.
         """
         if self.stop is not None:
             return ""
@@ -166,7 +166,7 @@ def num_common(a: Seq[Any], b: Seq[Any]) -> int:
 
 
 def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, str] | None:
-    """Return (start, stop) of the first stop string that ends after the first `free` characters; None without one.
+    """Return (start, stop) of the first stop string that ends after the first `free` characters; None where none does.
 
     The first stop string is the one that ends first; of several with the same end, the one that starts first.
     """

@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts that tell a code model which text stands before and after the text it is to write."""
+"""Fill in the middle: prompts that tell a code model which texts stand before and after the text that it writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXTS = ("prefix", "suffix")
 
 
 def filling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Return the prompt for a text between two others. Raises BadOption where the model has no marks for this."""
+    """Return the prompt for a text between two others. Raises BadOption for a model that has no marks for this."""
     ids = {token: token_id for token_id, token in tokenizer.id_to_token.items()}
     form = next((form for form in FORMS if all(mark in ids for mark in form if mark not in _TEXTS)), None)
     if form is None:

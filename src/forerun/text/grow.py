@@ -18,9 +18,9 @@ from forerun.errors import UnsupportedModel
 def grow(content: str, num_ids: int, first_id: int = 0) -> str:
     """Return the text of a tokenizer.json with new tokens, named like <|unused_4096|>, for the new ids below num_ids.
 
-    The new ids begin after the highest old id, and not below first_id; ids between the two stay without a token. A
-    tokenizer that has num_ids ids already is returned unchanged. Raises UnsupportedModel for a tokenizer that is not
-    BPE, and for a tokenizer that would not keep its ids.
+    The new ids begin after the highest old id, but not below first_id. Ids between the highest old id and first_id stay
+    without a token. A tokenizer that already has num_ids ids is returned unchanged. Raises UnsupportedModel for a
+    tokenizer that is not BPE, and for a tokenizer that would not keep its ids.
     """
     raw = json.loads(content)
     vocabulary = _bpe_vocabulary(raw)
@@ -48,7 +48,7 @@ def _bpe_vocabulary(raw: Mapping[str, Any]) -> dict[str, int]:
 def _check(grown: tokenizers.Tokenizer, old: Mapping[str, int], new: Mapping[str, int]) -> None:
     """Raise UnsupportedModel where an old token changed its id, or a text is encoded to a new token.
 
-    The latter happens with `ignore_merges`, where any word that is in the vocabulary becomes that token.
+    With `ignore_merges`, a text is encoded to a new token: any word that is in the vocabulary becomes its token.
     """
     if grown.get_vocab(with_added_tokens=True) != {**new, **old} or old.keys() & new.keys():
         raise UnsupportedModel("this tokenizer cannot be given more ids: its tokens would not keep theirs")

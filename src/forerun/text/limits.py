@@ -1,4 +1,4 @@
-"""The limits of a chat template, so that a template that would never end, or would fill the memory, is refused.
+"""Limits on chat templates. They refuse a template that would never end or would fill the memory.
 
 The counting is done by `sandbox`; this file says what is counted. Templates of published models take some ten steps per
 message, and make a few times as many characters as the conversation has.
@@ -40,13 +40,13 @@ class Budget:
         self.add(num_characters)
 
     def add(self, num_characters: int) -> None:
-        """Count further characters of the same step."""
+        """Count further characters, without a further step."""
         self._num_characters += num_characters
         if self._num_characters > MAX_MADE_CHARACTERS:
             raise TooMuch(f"makes texts and lists of more than {MAX_MADE_CHARACTERS:,} characters")
 
     def weigh(self, value: object) -> int:
-        """Return about how many characters a value has as a text. Each list or mapping inside it counts as a step.
+        """Return about how many characters a value's text has. Each list or mapping in the value counts as a step.
 
         A short list can have a long text: it may hold a second list twice, which holds a third list twice, and so on.
         """
@@ -81,7 +81,10 @@ def power(left: object, right: object) -> int:
 
 
 def _digits(num_bits: int) -> int:
-    """Return the cost of a whole number of this many bits. It grows with the square: long numbers multiply slowly."""
+    """Return the number of characters that a whole number of this many bits counts as.
+
+    The number grows with the square of the bits, because multiplying long numbers takes long.
+    """
     return num_bits * num_bits // 64
 
 
@@ -106,12 +109,12 @@ def join(separator: str, items: object) -> int:
 
 
 def replace(text: str, old: object, new: object) -> int:
-    """Return the number of characters that `text.replace(old, new)` puts in."""
+    """Return the number of characters that `text.replace(old, new)` inserts."""
     return text.count(old) * len(new) if isinstance(old, str) and isinstance(new, str) else 0
 
 
 def numbers(values: Iterable[object]) -> int:
-    """Return the sum of the whole numbers among arguments, because each may be a width."""
+    """Return the sum of the whole numbers among arguments, because each number may be a width."""
     return sum(abs(value) for value in values if isinstance(value, int))
 
 
@@ -120,7 +123,7 @@ def _numbers(text: str) -> int:
 
 
 def made(value: object) -> int:
-    """Return the number of characters that a new text has, or that the places of a new list count as."""
+    """Return the number of characters that a new text or list counts as; 0 for any other value."""
     if isinstance(value, str):
         return len(value)
     return ITEM_CHARACTERS * len(value) if isinstance(value, list | tuple | dict) else 0

@@ -23,7 +23,8 @@ def copy_messages(messages: object) -> list[dict[str, Any]]:
     """Check messages and copy them as transformers does, without None values and with reasoning under its usual name.
 
     A message must have a role, and content or tool_calls. Content must be a text or a list of text parts; the content
-    of a tool's message may be any data. Raises BadOption for anything else, naming the message by its place (from 0).
+    of a tool's message may be any data. Raises BadOption for anything else; the error names the message by its index,
+    from 0.
     """
     if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
         raise BadOption(
@@ -70,10 +71,11 @@ def _check_content(content: object, where: str) -> None:
 
 
 def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages once for each form in which some template takes tool calls; only once without tool calls.
+    """Yield the messages in each form in which some template takes tool calls. Without tool calls, yield them once.
 
-    Arguments as mappings come before arguments as JSON texts, missing content before empty content, and ids as they are
-    before ids of nine letters and digits.
+    Forms with arguments as mappings come before forms with arguments as JSON texts. Forms in which content is missing
+    come before forms in which it is empty. Forms with the original ids come before forms with ids of nine letters and
+    digits.
     """
     given = [dict(message) for message in messages]
     if not any(message.get("tool_calls") for message in given):
@@ -121,7 +123,7 @@ def _call_in_form(call: dict[str, Any], as_text: bool, short_ids: bool) -> dict[
 
 
 def _short_id(call_id: str) -> str:
-    """Return an id of nine letters and digits: the id itself where it has this form, else a part of its hash."""
+    """Return an id of nine letters and digits. An id in any other form is replaced by a part of its hash."""
     if len(call_id) == SHORT_ID and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID]
@@ -178,7 +180,7 @@ def _copy_mappings(values: object, where: str, wanted: str) -> list[dict[str, An
 
 
 def plain(value: object, where: str, depth: int = 0) -> Any:
-    """Return a copy made only of dict, list, str, int, float, bool and None: a template gets hold of nothing else.
+    """Return a copy made only of dict, list, str, int, float, bool and None, so that a template can reach nothing else.
 
     Raises BadOption for any other object, and beyond MAX_DEPTH levels. where: the place of the value, for the message.
     """

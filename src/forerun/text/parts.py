@@ -31,7 +31,7 @@ class Reasoning:
 
 
 def new_id() -> str:
-    """Return a new id for a call: nine letters and digits, as the templates that check ids demand."""
+    """Return a new id for a call: nine letters and digits, because some templates accept no other ids."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -97,9 +97,9 @@ class Span:
 class AnswerParts:
     """An answer put together from its parts. items: the answer's spans and calls, in order.
 
-    num_reasoning_tokens: the number of the answer's tokens that are reasoning. num_broken_calls: the number of calls
-    that were begun and did not become whole. said: the tokens of the text, as indices in the answer, where tokens of
-    text and reasoning are told apart (see PartsReader).
+    num_reasoning_tokens: how many of the answer's tokens are reasoning. num_broken_calls: the number of calls that were
+    begun and did not become whole. said: the tokens that made the text, as indices into the answer's tokens; filled
+    only where PartsReader tells tokens of text from tokens of reasoning.
     """
 
     items: list[Span | ToolCall] = field(default_factory=list)
@@ -155,8 +155,8 @@ class AnswerParts:
 class Scanner:
     """A text that grows at its end and is consumed at its beginning. Methods that may need more text return Steps.
 
-    log: the text consumed since `begin`, for a reader that sees too late that this text is no call. hidden: the marks
-    that are kept out of the text for the user. is_closed: whether no more text comes. is_cut: whether that is because
+    log: the text consumed since `begin`, which is put back where it turns out to be no call. hidden: the marks that are
+    kept out of the text for the user. is_closed: whether the text has ended. is_cut: whether the text has ended because
     there was no room for more.
     """
 
@@ -165,19 +165,19 @@ class Scanner:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer has ended in the text consumed last."""
+        """Whether the text has ended and was consumed to its end."""
         return self.is_closed and not self.rest
 
     def begin(self) -> None:
-        """Forget the text that was consumed so far."""
+        """Empty `log`, so that `undo` puts back only text that is consumed from now on."""
         self.log = ""
 
     def put_back(self, text: str) -> None:
-        """Put the end of the consumed text back, so that it is read again."""
+        """Put back `text`, the end of the consumed text, so that it is read again."""
         self.rest, self.log = text + self.rest, self.log.removesuffix(text)
 
     def undo(self) -> None:
-        """Put the text consumed since `begin` back. Where the answer has ended in this text, it is dropped instead."""
+        """Put back the text consumed since `begin`. At the end of the answer, the text is dropped instead."""
         if not self.is_over:
             self.put_back(self.log)
 
@@ -217,7 +217,7 @@ class Scanner:
         return text, self.take(len(hit[1]))
 
     def starts(self, *options: str) -> Steps:
-        """Return the longest option with which the text goes on; None where it goes on in another way.
+        """Return the longest option with which the text goes on; None where no option fits.
 
         Where the answer was cut inside an option, the beginning of the option is consumed.
         """
@@ -230,7 +230,7 @@ class Scanner:
         return max((o for o in options if self.rest.startswith(o)), key=len, default=None)
 
     def skip(self, *options: str) -> Steps:
-        """Consume and return the longest option with which the text goes on; None where it goes on in another way."""
+        """Consume and return the longest option with which the text goes on; None where no option fits."""
         option: str | None = yield from self.starts(*options)
         return None if option is None else self.take(len(option))
 
@@ -270,7 +270,7 @@ class Scanner:
 class _JsonValue:
     """Finds the end of a JSON value by its brackets and quotes. The text between them is not checked.
 
-    Outside of strings, "<" begins a mark. It ends the value, whole or not.
+    Outside of strings, "<" begins a mark. A mark ends the value, whether the value is whole or not.
     """
 
     def __init__(self) -> None:
@@ -279,7 +279,7 @@ class _JsonValue:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the text read so far is a whole value. A bare word is a whole value at any moment."""
+        """Whether the text read so far is a whole value. A bare word counts as whole after any character."""
         return self._has_begun and not self._is_wrong and not self._in_text and not self._closers
 
     def read(self, text: str) -> int:
@@ -317,7 +317,10 @@ class _JsonValue:
 
 
 def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Return (start, mark) of the mark that begins first in a text, the longest mark there; None without a mark."""
+    """Return (start, mark) of the first mark in a text; None without a mark.
+
+    Of several marks with the same start, the longest is returned.
+    """
     hits = [(start, -len(mark), mark) for mark in marks if (start := text.find(mark)) >= 0]
     if not hits:
         return None
@@ -326,6 +329,6 @@ def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
 
 
 def open_tail(text: str, marks: Seq[str]) -> int:
-    """Return the length of the longest end of a text that is the beginning of a longer mark."""
+    """Return the length of the longest end of a text that is the beginning of a mark, but not a whole mark."""
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
     return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)

@@ -1,7 +1,7 @@
-"""The parts of one answer, from its ids or its text, as they come.
+"""The parts of one answer, read from its ids or its text while the answer grows.
 
-A call counts here if it was written to its end, with a JSON object as its arguments. Any other call becomes no part. So
-whoever receives the parts of an answer can run nothing that the model did not completely write.
+A call becomes a part only if it was written to its end, with a JSON object as its arguments. Any other call is dropped.
+So whoever receives the parts of an answer can run nothing that the model did not completely write.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class PartsReader:
     def _tell_apart(self) -> None:
         """Note which tokens have made the text and the reasoning that the parser has just returned.
 
-        Characters are counted from the beginning of the answer. Tokens of text that the parser holds back are told
-        apart later.
+        Characters are counted from the beginning of the answer. Where the parser holds text back, the tokens of this
+        text are told apart later.
         """
         spans = self._parser.take_spans()
         if not spans:
@@ -104,7 +104,7 @@ class PartsReader:
 
     @property
     def answer_parts(self) -> AnswerParts:
-        """The answer so far."""
+        """The parts of the answer so far."""
         return self._parser.answer_parts
 
 
@@ -135,14 +135,14 @@ class Parser:
 
     @property
     def num_sure(self) -> int:
-        """The number of leading characters whose part is certain.
+        """The number of leading characters that are settled.
 
-        None of these characters can become a part of a mark, or of the white space between parts.
+        Later text cannot make these characters part of a mark, or of the white space between parts.
         """
         return self._num_fed - len(self._scan.rest) - len(self._tidy.held)
 
     def take_spans(self) -> list[_Span]:
-        """Return the spans of the text and the reasoning that were returned since the last call."""
+        """Return the spans of the text and the reasoning that were noted since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -187,9 +187,10 @@ class Parser:
         self._run = range(self._run.start, end)
 
     def _spanned(self, piece: Piece) -> Piece:
-        """Note where the characters of a piece stand, and return the piece.
+        """Note where the characters of a piece stand in the answer, and return the piece.
 
-        A piece may begin with white space that stands before a mark: then its characters come from two runs.
+        A piece may begin with white space that was held back before a mark. Then its characters stand on both sides of
+        the mark.
         """
         if isinstance(piece, Text | Reasoning):
             is_text, begin = isinstance(piece, Text), self.num_sure - len(piece.text)
@@ -207,7 +208,7 @@ class _Tidy:
         self.held, self._is_fresh, self._has_calls = "", False, False
 
     def add(self, piece: Piece) -> Iterator[Piece]:
-        """Yield the piece, without white space at its end that may stand between parts."""
+        """Yield the piece. White space at its end is held back, because it may stand between parts."""
         if not isinstance(piece, Text | Reasoning):
             self._kind, self.held, self._has_calls = CallBegin, "", True
             yield piece
@@ -234,7 +235,7 @@ class _Tidy:
 class _WholeCalls:
     """Makes parts of pieces. A call becomes a part once it is whole; a call that breaks off or is cut is dropped.
 
-    most: how many calls to keep; later calls are dropped. None = no limit.
+    most: the number of calls to keep; later calls are dropped. None = no limit.
     """
 
     def __init__(self, most: int | None) -> None:

@@ -35,7 +35,10 @@ class Piece:
 
 
 def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
-    """Return the tokens of a round that entered the output, which stop conditions may have cut short."""
+    """Return the tokens of a round that entered the output, each with its outcome.
+
+    num_committed: how many tokens entered the output. A stop condition may have cut off the last tokens of the round.
+    """
     pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
     drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
     last: Kind = "correction" if rejected else "bonus"
@@ -47,8 +50,8 @@ def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
 def round_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     """Return the drafted tokens of a round and the target's own token, each with its outcome.
 
-    The accepted tokens come first, then the rejected tokens, the target's token, and the untested tokens. Tokens that
-    stop conditions have cut are left out.
+    The accepted tokens come first, then the rejected tokens, the target's token, and the untested tokens. Accepted
+    tokens and the target's token are left out where a stop condition has cut them off.
     """
     kept = committed_pieces(detail, num_committed)
     at, accepted = len(detail.accepted), set(detail.accepted)

@@ -1,7 +1,7 @@
 """The sandbox of chat templates. Templates are programs that come with a model, and must not be able to do harm.
 
 The environment follows transformers (utils/chat_template_utils.py): Jinja's immutable sandbox, blocks trimmed, loop
-controls, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML characters alone, and the `generation` tag.
+controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML characters, and the `generation` tag.
 It is stricter in two points. Access to a forbidden attribute is an error at once, even if the result is not used. And
 the steps, characters and time of a rendering are limited (`limits`). Because of the limits, no part of a template is
 evaluated when it is compiled, and three functions that could make any amount of text are missing: lipsum, wordwrap and
@@ -52,10 +52,11 @@ class CompiledTemplate:
     texts: frozenset[str]
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the text that the template prints. variables: plain data (see `messages.plain`), which do not change.
+        """Return the text that the template prints.
 
-        Raises BadOption where the template refuses the messages by `raise_exception`, UnsupportedModel where it does
-        something forbidden, reaches a limit, or fails.
+        variables: plain data (see `messages.plain`), which are not changed. Raises BadOption where the template refuses
+        the messages by `raise_exception`, UnsupportedModel where it does something forbidden, reaches a limit, or
+        fails.
         """
         environment = _Environment()  # with a budget of this rendering
         try:
@@ -104,7 +105,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON. This is the filter `tojson`, because Jinja's own escapes <, >, & and ' for HTML."""
+    """Return a value as JSON. This function replaces Jinja's filter `tojson`, which escapes <, >, & and ' for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -145,7 +146,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` that takes no names such as __call__, because Python itself would look them up."""
+    """`namespace` without names that begin with _, such as __call__, because Python itself would look up such names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args  # so that namespace(self=1) works, as in Jinja
@@ -175,9 +176,9 @@ _TEXT_MAKERS = frozenset(["expandtabs", "translate", "encode", "to_bytes"])
 
 
 class _Counting(NodeTransformer):
-    """Adds counting calls to a template: into each round of a loop, and around values joined without call or operator.
+    """Inserts counting calls into a template: into each round of a loop, and around joined texts, new lists and slices.
 
-    The names of the methods are Jinja's.
+    `_Environment` itself counts calls and operators. The names of the methods are Jinja's.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
@@ -221,7 +222,7 @@ def _listed(value: Any) -> Any:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the budget of one rendering. Compiling a template evaluates no part of it."""
+    """The sandbox, with the budget of one rendering. Compiling a template evaluates no part of the template."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -250,7 +251,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def spend(self, num_characters: int) -> bool:
-        """Count a round of a loop, with the characters of the template's own text that it may print."""
+        """Count a round of a loop, with the characters of the template's own text that the round may print."""
         self.budget.step(num_characters)
         return True
 
@@ -291,7 +292,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter whose calls are counted as steps, with the characters that a call will make or has made."""
+        """Return a filter that counts each call as a step, with the characters that the call will make or has made."""
         first = int(hasattr(function, "jinja_pass_arg"))  # index of the filtered value, after the context if any
 
         @wraps(function)
@@ -330,7 +331,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         return attr not in _TEXT_MAKERS and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Raise SecurityError at once. Jinja's own value would raise only when used, and print as an empty text."""
+        """Raise SecurityError at once.
+
+        Jinja's own method returns a value that prints as an empty text, and raises only in other uses.
+        """
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__}")
 
 

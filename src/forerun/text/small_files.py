@@ -1,4 +1,4 @@
-"""The small files of a checkpoint's folder, each read once."""
+"""The files of a checkpoint folder besides the weights, such as config.json and the tokenizer. Each is read once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class SmallFiles:
-    """The files of a checkpoint besides its weights, each read when it is first asked for, and then kept.
+    """The files of a checkpoint besides its weights. A file is read on first use, and its content is kept.
 
     folder: the checkpoint's folder; None for a model that is only in memory, which has no files.
     """

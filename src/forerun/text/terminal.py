@@ -33,7 +33,10 @@ class _Console(Console):
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Render a string for a print or a table. A model's text is never a `str` here; see `cli.show.LiveText`."""
+        """Render a string for a print or a table. Control characters in it are made visible.
+
+        A model's text never gets here as a `str`; see `cli.show.LiveText`.
+        """
         return super().render_str(visible(text), **options)
 
 
@@ -55,7 +58,7 @@ def note(text: str) -> None:
 
 @contextmanager
 def unechoed() -> Iterator[None]:
-    """Keep typed keys off the screen while something else is written there; the next prompt gets them.
+    """Keep typed keys off the screen while something else is written there. The next prompt reads these keys.
 
     Does nothing where standard input is no terminal.
     """

@@ -52,7 +52,7 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:
-        """Load a folder's tokenizer; None without tokenizer.json, as for a model whose ids stand for no text."""
+        """Load a folder's tokenizer; None without tokenizer.json, for example where a model's ids stand for no text."""
         return cls.load(folder) if cls.is_in(folder) else None
 
     @staticmethod
@@ -72,7 +72,10 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_names(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode names of special tokens in a text as plain text. No other thread may use the tokenizer meanwhile."""
+        """Encode a text in which names of special tokens are plain text.
+
+        No other thread may use the tokenizer meanwhile.
+        """
         self._backend.encode_special_tokens = True
         try:
             return self.encode(text, add_special_tokens)
@@ -80,7 +83,7 @@ class Tokenizer:
             self._backend.encode_special_tokens = False
 
     def inner(self, ids: Seq[int]) -> range:
-        """Return the range of indices without the special ids that `encode` adds at both ends, if these are present."""
+        """Return the range of indices in `ids` without the special ids that `encode` adds at both ends, if present."""
         before, behind = self._around
         start = len(before) if list(ids[: len(before)]) == before else 0
         end = len(ids) - (len(behind) if list(ids[len(ids) - len(behind) :]) == behind else 0)
@@ -88,7 +91,7 @@ class Tokenizer:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The special ids that `encode` puts before a text, and those that it puts after a text."""
+        """The special ids that `encode` puts before a text, and the special ids that it puts after a text."""
         encoding = self._backend.encode("a")
         num_before = len(list(takewhile(bool, encoding.special_tokens_mask)))
         num_behind = len(list(takewhile(bool, encoding.special_tokens_mask[:num_before:-1])))
@@ -150,10 +153,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """The bytes that each id below num_ids stands for inside a text; b"" = no bytes. None where these are unknown.
+        """The bytes that each id below num_ids stands for inside a text; b"" = no bytes.
 
-        The bytes are known where names spell bytes (byte level) or texts with ▁ for blanks. Other decoders may turn a
-        name into a text that depends on the neighbours.
+        None where the bytes are unknown. They are known for byte-level tokens, and for tokens in which ▁ stands for a
+        blank. Other decoders may turn a token into a text that depends on the tokens beside it.
         """
         spelling, added = self.spelling, self._backend.get_added_tokens_decoder()
         if "ByteLevel" not in spelling and "▁" not in spelling:
@@ -172,7 +175,7 @@ class Tokenizer:
 
     @cached_property
     def spelling(self) -> frozenset[str]:
-        """How token strings stand for text. Where two tokenizers agree in this, equal strings are equal texts."""
+        """How token strings stand for text. In tokenizers with the same spelling, equal strings are equal texts."""
         decoder = _decoder_types(self._backend)
         return frozenset(name for name in _SPELLINGS if name in decoder)
 
@@ -198,10 +201,10 @@ class Tokenizer:
         return text, len(text) - text.endswith(REPLACEMENT)
 
     def _broken_runs(self, ids: Seq[int]) -> tuple[list[int], int]:
-        """Return where whole characters end in runs of byte tokens that are not UTF-8, and the number of open bytes.
+        """Return the breaks in runs of byte tokens that are not UTF-8, and the number of open bytes.
 
-        An end is an index in ids; it is left out where the run begins with a bad byte. Open bytes are the bytes of an
-        unfinished character at the end of the ids.
+        A break is the first place in a run, as an index in ids, whose byte belongs to no whole character. A break at
+        the beginning of a run is left out. Open bytes are the bytes of an unfinished character at the end of the ids.
         """
         breaks, num_open, start = [], 0, 0
         for is_run, group in groupby(ids, self.byte_ids.__contains__):
@@ -217,20 +220,20 @@ class Tokenizer:
         return breaks, num_open
 
     def own_text(self, token_id: int) -> str:
-        """Return the text of one id alone. The text is remembered."""
+        """Return the text of one id decoded alone. The text is cached."""
         if token_id not in self._own_text:
             self._own_text[token_id] = self.decode([token_id])
         return self._own_text[token_id]
 
     def is_solid(self, token_id: int) -> bool:
-        """Return whether the id's text is whole characters by itself, so that decoding may start anew at it."""
+        """Return whether the id's text alone is made of whole characters, so that decoding may start anew at it."""
         text = self.own_text(token_id)
         return bool(text) and REPLACEMENT not in text and token_id not in self.byte_ids
 
 
 @lru_cache(maxsize=2)  # a target's and its draft's: each is asked for more than once while they are opened
 def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
-    """Load the tokenizer of a file, once for each version. version: differs where the file has changed."""
+    """Load the tokenizer of a file. version: numbers that differ where the file has changed since an earlier call."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file it cannot read
@@ -239,7 +242,7 @@ def _loaded(file: Path, version: tuple[int, ...]) -> Tokenizer:
 
 
 def needed(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
-    """Return the tokenizer of the model `name`, where a text needs one. Raises NotFound where the model has none."""
+    """Return `tokenizer` itself. Raises NotFound where the model `name` has no tokenizer."""
     if tokenizer is None:
         raise without_text(name)
     return tokenizer
@@ -282,7 +285,7 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> str:
 
 
 def _byte_names() -> dict[str, int]:
-    """Map characters in names of byte-level tokens to bytes (Radford et al. 2019); printable bytes are themselves."""
+    """Map characters in byte-level tokens to bytes (Radford et al. 2019). Printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -16,7 +16,10 @@ NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalPro
 
 
 def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
-    """Return whether a schema means a function without parameters, although JSON Schema would allow any parameters."""
+    """Return whether a schema means a function without parameters.
+
+    Such a schema lists no properties, and says nothing about further ones. JSON Schema itself would allow any.
+    """
     says_no_more = parameters.keys() <= {"type", "properties", "required", "title", "description", "$schema"}
     return says_no_more and parameters.get("properties") == {} and not parameters.get("required")
 
@@ -29,7 +32,7 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Seq[Mapping[str, Any]]) -> Tools:
-        """Read tools as chat templates take them. Raises BadOption for a tool without a name, or two with one name."""
+        """Read tools as chat templates take them. Raises BadOption for tools without a name or with the same name."""
         schemas: dict[str, Mapping[str, Any]] = {}
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
@@ -105,7 +108,7 @@ class ToolRequest:
 
 
 def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
-    """Return a valid limit on reasoning tokens, or None for no limit. Raises BadOption for anything out of range."""
+    """Return a valid limit on reasoning tokens; None = no limit. Raises BadOption for a value that is out of range."""
     if value is None or (type(value) is int and 0 <= value <= MOST_THINKING_TOKENS):
         return value
     raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or left out")
@@ -122,7 +125,10 @@ def choices_of(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def kinds(schema: Any) -> Iterator[str]:
-    """Yield the JSON types that a schema states, itself or in alternatives. A choice counts as "string" or "other"."""
+    """Yield the JSON types that a schema or its alternatives state.
+
+    A value under enum or const counts as the type "string" or "other".
+    """
     if not isinstance(schema, Mapping):
         return
     kind = schema.get("type")
@@ -137,9 +143,11 @@ def kinds(schema: Any) -> Iterator[str]:
 def json_of(raw: str, types: frozenset[str]) -> str:
     """Return as JSON a value that a model wrote without quotes. types: the types that the value's schema allows.
 
-    A value that is no valid JSON becomes a string. So does every value where the schema allows only strings, and every
-    value but null where it allows only strings and null. A value that has quotes already is taken as a JSON string
-    where the schema allows further types, or states none.
+    Where the schema allows only strings, every value becomes a string. Where it allows only strings and null, every
+    value but null becomes a string. A value that is no valid JSON becomes a string, too.
+
+    A model may write quotes around a value all the same. In the first two cases, the quotes become part of the string.
+    Otherwise the value with its quotes is taken as a JSON string.
     """
     if types != {"string"}:
         word = raw.strip()
@@ -161,5 +169,5 @@ def no_number(name: str) -> None:
 
 
 def inside(text: str) -> str:
-    """Return a piece of a text as it stands inside a JSON string."""
+    """Return a piece of a text, escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -95,10 +95,10 @@ class Translation:
         return len(leading) if list(tokens[: len(leading)]) == leading else 0
 
     def _cut(self) -> None:
-        """Let the text that is encoded anew begin TAIL_TOKENS ids before the end.
+        """Shorten the text that is encoded anew to the text of the last TAIL_TOKENS ids.
 
-        An encoding of this end alone differs from `ids` in its first ids, for example by the space that SentencePiece
-        puts before a text. From now on only the common end of both encodings is encoded anew.
+        The first ids of this text, encoded alone, may differ from `ids`, for example by the space that SentencePiece
+        puts before a text. So from now on, only the ids that both encodings have in common at the end can change.
         """
         ids = self.ids[max(self._start, len(self.ids) - TAIL_TOKENS) :]
         self._tail = self._other.decode(ids)

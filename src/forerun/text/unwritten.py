@@ -12,14 +12,14 @@ QUESTION, ANSWER = "forerun asks", "forerun answers"  # looked for in the text t
 
 
 def unwritten_ids(template: ChatTemplate, tokenizer: Tokenizer, end_ids: Collection[int]) -> frozenset[int]:
-    """Return the special ids that a template writes around messages and a model never does, such as <|im_start|>.
+    """Return the special ids that a template writes around messages and a model never writes, such as <|im_start|>.
 
-    They are the special ids around the answer where a question, an answer and a question are rendered. End ids are left
-    out, and so are ids that the template puts into the model's own turn after the generation prompt, such as <think>.
-    Tokens of tool calls are not found, because this conversation has no tools.
+    The template renders a question, an answer and a question. The result is the special ids around the answer. End ids
+    are left out, and so are ids that the template puts into the model's own turn after the generation prompt, such as
+    <think>. Tokens of tool calls are not found, because this conversation has no tools.
 
-    Returns no ids where the template refuses this conversation, or where no end id follows the answer: such a model, as
-    gpt-oss, may go on to another message by itself.
+    Returns no ids where the template refuses this conversation, or where no end id follows the answer. Without such an
+    end id a model, for example gpt-oss, may go on to another message by itself.
     """
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     try:

@@ -1,6 +1,6 @@
 """The dialects of tool calls: how each family of models writes a call into its text, one family per file.
 
-A file states
+A file defines
 
     NAME                              the name of the dialect
     SIGNS                             sets of texts; a chat template of this dialect contains all texts of some set
@@ -8,7 +8,7 @@ A file states
     read(scan, tools)                 yields the parts of an answer
     call(rules, tools, name, schema)  returns the grammar of one call
 
-and may state the other fields of Dialect, too.
+and may define the other fields of Dialect, too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def _as_they_are(rules: Rules, calls: str) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One dialect. reads_always: whether answers to requests without tools have marks, too.
+    """One dialect of tool calls, as a file of this folder defines it.
 
-    call: returns the grammar of one call. around: returns the grammar of all calls together. between: the text between
-    two calls. most_calls: the largest number of calls in an answer; None = no limit. opening: the marks that begin a
-    call. bare: the characters that begin a call without marks. says: returns the grammar of a text in place of a call,
-    in a dialect that has marks around such a text, too. thought: the dialect's marks of reasoning. ends_thought:
-    whether a call ends the reasoning, for models that leave out the closing mark.
+    reads_always: whether answers contain marks even if the request has no tools. call: returns the grammar of one call.
+    around: returns the grammar of all calls together. between: the text between two calls. most_calls: the largest
+    number of calls in an answer; None = no limit. opening: the marks that begin a call. bare: the characters that begin
+    a call without marks. says: returns the grammar of an answer without calls, in a dialect that puts marks around such
+    an answer; None in other dialects. thought: the dialect's marks of reasoning. ends_thought: whether a call ends the
+    reasoning, for models that leave out the closing mark of reasoning.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Dialect:
     ends_thought: bool = False
 
     def grammar(self, rules: Rules, tools: Tools, *, parallel: bool, may_say: bool, answer: str = "") -> str:
-        """Return the rule of an answer with one call of these tools, or with several if `parallel`.
+        """Return the rule for an answer with one call of these tools, or with several calls if `parallel`.
 
         may_say: whether text may stand before the calls or in place of them. answer: a rule; if given, only a text that
         follows this rule may stand in place of the calls.
@@ -78,13 +79,13 @@ class Dialect:
         return f"{said} ({calls})?" if self.is_marked(rules) else f"({calls}) | {said}"
 
     def is_marked(self, rules: Rules) -> bool:
-        """Return whether the model that these rules are for begins its calls with a mark."""
+        """Return whether the model knows an opening mark of calls, as a special token or from its chat template."""
         return any(mark in rules.special or mark in rules.template for mark in self.opening)
 
 
 @cache
 def dialect(name: str) -> Dialect:
-    """Return the dialect that the file `name` states."""
+    """Return the dialect that the file `name`.py defines."""
     module = importlib.import_module(f"{__name__}.{name}")
     return Dialect(
         module.NAME,
@@ -113,7 +114,8 @@ def dialects() -> tuple[Dialect, ...]:
 def of_template(source: str) -> Dialect | None:
     """Return the dialect of a chat template, by its signs in the template's text; None where no dialect fits.
 
-    Of several dialects, the one with the most signs is returned; of equally many signs, the longest decide.
+    Where several dialects fit, the one with the most signs is returned. Where they have equally many signs, the one
+    with the longest signs in total is returned.
     """
     matches = [
         (len(signs), sum(map(len, signs)), one.name)

@@ -50,7 +50,7 @@ def _call(scan: Scanner) -> Steps:
 
 
 def _thought(scan: Scanner) -> Steps:
-    """Yield the rest of a channel as reasoning. The mark of another channel that begins inside it is dropped."""
+    """Yield the rest of a channel as reasoning. Marks of further channels that begin inside it are dropped."""
     yield from scan.skip("thought\n", "thought")
     while (yield from scan.until(CHANNEL, Reasoning)) == CHANNEL[0]:
         yield from scan.skip("thought\n", "thought")
@@ -153,7 +153,7 @@ def _written(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _any(rules: Rules, quote: str, kind: str) -> str:
-    """Return the rule that allows everything of one kind: value, object, array or text."""
+    """Return the rule for any JSON value of one kind. kind: "value" (all kinds), "object", "array" or "text"."""
     if "any_value" not in rules.rules:
         number = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?/"
         rules.rules |= {

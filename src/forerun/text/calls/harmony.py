@@ -1,10 +1,10 @@
-"""Messages in channels, as gpt-oss writes them: analysis is reasoning, commentary to a function is a call.
+"""Messages in channels, as gpt-oss writes them. The channel analysis is reasoning; a message to a function is a call.
 
     <|channel|>analysis<|message|>Weather is asked for.<|end|><|start|>assistant<|channel|>commentary
     to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The format is OpenAI's "harmony response format". The library of that name is not used here: it is compiled for the
-tokens of one vocabulary, and would be a further dependency in place of a few lines.
+The format is OpenAI's "harmony response format". The library of that name is not used: it is compiled for the tokens of
+one vocabulary, and a few lines of code do its work without a further dependency.
 """
 
 from __future__ import annotations
@@ -74,5 +74,5 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def says(rules: Rules, text: str = TEXT) -> str:
-    """Return the grammar of a text in place of a call."""
+    """Return the grammar of an answer without calls: a text in the channel final."""
     return f'{rules.mark(CHANNEL)} "final" {rules.mark(MESSAGE)} {text}'

@@ -27,7 +27,7 @@ def read(scan: Scanner, tools: Tools) -> Steps:
 def _call(scan: Scanner) -> Steps:
     """Read a call's name and arguments. Returns whether it is a call; None where the call breaks off.
 
-    The call's id is dropped, because calls get ids of their own here.
+    The id that the model wrote is dropped, because every ToolCall gets a new id.
     """
     scan.begin()
     name = yield from tool_name(scan)

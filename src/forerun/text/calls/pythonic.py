@@ -48,7 +48,7 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def _types(schema: Schema) -> tuple[str, ...]:
-    """Return the JSON types that a schema allows without restricting their values by enum or const."""
+    """Return the JSON types that a schema allows; none where enum or const restricts the values."""
     kind = () if "enum" in schema or "const" in schema else schema.get("type", ())
     return (kind,) if isinstance(kind, str) else tuple(kind)
 
