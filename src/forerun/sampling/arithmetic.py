@@ -1,9 +1,9 @@
-"""Sums, exp, log, sine and cosine whose bits are the same everywhere, whatever library or processor computes.
+"""Sums, exp, log, sine and cosine that give the same bits on every processor and with every library.
 
 numpy's exp, log, sines and sums differ in their last bits between builds and processors, and so do torch's. Here
 functions are spelled out in additions, multiplications and divisions, which IEEE 754 rounds alike everywhere. Masses
-(sums of weights) are summed as integers, so that the order does not matter. csrc/sampling has exp, log and masses a
-second time, with the same bits.
+(sums of weights) are summed as integers, so that the order does not matter. csrc/sampling implements exp, log and
+masses, too, with the same bits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _COSINE = (
 
 @cache
 def native_sampler() -> Any:
-    """Return the native implementation of this room for float32 rows: same names, same bits. None = use numpy."""
+    """Return the native implementation of sampling for float32 rows: same names, same bits. None = use numpy."""
     isa = native.isa()
     return None if isa == "reference" else native.extension().Sampler(isa)
 
@@ -68,7 +68,7 @@ def exp(x: Row) -> Row:
     """Return e^x for x <= 0, elementwise, in the width of x.
 
     float32: within 1 unit in the last place, 0 below -87, the same bits everywhere (Cephes expf, Moshier 1989).
-    float64: numpy's own exp, for rows of tests and toys, which no native code computes.
+    float64: numpy's own exp. Only tests and toy models have float64 rows, and no native code computes them.
     """
     if x.dtype != np.float32:
         return np.asarray(np.exp(x))
@@ -144,7 +144,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
 
 
 def tick_bits(num_values: int) -> int:
-    """Return b, where the largest of `num_values` weights counts as up to 2^b ticks. All sums then stay below 2^62."""
+    """Return b, so that the largest of `num_values` weights counts as up to 2^b ticks and all sums stay below 2^62."""
     return min(44, 62 - num_values.bit_length())
 
 
@@ -159,7 +159,10 @@ def ticks(weights: Row, num_values: int, largest: float) -> Ticks:
 
 
 def mass(weights: Row) -> float:
-    """Return the sum of weights >= 0; 0 where a weight is no finite number. float64: numpy's own sum, as in `exp`."""
+    """Return the sum of weights >= 0; 0 where the largest weight is no finite number.
+
+    float64 weights are summed by numpy.
+    """
     native = native_sampler() if weights.dtype == np.float32 else None
     return _mass(weights) if native is None else float(native.mass(np.ascontiguousarray(weights)))
 

@@ -1,4 +1,4 @@
-"""A constraint as drafters see it: for them, forced tokens that the target has not committed yet count as committed."""
+"""A constraint as drafters see it: forced tokens count as committed, even before the target has committed them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from forerun.types import Constraint
 class Behind:
     """A constraint after forced tokens, which must come next.
 
-    walk: the target's constraint. It answers all questions, so that an answer that both target and drafters need is
-    computed once. given: the target's committed tokens. sure: the forced tokens after these. A caller's `committed`
-    must be `given` and then `sure`.
+    walk: the target's constraint. It computes all results, so that a result that both target and drafters need is
+    computed once. given: the target's committed tokens. sure: the forced tokens after the committed tokens. In each
+    method, `committed` must be `given` followed by `sure`.
     """
 
     walk: Constraint

@@ -1,9 +1,9 @@
 """The ids that may come next where an output must follow a grammar: a JSON schema, a regex, a choice of texts, rules.
 
-llguidance compiles the grammar and says which tokens may follow a text (github.com/guidance-ai/llguidance). This file
-has the forms in which requests give grammars, the vocabulary that llguidance needs, the limits of compiling, and the
-state that follows a sequence and every path of its drafts. A forbidden id has probability 0, both in the target's and
-in a draft model's distributions, so that verification need not know of grammars (docs/exactness.md).
+llguidance compiles the grammar and computes which tokens may follow a text (github.com/guidance-ai/llguidance). This
+file has the forms in which requests give grammars, the vocabulary that llguidance needs, the limits of compiling, and
+the state of a grammar along a sequence and along every path of its drafts. A forbidden id has probability 0, both in
+the target's and in a draft model's distributions, so that verification needs no case for grammars (docs/exactness.md).
 
 Where the grammar leaves only one text for the next characters, llguidance allows only the token with which the
 tokenizer would begin that text, and no other spelling.
@@ -73,7 +73,10 @@ class Spelling(Protocol):
 
 
 class Allowed(NamedTuple):
-    """The ids that may come next. bits [num_ids]: whether each id may. only: the id, if just one may."""
+    """The ids that may come next.
+
+    bits [num_ids]: for each id, whether it may come next. only: the id, if there is exactly one such id.
+    """
 
     bits: Bits
     only: int | None
@@ -82,7 +85,7 @@ class Allowed(NamedTuple):
 class Vocabulary:
     """The tokens of one tokenizer in llguidance's form, and the grammars that were compiled for these tokens.
 
-    Raises BadOption where the tokenizer does not say which bytes a token stands for.
+    Raises BadOption where the tokenizer does not tell which bytes a token stands for.
     """
 
     def __init__(self, tokenizer: Spelling) -> None:
@@ -101,10 +104,11 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def compiled(self, params: SamplingParams, num_bytes: int = LEAST_BYTES) -> Grammar | None:
-        """Return a request's grammar, compiled now or before; None where the request has none. Any thread may call.
+        """Return a request's grammar; None where the request has none. May be called from any thread.
 
-        num_bytes: the memory of the compiled grammar, where it was measured. Raises BadOption for a grammar that cannot
-        be honoured, or that takes too much.
+        A grammar that was compiled for an earlier request is not compiled again. num_bytes: the memory of the compiled
+        grammar, where it was measured. Raises BadOption for a grammar that cannot be honoured, or that takes too much
+        time or memory.
         """
         if (key := params.constraint) is None:
             return None
@@ -124,7 +128,7 @@ class Vocabulary:
         self._keep(key, refusal)
 
     def forget(self, grammar: Grammar) -> None:
-        """Drop a grammar whose lexer has failed, since requests share the lexer. The next request compiles it anew."""
+        """Drop a grammar whose lexer, which requests share, has failed. The next request compiles it anew."""
         with self._lock:
             if self._kept.get(grammar.key) is grammar:
                 del self._kept[grammar.key]
@@ -153,7 +157,7 @@ _making = threading.Lock()
 
 
 def vocabulary(tokenizer: Spelling) -> Vocabulary:
-    """Return the vocabulary of a tokenizer. Making it takes some tenths of a second, once. Raises as Vocabulary."""
+    """Return the Vocabulary of a tokenizer. The first call takes some tenths of a second. Raises as Vocabulary."""
     with _making:
         if tokenizer not in _vocabularies:
             _vocabularies[tokenizer] = Vocabulary(tokenizer)
@@ -197,7 +201,7 @@ _IN_SCHEMA = re.compile(r"failed to compile JSON schema: ((?s:.*?))\n\s+\d+ \|(?
 class Grammar:
     """One compiled grammar over a vocabulary. key: (kind, text), as in `SamplingParams.constraint`.
 
-    Raises BadOption where llguidance refuses the grammar, or where the grammar takes too much.
+    Raises BadOption where llguidance refuses the grammar, or where the grammar takes too much time or memory.
     """
 
     def __init__(self, key: tuple[str, str], vocabulary: Vocabulary) -> None:
@@ -222,7 +226,10 @@ class Grammar:
         self._walk()
 
     def _walk(self) -> None:
-        """Raise BadOption where masks of the first tokens take too long, before they can delay the engine's steps."""
+        """Raise BadOption where the mask of one of the first tokens takes too long.
+
+        The masks are tried before any request uses them, because slow masks would delay the engine's steps.
+        """
         matcher, chance = self.matcher(), np.random.default_rng(0)
         for _ in range(_WALKED):
             begun_s = time.thread_time()
@@ -273,7 +280,7 @@ class Grammar:
 class GrammarState:
     """The state of a grammar along one sequence: after the committed tokens, or after some path of a draft.
 
-    Only the engine's thread uses it. From call to call the committed tokens only grow; none of them changes.
+    A state is used only by the engine's thread. From call to call the committed tokens only grow; none of them changes.
     """
 
     grammar: Grammar
@@ -295,15 +302,18 @@ class GrammarState:
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts may ask for masks: only if the grammar took less than DRAFT_S in this step and in the last."""
+        """Whether drafters may query the grammar.
+
+        True if the grammar took less than DRAFT_S both in this step and in the step before.
+        """
         return self.failure is None and max(self._step_s, self._last_step_s) < DRAFT_S
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
         """Return the ids that may follow the committed tokens, the prompt included, and the drafted tokens.
 
         Ids that end the output are allowed where the grammar may end. A special id that ends the output is also allowed
-        where the grammar names it. Raises BadOption after a path that the grammar refuses, and where the grammar
-        exceeds the limits.
+        where the grammar names it. Raises BadOption for tokens that the grammar refuses, and where the grammar exceeds
+        the limits.
         """
         if len(committed) != self._num_committed or len(self._masks) > MOST_MASKS:
             self._masks, self._num_committed = {}, len(committed)
@@ -321,7 +331,7 @@ class GrammarState:
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
         """Return whether nothing can follow the tokens, because they are a whole text of the grammar.
 
-        Where this question exceeds the limits, False is returned, and only this request fails later (`failure`).
+        Returns False where computing this exceeds the limits. Then only this request fails, and only later (`failure`).
         """
         try:
             return self._go(committed, drafted) and self._at.matcher.is_stopped() and not self._at.matcher.is_error()
@@ -329,7 +339,7 @@ class GrammarState:
             return False
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
-        """Return the tokens that must come next, as far as only one text is possible and it has only one spelling."""
+        """Return the tokens that must come next, as far as there is only one possible text with only one spelling."""
         try:
             if not self.may_draft or not self._go(committed, drafted):
                 return []
@@ -382,7 +392,8 @@ class GrammarState:
     def _check(self, is_draft: bool) -> None:
         """Raise BadOption where the matcher has failed, or the request has taken too much time.
 
-        The error is kept as `failure`, except after drafted tokens, because the text may never go there.
+        The error is kept as `failure`, so that it ends the request. An error after drafted tokens is not kept, because
+        these tokens may never be committed.
         """
         try:
             self.grammar.check(self._at.matcher)
@@ -413,7 +424,7 @@ def masked(row: npt.NDArray[Any], allowed: Allowed) -> npt.NDArray[Any]:
 
 
 def is_short(key: tuple[str, str]) -> bool:
-    """Return whether a grammar is known to compile in a moment. key: as in `Grammar`."""
+    """Return whether a grammar is known to compile quickly. key: as in `Grammar`."""
     kind, text = key
     most = _SHORT_RULES_CHARS if kind == "grammar" else _SHORT_CHARS
     return kind == "choice" or (len(text) <= most and _PRODUCTS.search(text) is None)
@@ -452,7 +463,7 @@ def _refuse_values(name: str, schema: Any) -> None:
 
 
 def _telling(schema: Any) -> Any:
-    """Return a schema without the entries that restrict no text."""
+    """Return a schema with only the entries that restrict the text."""
     if isinstance(schema, list):
         return [_telling(one) for one in schema]
     if not isinstance(schema, dict):
@@ -474,7 +485,10 @@ def _refuse_bounds(name: str, schema: Mapping[str, Any]) -> None:
 
 
 def _refuse_multiples(name: str, text: str) -> None:
-    """Raise BadOption where compiling multipleOf takes minutes: the automaton counts remainders of their product."""
+    """Raise BadOption where compiling the multipleOf values of a schema takes minutes.
+
+    The automaton counts remainders of the product of these values.
+    """
     plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
     product = 1
     for digits in set(re.findall(r'"multipleOf"\s*:\s*[+-]?([0-9.]+)', plain)):

@@ -1,7 +1,7 @@
 """The ids of the largest logits in each of many rows; the lowest ids on ties.
 
-Libraries do not say which of equal values their sorts take. Besides, an argmax or topk of torch wakes torch's own team
-of threads, and then the next pass of the operators' team takes several milliseconds longer.
+Libraries do not define which of several equal values their sorts take. Besides, an argmax or topk of torch wakes
+torch's own team of threads, and then the next pass of the operators' team takes several milliseconds longer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def top(logits: npt.ArrayLike, num: int) -> tuple[Ids, Rows]:
 def _top(row: Rows, num: int) -> Ids:
     """Return the ids of the `num` largest values of a row.
 
-    Columns i, i + n, i + 2n, ... form group i of n groups. At least `num` values reach the `num`-th largest maximum of
-    a group, so only values that reach this maximum are sorted.
+    The columns form n groups: i, i + n, i + 2n, ... are group i. The least of the `num` largest group maxima is a
+    threshold that at least `num` values reach. So only the values that reach this threshold are sorted.
     """
     num_groups = len(row) // _STRIPES
     candidates = np.arange(len(row))

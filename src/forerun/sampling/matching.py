@@ -2,7 +2,7 @@
 
 llguidance can roll a matcher back by a number of tokens, but the matcher's answers are wrong afterwards
 (docs/development/log.md). So no matcher is ever rolled back. One matcher stays at the end of the committed tokens, and
-a copy of it is led along each new path.
+a copy of this matcher moves along each new path.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The order is a convention that every row of every model shares (docs/exactness.m
 logits warpers, with exact tie rules added:
 
     logit_bias -> repetition penalty -> presence, frequency penalty -> bad words, min_tokens, grammar
-    -> greedy leaves here -> temperature -> top-k -> min-p -> top-p -> softmax
+    -> greedy requests end here -> temperature -> top-k -> min-p -> top-p -> softmax
 
-Before all of these comes forced_eos_token_id: at the last place that the length limit leaves, only this id is possible.
+forced_eos_token_id comes before all of these: at the last place within the length limit, only this id is possible.
 
 Rows are processed one at a time on purpose, so that the numbers of a row cannot depend on how many rows a step has. The
 arithmetic runs on the host, whatever device the logits come from. For float32 rows `_argmax` and `_probs` are written
@@ -40,7 +40,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 class History:
     """The tokens before the token that is being decided: prompt, committed output, and drafted tokens.
 
-    A history is a view of the sequence at this moment, and no longer valid after the next commit.
+    A history is a view of the sequence at this moment. After the next commit it is no longer valid.
     """
 
     committed: Seq[int] = ()  # prompt and output
@@ -77,7 +77,7 @@ class History:
         return len(self.committed) + len(self.drafted) - self.num_prompt_tokens
 
     def forced(self, params: SamplingParams) -> int | None:
-        """Return forced_eos_token_id at the last place of an output; None elsewhere, and where it is not set."""
+        """Return forced_eos_token_id at the last place of an output; None elsewhere, and where no such id is set."""
         is_last = self.max_len - len(self.committed) - len(self.drafted) == 1
         return params.forced_eos_token_id if is_last else None
 
@@ -128,10 +128,11 @@ class _Joined(Seq[int]):
 def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = History(), soft: bool = False) -> Probs:
     """Return the distribution that the next token is drawn from.
 
-    logits [V]: anything that numpy takes for an array of float32 or float64. The width is kept, and the logits are
-    never modified. A greedy request gets a point mass, the lowest id on ties. Any other request gets a vector [V] with
-    exact zeros for every id that was removed, or, where filters left few ids of many, a list of the ids with a
-    probability above 0. soft: whether a greedy point gets the distribution at temperature 1 as well (Probs.soft).
+    logits [V]: anything that numpy accepts as an array of float32 or float64. The width is kept, and the logits are
+    never modified. A greedy request gets a point mass, the lowest id on ties. Any other request gets a vector [V] in
+    which every removed id has exactly 0. Where filters left few ids of many, the request gets a list instead: the ids
+    with a probability above 0. soft: whether a greedy request gets the distribution at temperature 1 as well
+    (Probs.soft).
     Raises BadOption where bias, bad words, min_tokens and grammar leave no id, or where a bias names an id beyond V;
     InternalError where the model's own logits are no numbers.
     """
@@ -183,11 +184,11 @@ def _bias(row: Row, params: SamplingParams) -> Row:
 
 
 def _penalize(row: Row, params: SamplingParams, history: History) -> Row:
-    """Apply the repetition penalty to ids of prompt and output (Keskar et al. 2019), the others to ids of the output.
+    """Apply the repetition penalty to ids of prompt and output, and the other penalties only to ids of the output.
 
-    The repetition penalty divides positive logits and multiplies all others, once per id, however often the id
-    occurred. It is not invariant to a shift of the logits. So `row` must hold logits; only a beam search penalises
-    log-probabilities (`likeliest`).
+    The repetition penalty (Keskar et al. 2019) divides positive logits and multiplies all others, once per id, however
+    often the id occurred. It is not invariant to a shift of the logits. So `row` must hold logits; only a beam search
+    penalises log-probabilities (`likeliest`).
     """
     presence, frequency = params.presence_penalty, params.frequency_penalty
     if params.repetition_penalty == 1 and presence == 0 and frequency == 0:
@@ -221,7 +222,7 @@ def _mask(row: Row, params: SamplingParams, history: History) -> Row:
 
 
 def _only(params: SamplingParams, history: History) -> int | None:
-    """Return the id that the grammar allows next, if it allows just one and nothing else may forbid it; else None."""
+    """Return the id that the grammar allows next, if there is only one. None where other options may forbid the id."""
     allowed = history.allowed()
     return None if allowed is None or _adjusts(params, history.bad_word_ids) else allowed.only
 
@@ -240,7 +241,7 @@ def takes_the_best(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> 
 
 
 def only_filters(params: SamplingParams, bad_word_ids: Seq[Seq[int]] = ()) -> bool:
-    """Return whether a row's distribution follows from its logits and `filters_of`, unless the history forces an id."""
+    """Return whether only the filters (`filters_of`) change a row's distribution, unless the history forces an id."""
     return params.logprobs is None and not params.is_held and not _adjusts(params, bad_word_ids)
 
 
@@ -285,8 +286,8 @@ def _probs(
 ) -> tuple[Ids | None, Row] | None:
     """Apply temperature, filters and softmax. Returns (ids, probabilities); None where logits are no numbers.
 
-    ids None = the probabilities of all ids. Ids are listed where filters left at most `most_listed` of them; listed ids
-    have a probability above 0.
+    Where filters left at most `most_listed` ids, the ids with a probability above 0 are listed. Otherwise ids is None,
+    and there is a probability for every id.
     """
     top = row.max()
     if not np.isfinite(top):
@@ -307,7 +308,7 @@ def _probs(
 
 
 def _mass(weights: Row, width: int) -> Any:
-    """Return the sum of the weights in their own dtype, by which softmax divides them. The largest weight is 1."""
+    """Return the sum of the weights in the weights' own dtype; softmax divides by this sum. The largest weight is 1."""
     if weights.dtype != np.float32:
         return weights.sum()
     unit = 2.0 ** (1 - arithmetic.tick_bits(width))
@@ -341,7 +342,7 @@ def _largest(values: Row, k: int) -> Ids:
 
 
 def _above(values: Row, threshold: Any, k: int) -> Ids:
-    """Return the indices of the k largest values, given the k-th largest value."""
+    """Return the indices of the k largest values. threshold: the k-th largest value."""
     kept = np.flatnonzero(values >= threshold)
     if len(kept) == k:
         return kept
@@ -352,8 +353,8 @@ def _above(values: Row, threshold: Any, k: int) -> Ids:
 def _nucleus(values: Row, top_p: float, width: int) -> Ids:
     """Return the indices of the largest values, as few as have a mass of at least top_p (Holtzman 2020).
 
-    The mass is relative to the given ids. The threshold of candidates is lowered until the candidates have enough mass,
-    so that a peaked row sorts a few dozen values of 100,000.
+    The mass is relative to the given ids. Only values above a threshold are candidates. The threshold is lowered until
+    the candidates have enough mass, so that a peaked row sorts a few dozen values of 100,000.
     """
     mass = _countable(values, width)
     goal = _goal(mass, top_p)
@@ -370,13 +371,16 @@ def _nucleus(values: Row, top_p: float, width: int) -> Ids:
 
 
 def _countable(values: Row, width: int) -> npt.NDArray[Any]:
-    """Return each logit's summand of a mass: ticks, whose order does not change the sum; in float64 rows e^logit."""
+    """Return the weight e^logit of each logit, in a form for sums.
+
+    float32 weights become ticks, so that the order of a sum does not matter. float64 weights stay as they are.
+    """
     weights = arithmetic.exp(values)
     return weights if weights.dtype != np.float32 else arithmetic.ticks(weights, width, 1.0)
 
 
 def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
-    """Return the share top_p < 1 of the total mass. Of ticks it is rounded up, but never above their total."""
+    """Return the share top_p < 1 of the total mass. A share of ticks is rounded up, but is never above the total."""
     share = top_p * float(mass.sum())
     return share if mass.dtype != np.int64 else math.ceil(share)
 

@@ -79,7 +79,7 @@ def _philox_rounds(c: list[Wide], k: list[Wide], rounds: int, out: Words) -> Non
 
 
 def philox_words(counter: Seq[int], key: tuple[int, int], rounds: int = 10) -> tuple[int, ...]:
-    """Return the four words of one counter, by Python integers: for one counter numpy takes twenty times as long."""
+    """Return the four words of one counter, with Python integers. For one counter numpy takes twenty times as long."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(rounds):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -121,7 +121,10 @@ def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
 
 
 def _match_uniforms(seed: int, position: int, blocks: Ids) -> Floats:
-    """Return uniforms in (0, 1), (word + 0.5) * 2^-32, float64 [n, 4]. Block j has the lanes 4j .. 4j+3."""
+    """Return a uniform number in (0, 1), (word + 0.5) * 2^-32, for each lane of these blocks, float64 [n, 4].
+
+    Block j has the lanes 4j .. 4j+3.
+    """
     counter = np.zeros((len(blocks), 4), dtype=np.uint64)
     counter[:, 0], counter[:, 1], counter[:, 3] = position & _MASK, PURPOSE_MATCH, blocks
     if len(blocks) <= _FEW:
@@ -138,9 +141,9 @@ class PhiloxCoins:
     """The production Coins of one sequence in one round.
 
     position: the absolute index of the first token of the round (= the number of tokens committed so far). round: the
-    number of decode steps of the sequence so far. It separates the draws of a round from the draws of an earlier round
-    that rejected a token at the same position. Match noise depends on seed and position, not on the round, so that
-    `match` gives one text whatever the rounds are.
+    number of decode steps of the sequence so far. This number separates the draws of a round from the draws of an
+    earlier round that rejected a token at the same position. Match noise depends on seed and position, not on the
+    round, so that `match` gives the same text however the output is cut into rounds.
     """
 
     __slots__ = ("_position", "_round", "_seed")
@@ -149,11 +152,17 @@ class PhiloxCoins:
         self._seed, self._position, self._round = seed, position, round & _MASK
 
     def ahead(self, filters: tuple[float, int, float, float, int], shares_noise: bool) -> Draw:
-        """Return the settings by which a model draws a chain by itself: at each depth the id of `pick` or `draft`."""
+        """Return the settings by which a model draws a chain by itself.
+
+        At each depth the model draws the id that `pick` or `draft` would return.
+        """
         return Draw(filters, shares_noise, self._seed, self._position, self._round)
 
     def behind(self, filters: tuple[float, int, float, float, int], shares_noise: bool, depth: int) -> Draw:
-        """Return the settings by which a model draws one id by itself: the id of `pick` or `draw` at this depth."""
+        """Return the settings by which a model draws one id by itself.
+
+        The model draws the id that `pick` or `draw` would return at this depth.
+        """
         return Draw(filters, shares_noise, self._seed, self._position + depth, self._round, PURPOSE_NEXT)
 
     def _known(self, probs: Probs, depth: int, *, shares_noise: bool, purpose: int) -> int | None:
@@ -173,7 +182,7 @@ class PhiloxCoins:
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Return whether U < prob: never for 0, always for 1. For these two no coin is tossed."""
+        """Return whether U < prob. No coin is tossed where prob is 0 (never accept) or 1 (always accept)."""
         return prob >= 1 or (prob > 0 and self.coin(depth, lane) < prob)
 
     def coin(self, depth: int, lane: int = 0) -> float:
@@ -198,7 +207,7 @@ class PhiloxCoins:
         return _pick(probs, self._seed, self._position + depth) if probs.point is None else probs.point
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """Return the first `num` ids of the race whose winner `pick` returns."""
+        """Return the first `num` ids of a race. `pick` returns only the winner of the same race."""
         if probs.point is not None:
             return [probs.point]
         weights, ids = probs.weights.copy(), probs.ids
@@ -211,7 +220,7 @@ class PhiloxCoins:
 
 
 class LaterCoins:
-    """The coins of a round for a draft that begins later, after `num` forced tokens."""
+    """The coins of a round, for a draft that begins only after `num` forced tokens."""
 
     def __init__(self, coins: Coins, num: int) -> None:
         self._coins, self._num = coins, num
@@ -238,7 +247,7 @@ class LaterCoins:
 
 
 class WatchedCoins:
-    """The coins of a round, which also record each toss for acceptance, in order."""
+    """The coins of a round. Each toss for acceptance is also recorded, in order."""
 
     def __init__(self, coins: Coins) -> None:
         self.draw, self.draft, self.pick, self.picks = coins.draw, coins.draft, coins.pick, coins.picks
@@ -283,7 +292,7 @@ def _draw(probs: Probs, uniform: float) -> int:
 def _place(weights: Row, uniform: int) -> int | None:
     """Return the first place where the cumulative ticks exceed uniform * 2^-53 of all ticks; None for invalid weights.
 
-    Ticks are summed in two levels: blocks of the vocabulary, then the places of one block. They are whole numbers, so
+    Ticks are summed in two levels: blocks of the vocabulary, then the places of one block. Ticks are whole numbers, so
     nothing is rounded, and the weight of the returned place is above 0.
     """
     if _no_probs(weights):

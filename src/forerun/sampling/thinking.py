@@ -1,7 +1,7 @@
 """A limit on the number of reasoning tokens: a count along the sequence, and the grammar that applies afterwards.
 
-Reasoning may be any tokens, so no grammar reads it. Once it is as long as the limit says, only the token that closes
-the reasoning is allowed. The rest of the request's constraint begins with this closing token.
+Reasoning may be any tokens, so no grammar reads it. Once the reasoning has reached the limit, only the token that
+closes it is allowed. The rest of the request's constraint begins with this closing token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from forerun.sampling.grammar import Allowed, Grammar, GrammarState
 
 @dataclass(frozen=True)
 class Limited:
-    """The constraint of a request with a limit on reasoning. grammar: the limit's rules, compiled; None = any text."""
+    """The constraint of a request with a limit on reasoning.
+
+    grammar: the compiled grammar for an output without reasoning, and for an output from the token on that closes the
+    reasoning; None = any text.
+    """
 
     limit: Thinking
     grammar: Grammar | None
@@ -31,10 +35,11 @@ class Limited:
 
 
 class _Place(NamedTuple):
-    """The place that a path of tokens has reached. begin: the index of the first token that the grammar reads.
+    """The place in the output that a path of tokens has reached.
 
-    left: the number of reasoning tokens that may follow; None outside of reasoning. opens: the next id of the opening
-    mark, where reasoning may begin; None elsewhere.
+    begin: the index of the first token that the grammar reads. left: the number of reasoning tokens that may still
+    follow; None outside of reasoning. opens: the next id of the mark that opens the reasoning, where reasoning may
+    begin; None elsewhere.
     """
 
     begin: int
@@ -43,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class Counting:
-    """The state of a sequence in its reasoning or after it, found from the committed and drafted tokens.
+    """The state of a constraint with a limit on reasoning, along one sequence.
 
     From call to call the committed tokens only grow; none of them changes.
     """
