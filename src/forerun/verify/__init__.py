@@ -4,20 +4,21 @@ A file `<name>.py` (the name is a value of SamplingParams.acceptance, `name:opti
 
     Options          a frozen dataclass; each field with its meaning and range in `metadata`
     LOSSLESS         whether the output has exactly the target's distribution
-    SHAPES, DRAWS    the drafts it can judge: "chain", "tree"; and how siblings may be drawn (forerun.drafters.Drafter)
-    NEEDS_ALL_ROWS   whether it reads the target's distribution after tokens that it may yet reject
+    SHAPES           the shapes of drafts that the rule can judge: "chain", "tree"
+    DRAWS            the ways in which siblings of such drafts may be drawn (forerun.drafters.Drafter)
+    NEEDS_ALL_ROWS   whether the rule reads the target's distribution after tokens that it may yet reject
     READS_SOFT_ROWS  optional, True: rows of greedy requests have the distribution at temperature 1, too (Probs.soft)
     rule             judges one sequence: rule(draft, b, target_probs, coins, options) -> Ruling
 
 A rule is pure: it sees distributions, tokens and coins, and no model, cache or clock. A *row* here is the target's
 distribution after one token, and callers compute each row when the rule reads it. Unless it needs all rows, a rule
-reads only the row after the last committed token and the rows after accepted nodes. No rule reads the row after a
-token of probability 0, where no token may be allowed any more.
+reads only the row after the last committed token and the rows after accepted nodes. No rule reads the row after a token
+of probability 0, because masks may allow no token there.
 
-A row that cannot be made a distribution is a point at an id below 0. This id stands for one more token, which no
-drafter proposes. So rules stay exact, and need no case for such a row. Where a round ends at it, `ruling` makes the
-last accepted token the next token. If the output goes on after that token, the next round fails as plain decoding
-would.
+Where no distribution can be made for a row, the row is a point at an id below 0. This id stands for one more token,
+which no drafter proposes. So rules stay exact, and need no case for such a row. Where a round ends at such a row,
+`ruling` makes the last accepted token the next token. If the output goes on after that token, the next round fails as
+plain decoding would.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Rule:
         return bool(getattr(self.module, "READS_SOFT_ROWS", False))
 
     def judges(self, shape: str, draws: str) -> bool:
-        """Return whether the rule can judge drafts of this shape, with siblings drawn in this way."""
+        """Return whether the rule can judge drafts of this shape, whose siblings are drawn in this way."""
         return shape in self.module.SHAPES and draws in self.module.DRAWS
 
     def check(self, draft: str, shape: str, draws: str) -> None:
@@ -69,7 +70,7 @@ class Rule:
             )
 
     def rule(self, draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins) -> Ruling:
-        """Judge sequence b; shapes as in `ruling`."""
+        """Judge sequence b. The arguments and the result are as in the function `ruling`."""
         ruling: Ruling = self.module.rule(draft, b, target_probs, coins, self.options)
         return ruling
 
@@ -88,12 +89,13 @@ def find(spec: str) -> Rule:
 
 
 def ruling(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, spec: str) -> Ruling:
-    """Judge sequence b of a draft by the rule that `spec` names: (accepted nodes, next token, acceptance tests).
+    """Judge sequence b of a draft by the rule that `spec` names.
 
-    target_probs[0] is the distribution after the last committed token. target_probs[1 + i] is the distribution after
-    node i of the sequence (i counted within the sequence). The next token of a sequence without nodes is drawn with the
-    match noise, whatever the rule, so that plain decoding with a seed gives the same text under each rule.
-    Raises BadOption for an unknown rule, and whatever the rule or a row of target_probs raises.
+    Returns (accepted nodes, next token, acceptance tests). target_probs[0] is the distribution after the last committed
+    token. target_probs[1 + i] is the distribution after node i of the sequence (i counted within the sequence). The
+    next token of a sequence without nodes is drawn with the noise of the rule `match`, whatever rule is named, so that
+    plain decoding with a seed gives the same text under each rule.
+    Raises BadOption for an unknown rule, and any error that the rule or a row of target_probs raises.
     """
     rule = find(spec)
     if draft.node_starts[b] < draft.node_starts[b + 1]:
@@ -103,13 +105,13 @@ def ruling(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, spec: s
 
 
 def _ended(draft: Draft, ruling: Ruling) -> Ruling:
-    """Return the ruling with a next token that exists: the last accepted token, where no token can follow it."""
+    """Return the ruling. Where its next token is missing (below 0), the last accepted token becomes the next token."""
     path, next_token, tests = ruling
     return (path[:-1], draft.tokens[path[-1]], tests) if next_token < 0 and path else ruling
 
 
 def collected(rulings: Seq[Ruling]) -> Verdict:
-    """Put the rulings on all sequences into one verdict."""
+    """Put the rulings on all sequences together into one verdict."""
     return Verdict(
         [path for path, _, _ in rulings], [token for _, token, _ in rulings], [tests for _, _, tests in rulings]
     )

@@ -39,7 +39,7 @@ def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
 def normalised(p: Probs, rest: Row) -> tuple[Probs, float]:
     """Return norm(max(0, rest)) in the form of p, and the mass of max(0, rest); p itself where this mass is 0.
 
-    p is no point. rest [n]: weights of the ids of p; changed in place.
+    p must not be a point. rest [n]: weights of the ids of p; changed in place.
     """
     np.maximum(rest, 0, out=rest)
     mass = arithmetic.mass(rest)
@@ -47,12 +47,12 @@ def normalised(p: Probs, rest: Row) -> tuple[Probs, float]:
 
 
 def reweighted(p: Probs, weights: Row) -> Probs:
-    """Return a distribution over the ids of p with other weights [n]. p is no point."""
+    """Return a distribution over the ids of p with other weights [n]. p must not be a point."""
     return Probs(dense=weights) if p.ids is None else Probs(ids=p.ids, listed=weights)
 
 
 def aligned(q: Probs, p: Probs) -> Row:
-    """Return the probabilities that q gives the ids of p, [n] like p.weights. p is no point."""
+    """Return the probabilities that q gives to the ids of p, [n] like p.weights. p must not be a point."""
     size = len(p.weights)
     if q.point is not None:
         weights, ids = np.ones(1, p.weights.dtype), np.array([q.point])
@@ -68,7 +68,7 @@ def aligned(q: Probs, p: Probs) -> Row:
 
 
 def _places(p: Probs, ids: Ids) -> tuple[npt.NDArray[np.bool_], Ids]:
-    """Return for each id whether p has a weight for the id, bool [n], and the indices of these weights in p."""
+    """Return for which ids p has a weight, as bool [n], and the indices of these weights in p.weights."""
     if p.ids is None:
         known = ids < len(p.weights)
         return known, ids[known]

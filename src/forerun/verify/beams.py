@@ -44,8 +44,8 @@ class Rules:
 def best_first(scores: Seq[float], nexts: Nexts, num: int) -> Iterator[Candidate]:
     """Yield all candidates in the order of score descending, then beam ascending, then token ascending.
 
-    scores: the score of each beam. num: the number of next tokens that each beam is asked for at first. Where more are
-    needed, the number is doubled each time.
+    scores: the score of each beam. num: the number of next tokens that are requested from each beam at first. Where
+    more tokens are needed, the number is doubled each time.
     """
 
     def of_beam(beam: int, score: float) -> Iterator[tuple[float, int, int]]:
@@ -65,10 +65,11 @@ def best_first(scores: Seq[float], nexts: Nexts, num: int) -> Iterator[Candidate
 def step(
     scores: Seq[float], nexts: Nexts, width: int, ends: Callable[[int, int], bool], num: int, is_last: bool = False
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Return the `width` best candidates that go on, and the candidates that end among the `width` best of all.
+    """Return the `width` best candidates that go on, and the candidates that end.
 
-    Both lists are best first. Fewer candidates are returned where masks leave fewer tokens. ends(beam, token): whether
-    a beam ends with that token. is_last: whether every candidate ends here. num: as in `best_first`.
+    A candidate that ends is returned only if it is among the `width` best of all candidates. Both lists are best first.
+    Fewer candidates are returned where masks leave fewer tokens. ends(beam, token): whether a beam ends with that
+    token. is_last: whether every candidate ends in this step. num: as in `best_first`.
     """
     live, ended = list[Candidate](), list[Candidate]()
     for rank, candidate in enumerate(best_first(scores, nexts, num)):
@@ -104,10 +105,12 @@ class Pool:
         self.texts = sorted(texts, key=lambda text: -text.penalised)[: self.rules.num_beams]
 
     def is_final(self, best: float | None, length: int) -> bool:
-        """Return whether the search ends. length: tokens of each beam. best: the best beam's score; None = no beams.
+        """Return whether the search ends.
 
-        A search with beams goes on until the pool is full. With early_stopping True it ends then. Otherwise it ends
-        when the best beam would be no better than the worst text of the pool. The beam is compared at its present
+        length: the number of tokens of each beam. best: the score of the best beam; None = there are no beams.
+
+        A search with beams goes on until the pool is full. With early_stopping True, the search ends then. Otherwise it
+        ends when the best beam would be no better than the worst text of the pool. The beam is compared at its present
         length; with early_stopping "never" and a penalty that favours length, at the longest possible length.
         """
         if best is None:
@@ -125,9 +128,9 @@ class Pool:
 class Search:
     """One beam search: its beams and their scores, the pool, and the number of tokens so far.
 
-    tips: the last node of each beam in the tree, best first, all `length` tokens after the prompt. scores: the score of
-    each beam, a float64 sum of log-probabilities in the order of the tokens. ends(tokens): whether an output that
-    consists of these tokens ends with the last of them.
+    tips: the last node of each beam in the tree, best first; every tip is `length` tokens after the prompt. scores: the
+    score of each beam, a float64 sum of log-probabilities in the order of the tokens. ends(tokens): whether an output
+    that consists of these tokens ends with the last of them.
     """
 
     def __init__(self, rules: Rules, tree: Hypotheses, end_ids: Collection[int], ends: Ends | None = None) -> None:
@@ -136,11 +139,11 @@ class Search:
         self._ends = ends
 
     def replayed(self, scored: Callable[[int], Next | None]) -> tuple[Search, int]:
-        """Take steps while the next tokens of all beams are known. Returns the resulting search, and how many steps.
+        """Take steps while the next tokens of all beams are known. Returns the new search and the number of steps.
 
         scored(node): the next tokens after a node of the tree; None where they are not known. Each step is the same as
-        in a search without drafts, because the next tokens of all its beams are known. This search stays unchanged,
-        except that its tree gets nodes.
+        in a search without drafts, because the next tokens of all beams are known. This search stays unchanged, except
+        that its tree gets nodes.
         """
         after, num_steps = copy.copy(self), 0
         after.pool = Pool(self.rules, self.pool.texts)
@@ -179,10 +182,11 @@ class Search:
         return self._ends is not None and self._ends([*self.tree.text(node), token])
 
     def guessed(self, level: Seq[int], scores: Seq[float], nexts: Seq[Next | None], width: int) -> list[Candidate]:
-        """Return the drafter's `width` best guesses of tokens after the nodes of a level: a step of its own search.
+        """Return the drafter's `width` best guesses of tokens after the nodes of a level.
 
-        scores: the drafter's score of each node. nexts: the drafter's next tokens after each node; None = unknown, so
-        that the node gets no guess. End ids are not guessed, because nothing follows them.
+        The guesses are one step of a beam search with the drafter's own scores. scores: the drafter's score of each
+        node. nexts: the drafter's next tokens after each node; None = unknown, so that the node gets no guess. End ids
+        are not guessed, because nothing follows them.
         """
         known = [(beam, following) for beam, following in enumerate(nexts) if following is not None]
         live, _ = step(

@@ -17,14 +17,14 @@ that it stands for, so that no logarithms are needed.
 No exact rule keeps more in a round, on any prefix, if the target alone continues after the round. Let A_i be the
 probability that the draft begins with x_1 .. x_i and the rule accepts them all. An output may also begin with
 x_1 .. x_(i-1) although the rule has not accepted them all. Its round has then ended at x_(i-1) or earlier, so that the
-output goes on with p_i. As the rule is exact, the outputs that A_(i-1) counts must go on with p_i, too, and hence
-A_i <= A_(i-1) p_i(x_i). A_i is also at most the draft's probability of x_1 .. x_i. Divided by this probability, these
-two bounds of A_i become the two bounds of P_i.
+output goes on with p_i. As the rule is exact, the outputs in which the rule has accepted x_1 .. x_(i-1) must go on with
+p_i, too. Hence A_i <= A_(i-1) p_i(x_i). A_i is also at most the draft's probability of x_1 .. x_i. Divided by this
+probability, these two bounds of A_i become the two bounds of P_i.
 
-Where hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is exact and has no state, it is this rule. It caps
-r_i, the product of p / q, by the largest product so far: r_i / max(r_0, ..., r_i) = P_i. It accepts with the ratio of
-the excess R_i to the deficit sum_x (q_(i+1)(x) - P_i p_(i+1)(x))+ = R_i + 1 - P_i. tests/verify/test_hierarchical.py
-compares the two.
+Where hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is exact and has no state, it is this rule. That
+method caps r_i, the product of p / q, by the largest product so far: r_i / max(r_0, ..., r_i) = P_i. It accepts with
+the ratio of the excess R_i to the deficit sum_x (q_(i+1)(x) - P_i p_(i+1)(x))+ = R_i + 1 - P_i.
+tests/verify/test_hierarchical.py compares the two rules.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Options:
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
-    """Judge one chain: (accepted nodes, correction or bonus, acceptance tests).
+    """Judge one chain. Returns (accepted nodes, correction or bonus, acceptance tests).
 
-    The tests cover the accepted tokens and the first rejected one.
+    The tests cover the accepted tokens and the first rejected token.
     """
     nodes, shares, tests = list(draft.nodes(b)), [1.0], list[AcceptanceTest]()  # shares: P_0, P_1, ...
     num_judged = len(nodes)
@@ -77,6 +77,6 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 def remaining_share(share: float, room: float) -> float:
     """Return h = R / (R + 1 - P), the share that a prefix keeps if every longer prefix is rejected; 1 where P = 1.
 
-    The symbols are explained at the top of the file. share: P. room: R.
+    The symbols are explained at the top of the file. The arguments are P (share) and R (room).
     """
     return 1.0 if share == 1 else room / (room + 1 - share)

@@ -9,8 +9,8 @@ At a node, K tokens are drawn from q. Let beta(rho) = sum_x min(q(x), p(x) / rho
 The token x is accepted with probability min(q, p / rho)(x) (1 - (1 - beta)^K) / beta, and the residual adds the part of
 p(x) that is missing. A smaller rho would make the residual negative (mutant m14). With one draw this is the ratio rule.
 Siblings that were drawn from different distributions are judged in groups with equal distributions. Each group is
-judged with the p that the group before it left, as `ratio` judges sibling by sibling. After an accepted token, all
-draws of this token go on: the children of each are judged.
+judged with the residual of p after the groups before it, as `ratio` judges sibling by sibling. Once a token is
+accepted, the children of all its draws are judged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Options:
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
-    """Judge one sequence: (accepted nodes, correction or bonus, acceptance tests)."""
+    """Judge one sequence. Returns (accepted nodes, correction or bonus, acceptance tests)."""
     path: list[int] = []
     tests: list[AcceptanceTest] = []
     at, first = [-1], draft.node_starts[b]  # at: the last node of the path, with its equal siblings
@@ -56,7 +56,10 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 def _try(
     draft: Draft, siblings: Seq[int], p: Probs, coins: Coins, depth: int, tests: list[AcceptanceTest]
 ) -> tuple[int | None, Probs]:
-    """Test the children of a node. Returns the accepted child, or None, and the p that is left. Appends to `tests`."""
+    """Test the children of a node, and append the tests to `tests`.
+
+    Returns the accepted child, or None where all are rejected, and the distribution p after the rejections.
+    """
     lanes = itertools.count()
     for q, group in _groups(draft, siblings):
         num_draws = sum(q.at(draft.tokens[node]) > 0 for node in group)  # q(x) = 0 comes from underflow alone
@@ -111,7 +114,7 @@ def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
 
 
 def left_by(p: Probs, q: Probs, num_draws: int, rho: float) -> Probs:
-    """Return the distribution of the emitted token where none of `num_draws` draws from q was accepted."""
+    """Return the distribution that the emitted token has where none of `num_draws` draws from q was accepted."""
     if num_draws == 1 or p.point is not None:
         return residual(p, q)
     target_probs = p.weights.astype(np.float64, copy=False)

@@ -58,7 +58,7 @@ class Options:
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options) -> Ruling:
-    """Judge one chain: (accepted nodes, correction or bonus, acceptance tests with their prices)."""
+    """Judge one chain. Returns (accepted nodes, correction or bonus, acceptance tests with their prices)."""
     tests: list[AcceptanceTest] = []
     nodes = draft.nodes(b)
     for depth, node in enumerate(nodes):
@@ -80,9 +80,9 @@ def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
 
 
 def _caps(p: Probs, share: float) -> Probs:
-    """Return by id the largest part of q that is kept: p / share, or 1 for the ids that a greedy request may keep.
+    """Return for each id the largest part of q that is kept: p / share, or 1 for ids that a greedy request may keep.
 
-    These are weights, and no distribution.
+    The result has the form of a distribution, but its weights need not sum to 1.
     """
     if p.point is None:
         return reweighted(p, p.weights.astype(np.float64) / share)

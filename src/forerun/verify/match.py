@@ -27,12 +27,12 @@ class Options:
 
 
 def verify(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins]) -> Verdict:
-    """Judge every sequence of the draft; shapes as in `forerun.verify.ruling`."""
+    """Judge every sequence of the draft. For each sequence, the arguments are as in `forerun.verify.ruling`."""
     return collected([rule(draft, b, target_probs[b], coins[b]) for b in range(draft.num_sequences)])
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
-    """Judge one sequence: (accepted nodes, correction or bonus, acceptance tests)."""
+    """Judge one sequence. Returns (accepted nodes, correction or bonus, acceptance tests)."""
     path: list[int] = []
     tests: list[AcceptanceTest] = []
     at, first = [-1], draft.node_starts[b]  # at: the last node of the path, with its equal siblings

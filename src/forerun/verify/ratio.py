@@ -6,11 +6,11 @@ distribution, and q the distribution that the token x was drawn from:
     accept x with probability min(1, p(x) / q(x));  else go on with p <- norm(max(0, p - q)).
 
 Then P(emit x) = min(p, q)(x) + (1 - beta) (p - min(p, q))(x) / (1 - beta) = p(x), where beta = sum_x min(p, q)(x).
-Several children of a node are tested in turn, each with the p that the test before it left (recursive rejection
-sampling; SpecInfer, Miao et al. 2023, Algorithm 2; without replacement Jeon et al. 2024). Where no child is accepted,
-the emitted token is drawn from the p that the last test left. A chain is a tree without siblings. Equal siblings are
-separate draws: the second of them is tested, too. It is always rejected, but its q is subtracted. Greedy decoding needs
-no case of its own, because p is a point mass then. docs/exactness.md has the edge cases.
+Several children of a node are tested in turn, each with the p that remains after the test before it (recursive
+rejection sampling; SpecInfer, Miao et al. 2023, Algorithm 2; without replacement Jeon et al. 2024). Where no child is
+accepted, the emitted token is drawn from the p that remains after the last test. A chain is a tree without siblings.
+Equal siblings are separate draws: the second of them is tested, too. It is always rejected, but its q is subtracted.
+Greedy decoding needs no case of its own, because p is a point mass then. docs/exactness.md has the edge cases.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Options:
 
 
 def verify(draft: Draft, target_probs: Seq[Seq[Probs]], coins: Seq[Coins]) -> Verdict:
-    """Judge every sequence of the draft; shapes as in `forerun.verify.ruling`."""
+    """Judge every sequence of the draft. For each sequence, the arguments are as in `forerun.verify.ruling`."""
     return collected([rule(draft, b, target_probs[b], coins[b]) for b in range(draft.num_sequences)])
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
-    """Judge one sequence: (accepted nodes, correction or bonus, acceptance tests)."""
+    """Judge one sequence. Returns (accepted nodes, correction or bonus, acceptance tests)."""
     path: list[int] = []
     tests: list[AcceptanceTest] = []
     at, first = [-1], draft.node_starts[b]  # at: the last node of the path, with its equal siblings

@@ -8,9 +8,9 @@ visited in the order of the draws. A subtree without an accepted node is removed
     r = (a p - q)+,  R = sum r;    p <- norm(r),  a <- R / (R + 1 - a)
 
 A node without children, or with all children removed, is accepted with probability a. The round then ends with a draw
-from the p that is left at this node. At the root a stays 1, so that a token is always emitted. Every step is a step of
+from the p that remains at this node. At the root a stays 1, so that a token is always emitted. Every step is a step of
 block verification in which the next sibling's q takes the place of the first sibling's q. So siblings may be drawn
-without replacement or independently, or be points, provided that each states the distribution of its own draw.
+without replacement or independently, or be points. The q of each sibling must be the distribution of its own draw.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Options:
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
-    """Judge one sequence: (accepted nodes, correction or bonus, acceptance tests).
+    """Judge one sequence. Returns (accepted nodes, correction or bonus, acceptance tests).
 
     The tests cover the accepted nodes and the siblings that were removed before them.
     """
     first, lanes = draft.node_starts[b], _lanes(draft, b)
 
     def visit(node: int, share: float, depth: int) -> Ruling | None:
-        """Judge the subtree of a node; None where no node of the subtree is accepted. The root is -1, at depth 0."""
+        """Judge the subtree of a node. Returns None where no node of it is accepted. The root is -1, at depth 0."""
         if share == 0:
             return None
         p, removed = target_probs[node - first + 1 if node >= 0 else 0], list[AcceptanceTest]()

@@ -37,7 +37,10 @@ class Options:
 
 
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options) -> Ruling:
-    """Judge one sequence: (accepted nodes, next token, acceptance tests of the path's nodes and their siblings)."""
+    """Judge one sequence. Returns (accepted nodes, next token, acceptance tests).
+
+    The tests cover all children of the root and of the accepted nodes.
+    """
     first = draft.node_starts[b]
     rows = {-1: target_probs[0]}  # the target's distributions after the root (-1) and after kept nodes
     reached = {-1: (0, 0.0)}  # the depth of these nodes, and the log-probability of the path to each
