@@ -1,6 +1,6 @@
-"""The data types that every room shares. No arithmetic on models happens here, and nothing imports torch.
+"""The data types that all packages of forerun share. No models are computed here, and nothing here imports torch.
 
-Shape legend, used in every docstring of the package:
+Shape legend, used in every docstring of forerun:
 
     B  sequences of one step         T  rows (new tokens) of one ragged batch      N  draft nodes of one step
     R  rows whose logits are wanted  V  vocabulary size (rows of the LM head)      H  hidden size

@@ -24,17 +24,17 @@ class Source(NamedTuple):
 class RaggedBatch:
     """One forward pass: each sequence contributes a run of new tokens, and nothing is padded.
 
-    tokens [T], positions [T]: lists, or int64 tensors where the values never were on the host. run_starts [B+1]: the
-    first row of each run, and T. slots [B]: the cache slot of each run. cached [B]: the number of cache rows in the
-    slot that every row of the run sees, in order.
-    pending [B]: the number of cache rows after the cached ones that are written but not kept. Only some rows of the run
-    see them.
-    ancestors [T]: which rows a row of a tree sees, as bits. Bit j stands for the j-th row of a list in which the
-    pending rows come first and the run's rows follow; a row sees itself. 0 = a row of a plain run, which sees all rows
-    before it. `pending` and `ancestors` are empty where no run is a tree. `words` packs the bits for backends that want
-    64 of them.
+    tokens [T], positions [T]: lists, or int64 tensors where the values were never on the host. run_starts [B+1]: the
+    first row of each run, then T. slots [B]: the cache slot of each run. cached [B]: for each run, the number of cache
+    rows in its slot that all rows of the run see.
+    pending [B]: for each run, the number of cache rows after these that are written but not kept. Only some rows of the
+    run see them.
+    ancestors [T]: for each row of a tree, the pending rows and the rows of its run that it sees, as bits. Bit j stands
+    for the j-th of these rows, counted from the first pending row on. A row sees itself. 0 = a row of a plain run,
+    which sees all rows before it. `pending` and `ancestors` are empty where no run is a tree. `words` packs the bits
+    for backends that read 64 bits per row.
     sources [B]: the place of each run's source, for an encoder-decoder; else empty.
-    silent: the runs whose logits nobody wants, such as prompt chunks.
+    silent: the runs for which no logits are wanted, such as prompt chunks.
     """
 
     tokens: list[int] | Rows
@@ -66,7 +66,7 @@ class RaggedBatch:
         return self.pending[b] if self.pending else 0
 
     def end(self, b: int) -> int:
-        """Return the number of rows in run b's slot once the run is written: cached, pending and the run's own."""
+        """Return the number of rows in run b's slot once the run is written: cached and pending rows, and its own."""
         return self.cached[b] + self.num_pending(b) + len(self.run(b))
 
     def seen(self, b: int) -> list[list[int]]:
@@ -150,7 +150,7 @@ class CacheView:
 
 
 class Rows(Protocol):
-    """Hidden states [T, H], or ids [T], where the model computes: a numpy array on the host, a tensor on a device."""
+    """Hidden states [T, H] or ids [T], a numpy array on the host or a tensor on the device that computes the model."""
 
     @property
     def shape(self) -> Any: ...

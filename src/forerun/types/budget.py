@@ -18,7 +18,7 @@ EDGES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)  # of the bins of a guess's probabilit
 
 
 def _may(*_: Any) -> bool:
-    """Return True, as a policy answers that lets a drafter use its whole budget."""
+    """Return True. As `go_on` or `go_behind` of a budget, this lets a drafter use the whole budget."""
     return True
 
 
@@ -26,15 +26,16 @@ def _may(*_: Any) -> bool:
 class Stop:
     """A rule that ends one sequence's chain of guesses where the whole chain is too unlikely to be accepted.
 
-    shares [len(EDGES) + 1]: how often a token is accepted, by the bin of its confidence. The confidence is the
-    probability that the token has by the model that guessed it; EDGES separate the bins. worth: by depth, the least
-    probability of the whole chain at which one more token is worth drafting. After the last depth no token is worth it.
-    share: how often a token that is not drawn yet is accepted. confidences: the confidences of the drafted tokens,
-    which the drafter adds. A token that ends a chain stays in the chain, so that the decision looks only at tokens that
-    are drawn already (docs/exactness.md). A drafter that draws nothing may look at a token first (`takes`).
+    The confidence of a token is the probability that the token has by the model that guessed it. EDGES separate bins of
+    confidences. shares [len(EDGES) + 1]: the share of tokens that are accepted, by bin. worth: by depth, the least
+    probability of the whole chain at which one more token is worth drafting. After the last depth no token is worth
+    drafting. share: how often a token is accepted, as estimated before the token is drawn. confidences: the confidences
+    of the drafted tokens, which the drafter adds.
     is_shut: whether the model must not draft at all. num_unread: the number of committed tokens that the model has not
-    run, set by a drafter that searches. search: the stop of the guess that a text search makes before the model is
-    asked. That guess is drafted where its tokens promise at least `bar` more than they cost.
+    run, set by a drafter that also searches the text. search: the stop for the guess of this search, which comes before
+    the model's. The guess is drafted if the number of accepted tokens to expect, less their cost, is at least `bar`.
+    A token that ends a chain stays in the chain, so that the decision looks only at tokens that are drawn already
+    (docs/exactness.md). A drafter that draws nothing may look at a token first (`takes`).
     """
 
     shares: Seq[float]
@@ -55,7 +56,7 @@ class Stop:
 
     @property
     def least(self) -> list[float]:
-        """By depth, the survival of the chain below which no further token follows.
+        """By depth, the smallest survival of the chain after which a further token follows.
 
         The survival is the product of the shares of all tokens so far. The first entry is for the place after the first
         token. After the last entry no token follows.
@@ -74,7 +75,7 @@ class Stop:
         return self.worth[0] / max(self.share, 1e-6) <= 1
 
     def takes(self, confidence: float) -> bool:
-        """Return whether a token is worth its row, and if so add the token. Only for tokens drafted as point masses."""
+        """Return whether a token is worth drafting, and if so add it. Only for tokens drafted as point masses."""
         depth, survival = len(self.confidences), self._survival * self.share_of(confidence)
         if depth >= len(self.worth) or survival < self.worth[depth]:
             return False
@@ -84,11 +85,11 @@ class Stop:
         return True
 
     def share_of(self, confidence: float) -> float:
-        """Return how often a token with this confidence of its drafter is accepted."""
+        """Return the share of tokens with this confidence that are accepted."""
         return self.shares[bisect.bisect_right(EDGES, confidence)]
 
     def goes_on(self, confidence: float) -> bool:
-        """Add a token, and return whether another may follow."""
+        """Add a token, and return whether another token may follow."""
         depth = len(self.confidences)
         self.confidences.append(confidence)
         self._survival *= self.share_of(confidence)
@@ -101,18 +102,18 @@ class Budget:
     """The number of tokens that this step may draft. The pacing policy makes the budget, and the drafter reads it.
 
     num_tokens [B]: the largest number of draft nodes of each sequence. catchup_tokens: the largest number of committed
-    tokens that the drafter may run through its model before drafting. The tokens that the previous round left do not
-    count.
-    go_on(b, depth, draft_probs[, logits]): asked by the drafter before each draw, whether to draw. It may look at the
-    distribution, never at the drawn token (docs/exactness.md). go_behind(b, depth, token, draft_probs[, logits]): asked
-    after each draw by a drafter with a model, whether another token may follow. The drawn token stays in the draft
-    whatever the answer.
-    limits [B]: the number of nodes for which each sequence has room before its own end and in the cache, whatever
-    `num_tokens` grants. Tokens that a grammar forces may fill this room. 0 = such tokens are not to be drafted; an
+    tokens that the drafter may run through its model before drafting. Tokens that the previous round left to the
+    drafter do not count.
+    go_on(b, depth, draft_probs[, logits]): whether to draw a token. The drafter calls it before each draw. The answer
+    may depend on the distribution, never on the drawn token (docs/exactness.md). go_behind(b, depth, token,
+    draft_probs[, logits]): whether another token may follow. A drafter with a model calls it after each draw. The drawn
+    token stays in the draft in either case.
+    limits [B]: the number of nodes for which each sequence has room before its own end and in the cache, even where
+    `num_tokens` is lower. Tokens that a grammar forces may fill this room. 0 = such tokens are not to be drafted; an
     empty list means 0 for every sequence.
     logits [V]: the model's raw logits, before bias, temperature and filters. A drafter without a model leaves them out,
     and a drafter with a model need not compute them unless `reads_logits`. stops: by sequence, a further rule that ends
-    the sequence's chain; only for drafters that `tells_confidence`.
+    the sequence's chain; only for drafters with `tells_confidence`.
     """
 
     num_tokens: list[int]
@@ -129,10 +130,10 @@ class Budget:
         return self.go_on is not _may or self.go_behind is not _may
 
     def carries(self, b: int, num_guessed: int, num_forced: int, share: float = MODEL_SHARE) -> bool:
-        """Return whether forced tokens are worth their rows after `num_guessed` guesses of sequence b.
+        """Return whether forced tokens are worth drafting after `num_guessed` guesses of sequence b.
 
-        Tokens that a grammar forces save a pass if all the guesses are accepted, and are lost otherwise. share: how
-        often a guess is accepted; used where pacing has set no stop for the sequence.
+        Tokens that a grammar forces save a pass if all the guesses are accepted; otherwise their rows are wasted.
+        share: how often a guess is accepted; used where pacing has set no stop for the sequence.
         """
         stop = self.stops.get(b)
         survival = share**num_guessed if stop is None else stop.survival
@@ -141,7 +142,7 @@ class Budget:
     def only(self, members: Seq[int], catchup_tokens: int) -> Budget:
         """Return the budget of some of the sequences, renumbered from 0.
 
-        members: the indices of these sequences in this budget. catchup_tokens: the number of such tokens that other
+        members: the indices of these sequences in this budget. catchup_tokens: the new budget's value, which other
         drafters of the step have left over.
         """
         budget = Budget([self.num_tokens[b] for b in members], catchup_tokens, reads_logits=self.reads_logits)

@@ -43,10 +43,10 @@ class Draft:
     """The drafted tokens of all sequences of one step, in flat lists.
 
     tokens [N]. parents [N]: the parent node of each node, in the same flat numbering; -1 = the last committed token.
-    Parents come before children. node_starts [B+1]: each sequence's first node, and N. probs [N]: the distribution that
-    each token was drawn from. A chain is a tree in which the parent of each node is the node before it. A sequence
-    without nodes decodes plainly. Siblings come in the order in which they were drawn, and a sequence's nodes best
-    first. extra: by sequence, further rows that are scored. shared: by sequence, how its nodes share rows (`packed`).
+    Parents come before children. node_starts [B+1]: each sequence's first node, then N. probs [N]: the distribution
+    that each token was drawn from. A chain is a tree in which the parent of each node is the node before it. A sequence
+    without nodes decodes plainly. The nodes of a sequence come best first, and siblings in the order in which they were
+    drawn. extra: by sequence, further rows that are scored. shared: by sequence, how its nodes share rows (`packed`).
     forced: the nodes that a grammar dictates; no drafter guessed them.
 
     Three numberings meet in a step. A *node* is an index into `tokens`, over all sequences. A *row of a run* is an
@@ -115,7 +115,7 @@ class Draft:
         return range(self.node_starts[b], self.node_starts[b + 1])
 
     def behind(self, run: Seq[int]) -> Draft:
-        """Return this draft, of one sequence, with the tokens `run` put before it as a forced chain."""
+        """Return this draft (of one sequence) with the tokens `run` as a forced chain before its nodes."""
         num = len(run)
         extra = {b: replace(rows, parents=[num + p for p in rows.parents]) for b, rows in self.extra.items()}
         return Draft(
@@ -128,7 +128,7 @@ class Draft:
         )
 
     def before(self, run: Seq[int], tip: int) -> Draft:
-        """Return this draft, of one sequence, with the tokens `run` added as a forced chain after its node `tip`.
+        """Return this draft (of one sequence) with the tokens `run` as a forced chain after its node `tip`.
 
         A draft with extra rows is returned unchanged, because the numbers of extra rows begin after the last node.
         """
@@ -148,7 +148,7 @@ class Draft:
         return sum([node not in self.forced for node in self.nodes(b)]) if self.forced else len(self.nodes(b))
 
     def num_asked(self, b: int) -> int:
-        """Return the number of nodes and extra rows that sequence b has from its drafter; the budget counts these."""
+        """Return the number of nodes and extra rows that sequence b has from its drafter. The budget counts both."""
         return self.num_own(b) + (len(self.extra[b].tokens) if b in self.extra else 0)
 
     def num_rows(self, b: int) -> int:
@@ -178,9 +178,8 @@ class Draft:
     def shared_rows(self, b: int) -> SharedRows:
         """Return the rows of sequence b as a prefix tree: equal siblings share a row, and so do their subtrees.
 
-        The nodes stay separate: each was drawn separately, and is judged separately with its own probs. So K drafts of
-        a sequence cost only the rows of their distinct prefixes (speculative decoding of several drafts, packed as a
-        tree).
+        The nodes stay separate: each was drawn separately, and is judged separately with its own probs. So several
+        drafts of one sequence, packed as a tree, cost only the rows of their distinct prefixes.
         """
         nodes = self.nodes(b)
         places: list[int] = []
@@ -206,7 +205,7 @@ class Draft:
         return max(depths.values())
 
     def path(self, node: int) -> list[int]:
-        """Return the flat indices of the nodes on the path down to `node`, itself included."""
+        """Return the flat indices of the nodes on the path down to `node`, with `node` itself as the last."""
         path = []
         while node >= 0:
             path.append(node)

@@ -1,4 +1,4 @@
-"""The sequences that a beam search looks at."""
+"""The sequences that a beam search considers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Next = Callable[[int], tuple[Seq[int], Seq[float]]]
 
 
 class Hypotheses:
-    """The sequences that a beam search looks at, as a tree that only grows. Each node is a token after its parent.
+    """The sequences that a beam search considers, as a tree that only grows. Each node is a token after its parent.
 
     tokens, parents: by node; -1 = the prompt. base: the node of the last committed token, which all beams share. tips:
     the last nodes of the beams, best first. Drafters read the tree, and add the nodes that they guess.
@@ -22,11 +22,11 @@ class Hypotheses:
         self._children: dict[tuple[int, int], int] = {}
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the child of a node that holds `token`; None where there is no such child."""
+        """Return the child of node `parent` with this token; None where there is no such child."""
         return self._children.get((parent, token))
 
     def add(self, parent: int, token: int) -> int:
-        """Return the child of `parent` that holds `token`, added where it is missing."""
+        """Return the child of node `parent` with this token. The child is added where it is missing."""
         node = self._children.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -34,7 +34,7 @@ class Hypotheses:
         return node
 
     def path(self, node: int, above: int = -1) -> list[int]:
-        """Return the nodes below the ancestor `above` down to `node`, itself included; [] where both are the same."""
+        """Return the nodes below the ancestor `above` down to and including `node`; [] where both are the same."""
         path = []
         while node != above:
             path.append(node)

@@ -20,9 +20,9 @@ class Draw:
 
     The model draws the same ids as the sampling pipeline, bit for bit.
 
-    filters: (temperature, 0 = the likeliest id; top_k; log of min_p; top_p; the most ids that are listed), as
-    `sampling.filters_of` returns them. shares_noise: whether an id is picked as `Coins.pick` picks. Otherwise it is
-    drawn as `Coins.draft` or `Coins.draw` draws, by `purpose`. seed, position, round: of the coins.
+    filters: (temperature, top_k, log of min_p, top_p, the most ids that are listed), as `sampling.filters_of` returns
+    them; temperature 0 = take the likeliest id. shares_noise: whether an id is picked as `Coins.pick` picks. Otherwise
+    it is drawn as `Coins.draft` or `Coins.draw` draws, by `purpose`. seed, position, round: as in the coins.
     """
 
     filters: tuple[float, int, float, float, int]
@@ -38,10 +38,10 @@ class Probs:
     """One exact distribution over V ids, in one of four forms.
 
     point: a point mass, which stands for a one-hot vector without storing it. dense: a vector. ids and listed: a list,
-    where filters left few ids of a wide vocabulary. afar: a vector on a device, copied when its weights are asked for.
-    Ids beyond a vector, and ids that a list lacks, have probability 0. soft: for a greedy request, the distribution at
-    temperature 1, where the verification rule asks for it. Anything that numpy converts to an array may be given, and
-    is kept as an array over the same memory.
+    where filters left few ids of a wide vocabulary. afar: a vector on a device, copied to the host when its weights are
+    read. Ids beyond a vector, and ids that a list lacks, have probability 0. soft: for a greedy request, the
+    distribution at temperature 1, where the verification rule needs it. Vectors and lists may be anything that numpy
+    converts to an array; they are kept as arrays over the same memory.
     """
 
     point: int | None = None  # the id that has probability 1
@@ -82,7 +82,7 @@ class Probs:
 
     @property
     def weights(self) -> npt.NDArray[np.floating[Any]]:
-        """The probabilities [n]: of `ids`, or of the ids 0 to n - 1. Raises InternalError where there is no vector."""
+        """The probabilities [n] of `ids`, or else of ids 0 to n - 1. Raises InternalError where there is no vector."""
         weights = self.dense if self.ids is None else self.listed
         if weights is None and self.afar is not None:
             weights = self.afar.weights
@@ -95,7 +95,7 @@ class Afar:
     """A distribution that a device holds, and the parts of it that the host knows.
 
     fetch() -> [V] copies the weights to the host, where they are then kept. chances: the probabilities of some ids.
-    draw: how the device drew an id from the distribution. token: that id; below 0 = the device could draw no id.
+    draw: how the device drew an id from the distribution. token: the drawn id; below 0 = the device could draw no id.
     """
 
     __slots__ = ("_fetch", "_weights", "chances", "draw", "token")
@@ -137,7 +137,8 @@ class Coins(Protocol):
         """
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """Return the `num` ids with the largest log probs + the noise of `pick`, largest first, or as many as possible.
+        """Return the `num` ids with the largest log probs + the noise of `pick`, largest first.
 
-        The first id is the one that `pick` returns. A drafter that wants several children of one node takes these ids.
+        Fewer ids are returned where fewer have a probability above 0. The first id is the one that `pick` returns. A
+        drafter that wants several children of one node takes these ids.
         """

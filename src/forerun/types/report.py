@@ -11,10 +11,10 @@ from forerun.types.verdict import AcceptanceTest
 
 
 class Toss(NamedTuple):
-    """One coin of a round: the probability to accept, and the uniform number that had to be below it.
+    """One coin of a round: the probability to accept, and the uniform number that had to be below this probability.
 
     depth and lane: as in `Coins.accept`. coin: the uniform number. None where the probability was 0 or 1, so that no
-    coin was tossed, and where the coins are no random numbers.
+    coin was tossed, and where the round's decisions do not come from random numbers.
     """
 
     depth: int
@@ -26,7 +26,7 @@ class Toss(NamedTuple):
 
 @dataclass
 class RoundDetail:
-    """One round of one sequence, for listeners that ask for detail. Probabilities belong to the drafted tokens."""
+    """One round of one sequence, for listeners that ask for detail. All probabilities belong to drafted tokens."""
 
     sequence_id: int
     position: int  # absolute index of the first token of this round
@@ -43,7 +43,10 @@ class RoundDetail:
 
 
 class SequenceStep(NamedTuple):
-    """The result of one step for one decoding sequence. Stop conditions shorten only num_committed."""
+    """The result of one step for one decoding sequence.
+
+    Where a stop condition cuts the output, only num_committed is reduced.
+    """
 
     sequence_id: int
     draft: str  # name of the drafter that serves the sequence, or FORCED where all nodes are forced
@@ -71,7 +74,7 @@ class SequenceStep(NamedTuple):
 
     @property
     def without_forced(self) -> SequenceStep:
-        """The step without forced nodes, which are never rejected and teach nothing."""
+        """The step without forced nodes. Such nodes are never rejected, so nothing can be learned from them."""
         if not self.forced:
             return self
         new_ranks = {rank: i for i, rank in enumerate(r for r in range(self.num_drafted) if r not in self.forced)}
@@ -93,8 +96,8 @@ class DraftStep:
     depth: the length of the longest path of a draft. passes: the number of consecutive passes of a draft model.
     num_catchup_tokens: the number of committed tokens that the model ran before drafting, without the tokens that the
     previous round left. catchup_s: the part of `seconds` that these tokens took. num_found: the number of nodes that a
-    search of the text found, without the model. search_s: the part of `seconds` that searched the text, over
-    `num_searched` sequences.
+    search of the text found, without the model. search_s: the part of `seconds` that this search took. num_searched:
+    the number of sequences whose text was searched.
     """
 
     seconds: float = 0.0

@@ -58,7 +58,7 @@ class TokenCounts:
 
 
 def salt_of(source_ids: Seq[int], salt: str | None) -> str:
-    """Return a salt that joins the request's salt and its source, so that no cache rows of other sources are found."""
+    """Return a salt made of the request's salt and its source, so that no cache rows of other sources are found."""
     return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
 
 
@@ -67,11 +67,11 @@ class Constraint(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """The error by which the grammar cannot be followed any more, which ends the request; None = no error."""
+        """The error that ends the request, because the grammar can no longer be followed; None = no error."""
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts may ask the grammar, which takes time."""
+        """Whether drafters may query the grammar, which takes time."""
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
         """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
@@ -146,7 +146,7 @@ class Sequence:
 
     @property
     def salt(self) -> str | None:
-        """The salt of the cache rows: the request's salt, joined with its source if it has one."""
+        """The salt of the cache rows: the request's salt, joined with the request's source if there is one."""
         return salt_of(self.source_ids, self.params.cache_salt) if self.source_ids else self.params.cache_salt
 
     @property

@@ -13,9 +13,9 @@ NO_TOKEN = -2  # stands for a missing token: where the beams of a search differ 
 class AcceptanceTest:
     """One test of a verdict: the node, its target and draft probability, and the outcome.
 
-    Where a node has several children, each test after the first uses the residual of the target's probabilities that
-    the earlier tests left. price: the total variation between the target's distribution and the distribution of the
-    token emitted here; None unless a lossy rule knows it.
+    Where a node has several children, they are tested in turn. Each test after the first uses the residual of the
+    target's distribution after the earlier tests. price: the total variation between the target's distribution and the
+    distribution of the token emitted here; None unless a lossy rule computes it.
     """
 
     node: int
