@@ -1,8 +1,9 @@
-"""The cache rows of a tree of beams, for one slot of a runner, so that no token of the tree is run twice.
+"""The cache rows of a tree of beams, in one slot of a runner. With these rows, no token of the tree is run twice.
 
-The rows of all committed tokens but the last are kept. After them come the tree's pending rows: first the row of the
-last committed token (the tree's base), then the rows of other nodes in the order in which they were run. When the base
-moves on, its former rows become kept; rows of abandoned beams are dropped.
+The cache keeps the rows of all committed tokens except the last one. After them come the tree's pending rows: first the
+row of the last committed token, which is the tree's base, then the rows of other nodes in the order in which they were
+run. When the base moves to a later node, the rows before the new base are kept, and rows of abandoned beams are
+dropped.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from forerun.types import Hypotheses
 
 
 class Branches:
-    """The pending cache rows of one slot, by node of its tree. base: the node of the first row after the kept rows."""
+    """The pending cache rows of one slot: the index of each row, by node of the slot's tree.
+
+    base: the node to which the first pending row belongs.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
         self.base = -1
 
     def forget(self, base: int) -> None:
-        """Start over. The cache holds no pending rows, and has kept the rows of all committed tokens but the last."""
+        """Start over with this base. The cache must hold no pending row, and keep all committed tokens but the last."""
         self.rows, self.base = {}, base
 
     def missing(self, tree: Hypotheses) -> list[int]:
-        """Return the live nodes without a row, parents first."""
+        """Return the live nodes of the tree that have no row, each after its parent."""
         return [node for node in tree.live() if node not in self.rows]
 
     def run(self, slot: int, tree: Hypotheses, nodes: Seq[int], last_token: int) -> Run:
-        """Return the run of these nodes. The row of each node's parent is pending, or part of the run.
+        """Return the run of these nodes. The parent of each node must have a pending row, or be in the same run.
 
         last_token: the last committed token, which is the token of the base.
         """
@@ -49,10 +53,10 @@ class Branches:
             self.rows[node] = len(self.rows)
 
     def settle(self, tree: Hypotheses) -> tuple[list[int], Held]:
-        """Follow the tree's base and tips; return the rows to keep, and the rows that stay pending.
+        """Move on to the tree's new base and tips. Returns the rows to keep, and the rows that stay pending.
 
-        Rows are kept from the old base on, as far as the parent of the new base. If one of these rows is missing, rows
-        are kept only up to it, and no row stays pending.
+        Rows are kept from the old base to the parent of the new base. If a row on this path is missing, only the rows
+        before the missing one are kept, and no row stays pending.
         """
         moved = [self.base, *tree.path(tree.base, self.base)]
         kept = [self.rows[node] for node in moved[:-1] if node in self.rows]
@@ -69,7 +73,7 @@ class Branches:
 
 
 def settle(cache: KVCache, slot: int, branches: Branches, tree: Hypotheses) -> int:
-    """Apply `Branches.settle` to a cache that nobody else changes. Returns how many rows were kept."""
+    """Apply `Branches.settle` to a cache that no other code changes. Returns the number of rows that were kept."""
     kept, held = branches.settle(tree)
     cache.keep({slot: kept}, {slot: held})
     return len(kept)

@@ -1,11 +1,11 @@
 """Shared code to read config.json: sizes, rotary positions, and the refusal of unknown keys.
 
-Policy: a key that would change what the model computes, and is not honoured, is refused by name. Each architecture
-names the keys that it honours. INERT_KEYS, and keys that begin with an underscore, are known not to change inference.
-Any other key must be absent, null, false or empty, or have a value that changes nothing (NEUTRAL). Numbers have bounds
-that no published model comes near. A file may state a fact under two keys if they agree; a missing key contradicts
-nothing. Both generations of the file are read: `rope_theta` + `rope_scaling` + `torch_dtype` (transformers 4), and
-`rope_parameters` + `layer_types` + `dtype` (transformers 5).
+A key that would change what the model computes, and that the architecture's file does not read, is refused by name.
+Each architecture names the keys that it reads. INERT_KEYS, and keys that begin with an underscore, are known not to
+change inference. Any other key must be absent, null, false or empty, or have a value that changes nothing (NEUTRAL).
+Numbers have bounds, which are far beyond the values of all published models. A config.json may say the same thing under
+two keys if the values agree. The formats of two versions of transformers are read: `rope_theta`, `rope_scaling` and
+`torch_dtype` (version 4), and `rope_parameters`, `layer_types` and `dtype` (version 5).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _by_key(*groups: tuple[T, str]) -> dict[str, T]:
-    """Map keys to values. groups: pairs of a value and the keys that have it."""
+    """Map keys to values. groups: pairs of a value and the keys that have this value, separated by spaces."""
     return {key: value for value, keys in groups for key in keys.split()}
 
 
@@ -137,8 +137,8 @@ RANGES: Mapping[str, tuple[float, float]] = _by_key(
 class Filled(dict[str, Any]):
     """The keys of config.json, with usual values for keys that are missing or null.
 
-    said: the keys that the file itself sets; only these can contradict anything. nullable: keys that keep a null,
-    because it means "none" there.
+    said: the keys that the file itself sets; a usual value never contradicts another key. nullable: the keys for which
+    null is a value; they stay null.
     """
 
     def __init__(self, raw: Raw, usual: Raw, nullable: Collection[str] = ()) -> None:
@@ -147,7 +147,7 @@ class Filled(dict[str, Any]):
         self.said: Raw = said
 
     def also(self, **usual: Any) -> Filled:
-        """Return a copy with usual values for more keys."""
+        """Return a copy with usual values for further keys."""
         return Filled(self.said, {**usual, **self}, self.said.keys())
 
 
@@ -161,8 +161,8 @@ def understood(
     """Return config.json with usual values for missing keys.
 
     honoured: the keys that the family reads. usual: the values of keys that a family's published files leave out.
-    again: maps a key to the key that it repeats. nullable: see Filled. Raises UnsupportedModel for keys that are not
-    honoured, and for contradictions.
+    again: maps each key that only repeats another key to that other key. nullable: see Filled. Raises UnsupportedModel
+    for keys that are not honoured, and for keys that contradict each other.
     """
     again = again or {}
     refuse_unknown(raw, {*honoured, *again})
@@ -173,7 +173,7 @@ def understood(
 
 
 def agree(c: Filled, key: str, value: object, other: str) -> None:
-    """Raise UnsupportedModel where config.json sets `key` to anything but `value`, which comes from the key `other`."""
+    """Raise UnsupportedModel where config.json sets `key` to another value than `value`, which the key `other` has."""
     said = c.said.get(key)
     if said is not None and value is not None and said != value:
         raise UnsupportedModel(
@@ -191,11 +191,12 @@ def plain_spec(
     turns_parts: bool = False,
     **more: Any,
 ) -> Spec:
-    """Return the spec of a decoder like Llama's from config.json. more: the fields of `Plain` that the family sets.
+    """Read config.json into the spec of a decoder that is built like Llama. more: further fields of `Plain`.
 
-    honoured: keys of config.json that the family reads itself. defaults: values of keys that its published files leave
-    out. again: keys that repeat others, see `understood`. turns_parts: whether the family may rotate only a part of a
-    head. Raises UnsupportedModel, naming the key, for whatever is missing, broken or not honoured.
+    honoured: keys of config.json that the family reads itself. defaults: the values of keys that the family's published
+    files leave out. again: maps keys that only repeat other keys, see `understood`. turns_parts: whether the family may
+    rotate only a part of a head. Raises UnsupportedModel, naming the key, for any value that is missing or impossible,
+    and for keys that are not honoured.
     """
     c = understood(raw, SHARED_KEYS | frozenset(honoured), {"rms_norm_eps": 1e-6, **(defaults or {})}, again)
     require(is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
@@ -218,7 +219,7 @@ def plain_spec(
 
 
 def spec_of(c: Filled, model_type: str, blocks: Iterable[Block], norm: Norm, **more: Any) -> Spec:
-    """Return the spec of a model with these blocks; its other sizes are read under the usual keys.
+    """Return the spec of a model with these blocks. The vocabulary, hidden and context sizes come from config.json.
 
     more: further fields of Spec that the family sets.
     """
@@ -227,9 +228,10 @@ def spec_of(c: Filled, model_type: str, blocks: Iterable[Block], norm: Norm, **m
 
 
 def text_of(raw: Raw, honoured: Collection[str], kind: str, usual: Raw) -> Raw:
-    """Return the part of a multimodal config.json about its text model, see `text_part`. kind: its model_type.
+    """Return the config of the text model inside a multimodal config.json. Missing keys are filled in, see `text_part`.
 
-    Raises UnsupportedModel for a text model of another kind, and for keys that are not honoured.
+    kind: the model_type that the text model must have. Raises UnsupportedModel for another model_type, and for keys of
+    the multimodal config that are not honoured.
     """
     refuse_unknown(raw, honoured)
     text = text_part(raw, {"model_type": kind, **usual})
@@ -238,9 +240,9 @@ def text_of(raw: Raw, honoured: Collection[str], kind: str, usual: Raw) -> Raw:
 
 
 def text_part(raw: Raw, usual: Raw) -> Raw:
-    """Return the part of a multimodal config.json about its text model. usual: the values of missing keys.
+    """Return the config of the text model inside a multimodal config.json. usual: the values of missing keys.
 
-    `tie_word_embeddings` is taken from the whole config, as transformers does.
+    `tie_word_embeddings` is taken from the multimodal config, as transformers does.
     """
     text = raw.get("text_config")
     require(isinstance(text, Mapping), raw, "text_config", "a mapping")
@@ -249,7 +251,7 @@ def text_part(raw: Raw, usual: Raw) -> Raw:
 
 
 def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the config.json of a decoder like Llama's, for old and new versions of transformers and other programs."""
+    """Return the config.json of a decoder built like Llama. Old and new versions of transformers can read it."""
     return {**usual_config(spec, architecture), "hidden_act": "silu", **rope_config(Plain.of(spec).rope)}
 
 
@@ -298,13 +300,13 @@ def rope_config(rope: Rope | None, head_dim: int | None = None) -> dict[str, Any
 
 
 def share(dims: int, head_dim: int) -> float:
-    """Return the partial_rotary_factor whose product with `head_dim`, rounded down, is `dims`."""
+    """Return the partial_rotary_factor that gives `dims` when it is multiplied by `head_dim` and rounded down."""
     quotient = dims / head_dim
     return quotient if int(head_dim * quotient) == dims else math.nextafter(quotient, 1)
 
 
 def rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    """Return `rope_scaling` of config.json; None for plain rotary positions."""
+    """Return the value of the key `rope_scaling` of config.json; None for plain rotary positions."""
     if rope.kind == "default":
         return None
     names = {"original_max_position_embeddings": "original_max_positions"}
@@ -350,7 +352,7 @@ def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | 
     """Return the rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
 
     Where config.json has both forms, they must agree. turned_of: the head size, for a family that may rotate only a
-    part of a head. names: maps the TURNED keys to the family's names for them outside of `rope_parameters` and
+    part of a head. names: the names that the family gives to the TURNED keys outside of `rope_parameters` and
     `rope_scaling`.
     """
     names = names or dict(zip(TURNED, TURNED, strict=True))
@@ -372,8 +374,8 @@ def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | 
 def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
     """Return the rotary positions of each kind of layer, for families where kinds differ.
 
-    names: maps each kind to the key that has its theta outside of `rope_parameters`. Where `rope_parameters` is
-    missing, `rope_scaling` belongs to full attention.
+    names: for each kind, the key that sets its theta outside of `rope_parameters`. Where `rope_parameters` is missing,
+    `rope_scaling` belongs to full attention.
     """
     both, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     fits = isinstance(both, Mapping) and isinstance(old, Mapping) and not (both and old)
@@ -390,9 +392,9 @@ def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
 
 
 def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
-    """Return the rotary positions that `rope`, a part of config.json, describes.
+    """Return the rotary positions that `rope`, a mapping inside config.json, describes.
 
-    c: the whole config.json. turned_of: see `rope_of`.
+    c: the whole config.json. turned_of: the head size, see `rope_of`.
     """
     rope = given(rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -442,7 +444,7 @@ def read_rope(rope: Raw, c: Filled, turned_of: int | None = None) -> Rope:
 
 
 def _factors(rope: Raw, key: str, dims: int) -> tuple[float, ...]:
-    """Return the factors by which longrope divides the frequency of each pair."""
+    """Return one of longrope's lists of factors. A factor divides the frequency of one pair of dimensions."""
     factors, (least, most) = rope.get(key), RANGES["factor"]
     fits = isinstance(factors, list) and len(factors) == dims // 2
     fits = fits and all(type(x) in (int, float) and least <= x <= most for x in factors or ())
@@ -451,9 +453,10 @@ def _factors(rope: Raw, key: str, dims: int) -> tuple[float, ...]:
 
 
 def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer in tokens; () where every layer attends to everything.
+    """Return the sliding window of each layer, in tokens; () where every layer has full attention.
 
-    `layer_types` decides which layers have the window. Where it is missing, the layers from `first` on have the window.
+    `layer_types` says which layers have the window. Where that key is missing, the layers from `first` on have the
+    window.
     """
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -471,7 +474,7 @@ def windows(raw: Raw, num_layers: int, window: int | None, first: int = 0) -> tu
 
 
 def layer_kinds(c: Filled, usual: list[str], kinds: tuple[str, str]) -> list[str]:
-    """Return the kind of each layer, which is one of two kinds; the first kind must occur.
+    """Return the kind of each layer. There are two possible kinds, and some layer must have the first one.
 
     usual: the kinds of the layers where `layer_types` is missing.
     """
@@ -506,7 +509,7 @@ def full_attention_only(raw: Raw) -> None:
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
-    """Return an integer of config.json, from `least` to the key's LARGEST. It may be written as 4096.0."""
+    """Return an integer of config.json, from `least` to the key's LARGEST. The file may have it as 4096.0."""
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -523,12 +526,12 @@ def number(raw: Raw, key: str) -> float:
 
 
 def whole(number: float) -> float:
-    """Return a number, as an int where it is within 1e-6 of an int, as published files have it."""
+    """Return a number, as an int if it is within 1e-6 of an int. Published files have ints for such numbers."""
     return round(number) if abs(number - round(number)) < 1e-6 else number
 
 
 def act_name(act: Act) -> str:
-    """Return the name that published files have for an activation."""
+    """Return the name of an activation in published files."""
     return next(name for name, other in ACTS.items() if other == act)
 
 
@@ -540,7 +543,7 @@ def flag(raw: Raw, key: str) -> bool:
 
 
 def require(ok: bool, raw: Raw, key: str, what: str) -> None:
-    """Raise UnsupportedModel, naming a key of config.json, unless `ok`. what: the possible values, in words."""
+    """Raise UnsupportedModel, naming a key of config.json, unless `ok` is true. what: the possible values, in words."""
     if ok:
         return
     value = shown(raw.get(key))
@@ -550,7 +553,7 @@ def require(ok: bool, raw: Raw, key: str, what: str) -> None:
 
 
 def gelu_only(c: Raw) -> None:
-    """Raise UnsupportedModel for any activation but Gemma's."""
+    """Raise UnsupportedModel for any activation except gelu_pytorch_tanh, which all Gemma models have."""
     for key in ("hidden_activation", "hidden_act"):
         require(c.get(key, "gelu_pytorch_tanh") == "gelu_pytorch_tanh", c, key, "'gelu_pytorch_tanh'")
 
@@ -574,10 +577,10 @@ def _is_neutral(value: object, key: str) -> bool:
 
 
 def _is_one_of(value: object, values: Collection[object]) -> bool:
-    """Whether a number or a flag is among `values`. Here true is not equal to 1."""
+    """Whether a number or a boolean is among `values`. Unlike in Python, true is not equal to 1."""
     return any(value == other and (value is True) == (other is True) for other in values)
 
 
 def given(raw: Raw) -> dict[str, Any]:
-    """Return a mapping without its null values."""
+    """Return a mapping without the keys that are null."""
     return {key: value for key, value in raw.items() if value is not None}

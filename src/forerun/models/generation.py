@@ -1,12 +1,11 @@
-"""The generation settings of a checkpoint: the ids that end an output, and the sampling values its makers suggest.
+"""The generation settings of a checkpoint: the ids that end an output, and the sampling values that its makers suggest.
 
-End ids are always applied. The suggested sampling values are the defaults of a request (`Opened.usual_fields`), unless
-generation_config="none" leaves them out.
+End ids are always applied. The suggested sampling values become the defaults of a request (`Opened.usual_fields`). With
+generation_config="none" they are not used.
 
-The policy is the same as for config.json: a key that would change the output and is not honoured is refused by name.
-The keys of SAME are honoured, and so are do_sample, stop_strings, suppress_tokens and bad_words_ids. The keys of INERT
-change nothing, and the keys of NEUTRAL change nothing with their neutral value. Any other key must be absent, null,
-false or empty.
+As in config.json, a key that would change the output and that is not honoured is refused by name. The keys of SAME are
+honoured, and so are do_sample, stop_strings, suppress_tokens and bad_words_ids. The keys of INERT change nothing. The
+keys of NEUTRAL change nothing if they have their neutral value. Any other key must be absent, null, false or empty.
 """
 
 from __future__ import annotations
@@ -66,10 +65,11 @@ def sampling_fields(
     """Return the fields of SamplingParams that generation_config.json sets. config: config.json.
 
     do_sample=false becomes temperature 0, and stop_strings become stop. suppress_tokens and bad words of one token
-    become biases of minus infinity. Where there is a minimum number of tokens and no maximum, our default maximum is
-    lifted, because it may be below the minimum. A value makes an UnsupportedModel if it has the wrong type or range, or
-    would change the output in a way that is not implemented. The error goes to `refuse`, and the other fields stay;
-    without `refuse` it is raised.
+    become biases of minus infinity. Where the file sets a minimum number of tokens and no maximum, max_tokens becomes
+    None (no limit), because the default maximum may be below the minimum.
+
+    Raises UnsupportedModel for a value that has a wrong type or range, or would change the output in a way that is not
+    implemented. With `refuse`, the error is passed to that function instead, and the other keys are still read.
     """
     raw, name = given(small.json(FILE)), FILE
     if not raw:  # then config.json forces tokens, as in transformers
@@ -97,8 +97,8 @@ def sampling_fields(
 def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
     """Return the ids that end the output: from generation_config.json, config.json and tokenizer_config.json.
 
-    raw: config.json. Ids outside of its vocabulary are left out, because they never occur; some files write -1 for no
-    id. Raises UnsupportedModel for values that are no ids.
+    raw: config.json. Ids outside of the vocabulary are left out, because they never occur; some files write -1 for "no
+    id". Raises UnsupportedModel for a value that is not an id.
     """
     num_ids, ids = _num_ids(raw), frozenset[int]()
     for file, source in ((FILE, small.json(FILE)), ("config.json", raw)):
@@ -113,9 +113,9 @@ def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
 def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
     """Return the ids that begin an encoder-decoder's output: the start token, and after it a forced token, if any.
 
-    raw: config.json. generation_config.json wins over it for the start token. Where neither file names a start token,
-    bos_token_id is used, as in transformers. Where generation_config.json exists, only that file can force a token.
-    Raises UnsupportedModel where there is no start token.
+    raw: config.json. The start token comes from generation_config.json, or else from config.json. Where neither file
+    names a start token, bos_token_id is used, as in transformers. The forced token comes from generation_config.json if
+    that file exists, else from config.json. Raises UnsupportedModel where there is no start token.
     """
     file = small.json(FILE)
     forced = {key: (file or raw).get(key) for key in ("decoder_start_token_id", FORCED_START)}
@@ -134,7 +134,7 @@ def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
 
 
 def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
-    """Return the fields that a known key sets. Raises UnsupportedModel for a value that the key cannot have."""
+    """Return the sampling fields that a known key sets. Raises UnsupportedModel for an impossible value."""
     if key in SAME:
         # A request may ask for no token; a model that suggests it would never answer.
         _require(key != "max_new_tokens" or value != 0, key, value, where, "at least 1, or None")
@@ -146,7 +146,7 @@ def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
 
 
 def _forbidden_ids(key: str, value: Any, where: str, num_ids: int | None) -> frozenset[int]:
-    """Return the ids that a key forbids everywhere. Raises UnsupportedModel for a value that the key cannot have."""
+    """Return the ids that a key forbids at all positions. Raises UnsupportedModel for an impossible value."""
     if key == "suppress_tokens":
         return _ids(value, key, where, "a list of ids", num_ids)
     if key != "bad_words_ids":
@@ -180,7 +180,10 @@ def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
 
 
 def _checked(key: str, field: str, value: Any, where: str) -> Any:
-    """Return a value that SamplingParams accepts by itself; `check_together` checks the combination."""
+    """Check one value by itself, and return it. Raises UnsupportedModel where SamplingParams refuses the value.
+
+    `check_together` checks all values in combination.
+    """
     try:
         SamplingParams(**{"max_tokens": None, field: value})
     except BadOption as error:
@@ -189,7 +192,7 @@ def _checked(key: str, field: str, value: Any, where: str) -> Any:
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
-    """Return stop_strings as a tuple: a file has one text or a list of texts."""
+    """Return stop_strings as a tuple. In a file it is one text or a list of texts."""
     _require(isinstance(value, str | list), "stop_strings", value, where, "a text or a list of texts")
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -198,7 +201,7 @@ def _texts(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
-    """Return the id of tokenizer_config.json's eos_token; the empty set where no id has its text."""
+    """Return the id of the eos_token in tokenizer_config.json; the empty set where no id has the token's text."""
     where, named = f"tokenizer_config.json in {small.folder}", small.json("tokenizer_config.json")
     token = named.get("eos_token")
     text = token["content"] if isinstance(token, Mapping) and "content" in token else token
@@ -213,7 +216,7 @@ def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
 
 
 def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
-    """Yield (id, text) for each entry of added_tokens_decoder, where ids are written as texts."""
+    """Yield (id, text) for each entry of added_tokens_decoder. The keys of that mapping are ids in decimal digits."""
     entries = {} if decoder is None else decoder
     ok = isinstance(entries, Mapping) and all(
         token_id.isdecimal() and isinstance(entry, Mapping) for token_id, entry in entries.items()
@@ -224,7 +227,7 @@ def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
 
 
 def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> frozenset[int]:
-    """Return the ids of a list, without ids outside of the vocabulary. num_ids: its size; None = unknown."""
+    """Return the ids of a list that are in the vocabulary. num_ids: the size of the vocabulary; None = unknown."""
     _require(isinstance(value, list) and all(type(i) is int for i in value), key, value, where, what)
     return frozenset(i for i in value if i >= 0 and (num_ids is None or i < num_ids))
 

@@ -1,7 +1,7 @@
-"""Map a model's name to its folder or file: on this machine, or from the hub in huggingface_hub's cache.
+"""Find the folder or file that a model's name means: on this machine, or on the hub, through huggingface_hub's cache.
 
-Only files that forerun reads are fetched from the hub, small files first, so that a bad checkpoint is refused before
-its weights are fetched. huggingface_hub is imported when a hub id is met, never for a folder.
+Only files that forerun reads are fetched from the hub. Config and tokenizer are fetched before the weights, so that a
+bad checkpoint is refused early. huggingface_hub is imported only where a name is a hub id.
 """
 
 from __future__ import annotations
@@ -63,15 +63,17 @@ Listing = tuple[str, dict[str, int | None]]  # a commit, and its files with thei
 
 
 def locate(name: str | Path, *, config_only: bool = False, weights: bool = True) -> Path:
-    """Return the folder or file that `name` means, fetched from the hub into the cache where necessary.
+    """Return the folder or file that `name` means. Missing files are fetched from the hub into the cache.
 
-    name: a name of data/models.toml; else a path; where no such path exists, a hub id org/name[@revision]. A Path is
-    always a path. A hub id may name one file: by :FILE.gguf after it, or by a type such as :Q4_K_M that the name of one
-    file ends with. Such a file is fetched whole. Of a split file, all pieces are fetched, and the first piece is
-    returned. config_only: fetch config.json alone. weights=False: fetch all but the weights, see `fetch_weights`.
-    Without a network, a complete snapshot in the cache is used as it is.
+    name: a name in data/models.toml; or a path; or, where no such path exists, a hub id org/name[@revision]. A Path
+    object is always a path. A hub id may name one GGUF file of a model, by its name (org/name:FILE.gguf) or by the type
+    with which its name ends (org/name:Q4_K_M). Such a file is fetched whole. If it is split, all its pieces are
+    fetched, and the path of the first piece is returned.
 
-    Raises NotFound for a model that does not exist or cannot be fetched, UnsupportedModel for repositories without
+    config_only: fetch config.json alone. weights=False: fetch all files but the weights, see `fetch_weights`. Without a
+    network, a complete snapshot in the cache is used.
+
+    Raises NotFound for a model that does not exist or cannot be fetched, UnsupportedModel for a repository without
     readable weights, CapacityError for a full disk.
     """
     name = hub_id_of(name) if isinstance(name, str) else name
@@ -102,9 +104,9 @@ def locate(name: str | Path, *, config_only: bool = False, weights: bool = True)
 
 
 def fetch_weights(name: str, path: Path) -> None:
-    """Fetch the weights of a hub model after its small files. path: the path that `locate` returned for this name.
+    """Fetch the weights of a hub model whose other files are there. path: the path that `locate` returned.
 
-    The weights are of the same commit as the small files, even if the branch has moved since. Raises as `locate`.
+    The weights come from the same commit as the other files, even if the branch has moved since. Raises as `locate`.
     """
     model = _as_hub_model(hub_id_of(name))
     assert model is not None
@@ -114,10 +116,10 @@ def fetch_weights(name: str, path: Path) -> None:
 def fetch_files(name: str, choose: Choose) -> Path | None:
     """Return the cache folder with some files of a hub id org/name[@revision]; None where `name` can only be a path.
 
-    This serves repositories that are no checkpoint, such as a drafter's head. choose: a function that gets the names of
-    all files, and returns the files to fetch beside config.json, which must be there. The function raises for an
-    unwanted repository, before anything is fetched. Without a network, the files that are in the cache are used. Raises
-    as `locate` does.
+    This is for repositories that are not checkpoints, such as a drafter's head. choose: a function that gets the names
+    of all files and the hub id, and returns the names of the files to fetch. config.json is fetched, too, and must
+    exist. The function raises an error for an unwanted repository, before any file is fetched. Without a network, the
+    files in the cache are used. Raises as `locate`.
     """
     name = hub_id_of(name)
     model = _as_hub_model(name) if "/" in name else None
@@ -130,7 +132,7 @@ def fetch_files(name: str, choose: Choose) -> Path | None:
 
 
 def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
-    """Return what `fetch` returns; turn its exceptions into errors that say what would help."""
+    """Return the result of `fetch`. Its exceptions are turned into errors that say what would help."""
     try:
         return fetch()
     except ForerunError:
@@ -140,7 +142,7 @@ def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
 
 
 def _missing(name: str, folder: Path) -> str:
-    """Return the message for a name that can only be a path that does not exist."""
+    """Return the error message for a name that can only be a path, where no such path exists."""
     near = difflib.get_close_matches(name.lower(), named.named_models(), n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     if "://" in name:
@@ -153,17 +155,17 @@ def _kind(name: str) -> str:
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name means a model of the hub.
+    """Whether a name means a model on the hub.
 
-    A named model does if only the hub has it. Any other name does if it has the form of a hub id and no such path
-    exists.
+    This is so for a name in data/models.toml where the model is not on this machine, and for any other name that has
+    the form of a hub id, where no such path exists.
     """
     is_path = named.find(name) is None and os.path.exists(name)
     return isinstance(name, str) and not is_path and _as_hub_model(name) is not None
 
 
 def _as_hub_model(name: str) -> _HubModel | _HubFile | None:
-    """Parse a name as a hub model; None where it can only be a path. Raises NotFound where it is almost a hub id."""
+    """Parse a name as a hub model; None where it can only be a path. Raises NotFound for a misspelt hub id."""
     known = named.find(name)
     if known is not None and known.hub is not None and known.path() is None:
         return _as_hub_model(known.hub)
@@ -197,7 +199,7 @@ class _HubModel:
     revision: str
 
     def fetch(self, config_only: bool) -> Path:
-        """Fetch all but the weights, see `locate`. Whatever huggingface_hub raises is raised, too."""
+        """Fetch all files but the weights, see `locate`. Errors of huggingface_hub are passed on."""
         try:
             commit, sizes = self.listing()
         except Exception as error:
@@ -217,7 +219,7 @@ class _HubModel:
         return folder
 
     def fetch_weights(self, folder: Path) -> None:
-        """Fetch the weights, see the function `fetch_weights`. Whatever huggingface_hub raises is raised, too."""
+        """Fetch the weights, see the function `fetch_weights`. Errors of huggingface_hub are passed on."""
         try:
             commit, sizes = self.listing()
             if commit != folder.name:
@@ -236,7 +238,7 @@ class _HubModel:
             self.download(name, commit)
 
     def fetch_files(self, choose: Choose) -> Path:
-        """Fetch some files, see the function `fetch_files`. Whatever huggingface_hub raises is raised, too."""
+        """Fetch some files, see the function `fetch_files`. Errors of huggingface_hub are passed on."""
         try:
             commit, sizes = self.listing()
         except Exception as error:
@@ -256,7 +258,7 @@ class _HubModel:
         return folder
 
     def listing(self) -> Listing:
-        """Return the revision's current commit, and its files with their sizes in bytes, as far as known."""
+        """Return the revision's current commit, and the size of each file in bytes; None = unknown size."""
         asked_s, listing = _LISTINGS.get(self, (-LISTING_KEPT_S, None))
         if listing is None or time.monotonic() - asked_s > LISTING_KEPT_S:
             try:
@@ -278,31 +280,37 @@ class _HubModel:
         return str(info.sha), {file.rfilename: file.size for file in info.siblings or ()}
 
     def download(self, name: str, revision: str) -> Path:
-        """Return the path of one file in the cache, where it is fetched first if it is missing.
+        """Return the path of one file in the cache. If the file is missing there, it is fetched first.
 
-        A file that is cached under this commit needs no request.
+        Nothing is requested where `revision` is a commit and the cache has the file of this commit.
         """
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(self.id, name, revision=revision, library_name="forerun"))
 
     def _revision_to_ask(self, commit: str) -> str:
-        """Return the commit if the cache maps the revision to it.
+        """Return the commit if the cache knows that the revision means this commit.
 
-        Otherwise return the revision, so that the cache learns the commit.
+        Otherwise return the revision, so that the cache learns which commit it means.
         """
         cached = self._cached()
         return commit if cached is not None and cached.name == commit else self.revision
 
     def _cached(self) -> Path | None:
-        """Return the cached snapshot that the revision meant at the last request; None without its config.json."""
+        """Return the cached snapshot of the commit that the revision meant when it was last fetched.
+
+        None where the cache has no config.json of that commit.
+        """
         from huggingface_hub import try_to_load_from_cache
 
         config = try_to_load_from_cache(self.id, CONFIG, revision=self.revision)
         return Path(config).parent if isinstance(config, str) else None
 
     def _refuse(self, sizes: Mapping[str, Any], commit: str, config_only: bool) -> None:
-        """Refuse a checkpoint by the names of its files. Only the file that says why is fetched before."""
+        """Raise for a checkpoint whose file names show that it cannot be read.
+
+        Only the JSON files that the decision or its message needs are fetched for this.
+        """
 
         def read(name: str) -> Mapping[str, Any]:
             return read_json(self.download(name, commit))
@@ -328,7 +336,7 @@ class _HubModel:
 
 @dataclass(frozen=True)
 class _HubFile:
-    """A GGUF file of a hub model, or all its pieces. wanted: the file's name, or the type that its name ends with."""
+    """A GGUF file of a hub model, or all its pieces. wanted: the file's name, or the type with which the name ends."""
 
     model: _HubModel
     wanted: str
@@ -344,7 +352,7 @@ class _HubFile:
     def fetch(self, config_only: bool) -> Path:
         """Fetch the whole file, see `locate`. The config alone cannot be fetched, because it is inside the file.
 
-        Whatever huggingface_hub raises is raised, too.
+        Errors of huggingface_hub are passed on.
         """
         from huggingface_hub import try_to_load_from_cache
 
@@ -368,7 +376,10 @@ class _HubFile:
         """Do nothing: the weights are in the file."""
 
     def _choose(self, names: Collection[str]) -> list[str]:
-        """Return the name of the file, or of its pieces in order. Raises NotFound where no file, or several, match."""
+        """Return the name of the file, or the names of its pieces in order.
+
+        Raises NotFound where no file has the wanted name, or several have.
+        """
         files = sorted(name for name in names if name.lower().endswith(".gguf"))
         ending = re.compile(rf"(?:.*[-._/])?{re.escape(self.wanted)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.IGNORECASE)
         matches = [self.wanted] if self.wanted in files else [name for name in files if ending.fullmatch(name)]
@@ -385,7 +396,7 @@ class _HubFile:
         return pieces
 
     def _cached(self) -> Path | None:
-        """Return the file in the cached snapshot of the revision; None where it is not cached."""
+        """Return the path of the file in the cached snapshot of the revision; None where the file is not cached."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -397,12 +408,12 @@ class _HubFile:
 
 
 def _holds(folder: Path, config_only: bool) -> bool:
-    """Whether a snapshot has the small files that a model needs to run. config_only: whether it has config.json."""
+    """Whether a snapshot has config.json and tokenizer.json. With config_only, whether it has config.json."""
     return all((folder / name).exists() for name in (CONFIG, TOKENIZER)[: 1 if config_only else 2])
 
 
 def _holds_weights(folder: Path) -> bool:
-    """Whether a snapshot has all files of its weights."""
+    """Whether a snapshot has all files of the weights."""
     if (folder / SINGLE).exists():
         return True
     return (folder / INDEX).exists() and all((folder / name).exists() for name in shard_names(folder / INDEX))

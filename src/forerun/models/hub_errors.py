@@ -1,6 +1,6 @@
-"""Errors between here and the hub, each explained in a sentence that says what would help.
+"""Errors while a model is fetched from the hub. Each is explained in a sentence that says what would help.
 
-huggingface_hub has changed its HTTP library twice, so transport errors are recognised by their class names.
+huggingface_hub has changed its HTTP library twice, so transport errors are recognised by the names of their classes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 
 
 def explained(error: BaseException, hub_id: str, revision: str) -> ForerunError:
-    """Return the error to raise for whatever huggingface_hub raised while it fetched a model."""
+    """Return the error to raise in place of an error of huggingface_hub, which occurred while a model was fetched."""
     chain = list(_chain(error))
     for explain in (_of_the_disk, _of_access, _of_the_network):
         for link in chain:
@@ -33,7 +33,7 @@ def explained(error: BaseException, hub_id: str, revision: str) -> ForerunError:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether the hub could not be asked: no network, offline mode, too many requests, or a server error."""
+    """Whether the hub could not answer: no network, offline mode, too many requests, or an error of the server."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     def is_one(link: BaseException) -> bool:
@@ -46,7 +46,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_offline(error: BaseException) -> bool:
-    """Whether no server answered, because there is no network or in offline mode. A second try would fail, too."""
+    """Whether no server answered at all, as without a network or in offline mode. A second try would fail, too."""
     return is_unreachable(error) and all(_status(link) is None for link in _chain(error))
 
 
@@ -124,7 +124,7 @@ def _of_the_network(error: BaseException, hub_id: str, revision: str) -> Forerun
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that it was raised from."""
+    """Yield an error, the error that caused it, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -133,7 +133,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error is about; None for other errors."""
+    """Return the HTTP status of the response that caused an error; None where no response did."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 

@@ -1,4 +1,4 @@
-"""A folder of the cache that is written once and atomically, because another process may write the same one.
+"""Folders in the cache that are filled once. Each is written atomically, because another process may write it, too.
 
 Where the cache cannot be written, as in a read-only home, the folder is made for this process alone.
 """
@@ -19,9 +19,9 @@ LOG = logging.getLogger(__name__)
 
 
 def kept_folder(name: str, files: Collection[str], write: Callable[[Path], None], what: str) -> Path:
-    """Return the folder `name` of the cache. Where one of `files` is missing, `write` fills a new folder first.
+    """Return the folder `name` of the cache. If one of `files` is missing there, `write` fills a new folder first.
 
-    what: the content of the folder in words. Raises CapacityError where nothing can be written anywhere.
+    what: the content of the folder, in words, for messages. Raises CapacityError where no folder can be written at all.
     """
     folder = cache_folder() / name
     if _is_whole(folder, files):
@@ -41,12 +41,12 @@ def kept_folder(name: str, files: Collection[str], write: Callable[[Path], None]
 
 @cache
 def _for_this_process() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that is removed when the process ends."""
+    """Return a temporary folder, which is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="forerun-cache-")
 
 
 def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]) -> Path:
-    """Return the folder, and fill it first if it is incomplete. Raises OSError."""
+    """Return the folder. If it is incomplete, `write` fills it first. Raises OSError."""
     if _is_whole(folder, files):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

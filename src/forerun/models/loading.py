@@ -1,7 +1,7 @@
 """Load a model: a checkpoint that opened.py has opened, with its weights.
 
-Whatever would be computed wrongly is refused by name: see configs.py for the policy on config.json, refusals.py for
-checkpoints of other formats, source/ for the formats that are read, weights.py for the checks on weights.
+A checkpoint that would be computed wrongly is refused, with the reason. configs.py checks config.json, refusals.py
+rejects checkpoints of other formats, source/ reads the known formats, and weights.py checks the weights.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model. opened: the checkpoint that it was loaded from.
+    """A loaded model. opened: the checkpoint from which it was loaded.
 
-    tokenizer: None where it was not asked for, or is missing. quantization: the option that the model was loaded with.
-    stored: the dtypes of the matrices in its files, in words.
+    tokenizer: None where none was asked for, or the checkpoint has none. quantization: the option with which the model
+    was loaded. stored: the dtypes in which the files hold the matrices, in words.
     """
 
     opened: OpenedCheckpoint
@@ -51,17 +51,17 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The folder's or the file's name, or the hub id."""
+        """The name of the folder or the file, or the hub id."""
         return self.opened.name
 
     @property
     def folder(self) -> Path:
-        """The folder of the checkpoint's small files."""
+        """The folder with config.json and the tokenizer's files."""
         return self.opened.folder
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The config.json, as it was read."""
+        """The config.json from which the model was read."""
         return self.opened.raw
 
     @property
@@ -94,22 +94,25 @@ def load_checkpoint(
     quantization: str | None = None,
     max_seq_len: int | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint as `save_pretrained` writes it; the tokenizer, if asked for, is read before any weight.
+    """Load a checkpoint. It is a folder as `save_pretrained` writes it, or a GGUF file, or a model of the hub.
 
-    name: a folder, or a hub id org/name[@revision], see `locate`; or an opened checkpoint. dtype: "float32",
-    "bfloat16", a torch type, or "auto". With "auto" it is bfloat16 with the native operators, float32 with other
-    operators on a CPU, and the checkpoint's dtype elsewhere. ops: the operators, or a function that gets the spec and
-    returns operators; None = the reference operators. ignore_config_keys: keys of config.json to read as missing.
-    quantization: int8 or int4[:group=N][:again] rounds matrices while they are read; "auto" rounds them where that pays
-    for a draft model. Operators that do not pack such weights get the rounded values in `dtype`. max_seq_len: the
-    number of tokens of the longest text, for rotary positions that depend on it, see `blocks.reaching`.
+    name: the checkpoint's name, see `locate`, or an opened checkpoint. dtype: "float32", "bfloat16", a torch type, or
+    "auto". With "auto" it is bfloat16 for the native operators, float32 for other operators on a CPU, and the
+    checkpoint's dtype elsewhere. ops: the operators, or a function that gets the spec and returns operators; None = the
+    reference operators. with_tokenizer: whether to load the tokenizer, before any weight. ignore_config_keys: the keys
+    of config.json to treat as missing.
 
-    Tensors are read one at a time. Operators that pack weights get tensors one by one, and each is freed once it is
-    packed. Other operators get all tensors, each read into its final place. The peak of memory is the model itself and
-    some 20 MB.
+    quantization: int8 or int4[:group=N][:again] rounds matrices while they are read. "auto" rounds them where this
+    makes a draft model faster. Operators that cannot compute with rounded weights get their values in `dtype`.
+    max_seq_len: the number of tokens in the longest text, for rotary positions that depend on it, see
+    `blocks.reaching`.
 
-    Raises NotFound for a missing checkpoint, BadOption for a checkpoint that is no model by itself, UnsupportedModel
-    where it would be computed wrongly, CapacityError where the disk or the memory cannot hold it.
+    Operators that pack weights get the tensors one by one, and each is freed once it is packed. Other operators get all
+    tensors, each read into its final place. So the peak of memory is the model itself and some 20 MB.
+
+    Raises NotFound for a missing checkpoint, BadOption for a checkpoint that cannot run as a model by itself,
+    UnsupportedModel for a checkpoint that would be computed wrongly, CapacityError where the disk or the memory is too
+    small.
     """
     opened = name
     if not isinstance(opened, OpenedCheckpoint):
@@ -147,15 +150,15 @@ def load_checkpoint(
 
 
 def packed_schemes(ops: Operators, dtype: str) -> Callable[[Scheme], bool]:
-    """Return the function that says whether matrices of a scheme are packed as they are stored.
+    """Return a function that says whether the operators compute with matrices of a scheme as they are stored.
 
-    With float32 no matrices are, because packed products round their inputs to int8.
+    With float32 they compute with none, because products of packed matrices round their inputs to int8.
     """
     return ops.packs_scheme if dtype == "bfloat16" else Operators().packs_scheme
 
 
 def _give_freed_memory_back() -> None:
-    """Return the memory of unpacked blocks to the system: some 10 MB that glibc's allocator would keep."""
+    """Return freed memory to the system. glibc's allocator would keep some 10 MB of unpacked blocks."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:
@@ -166,7 +169,7 @@ def _give_freed_memory_back() -> None:
 
 
 def checked(source: Source, spec: Spec, path: Path) -> Spec:
-    """Return the spec from `as_stored`, after a check of all tensors.
+    """Return the spec from `as_stored`, after a check of the names and shapes of all tensors.
 
     Raises UnsupportedModel unless the source has exactly the tensors of that spec.
     """
@@ -176,10 +179,10 @@ def checked(source: Source, spec: Spec, path: Path) -> Spec:
 
 
 def as_stored(source: Source, config: Spec) -> Spec:
-    """Return the spec, untied where the file stores an LM head that differs from the tied embedding.
+    """Return the spec. It becomes untied where the file stores an LM head that differs from the tied embedding.
 
-    transformers 5 writes such files and uses the head; transformers 4 uses the embedding. So such a file is ambiguous
-    unless it says that transformers 5 or later wrote it, and UnsupportedModel is raised.
+    transformers 5 writes such files and uses the stored head, but transformers 4 uses the embedding. So
+    UnsupportedModel is raised unless config.json says that transformers 5 or later wrote the file.
     """
     if not config.tied or not {HEAD, EMBEDDING} <= source.tensors.keys() or same(source, HEAD, EMBEDDING):
         return config
@@ -193,7 +196,7 @@ def as_stored(source: Source, config: Spec) -> Spec:
 
 
 def stored_shapes(source: Source, config: Spec) -> dict[str, tuple[int, ...]]:
-    """Map each tensor's name to its shape. An LM head that is stored beside its tied embedding is left out."""
+    """Map each tensor's name to its shape. If the embedding is tied, an LM head that is stored as well is left out."""
     shapes = {name: stored.shape for name, stored in source.tensors.items()}
     return {name: shape for name, shape in shapes.items() if name != HEAD or not (config.tied and EMBEDDING in shapes)}
 
@@ -205,7 +208,7 @@ def check_shapes(
     *,
     in_one_file: bool = False,
 ) -> None:
-    """Raise UnsupportedModel, naming the first tensor that is missing, unexpected or of another shape.
+    """Raise UnsupportedModel for tensors that are missing, unexpected or of another shape. The message names the first.
 
     in_one_file: whether config and weights are one file, as in GGUF.
     """

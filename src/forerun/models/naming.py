@@ -1,8 +1,8 @@
-"""The map from published tensor names to our names, which `blocks.weights` defines, as data.
+"""Maps from published tensor names to our names, which `blocks.weights` defines. The maps are data.
 
-Most families publish their tensors under our names. The others declare in `NAMES` which published tensor holds which of
-our tensors, and how: renamed, fused, transposed, or ordered by head. `GGUF` declares the same for llama.cpp's files,
-and also which metadata keys become which keys of config.json.
+Most families publish their tensors under our names. The other families declare in `NAMES` which published tensor holds
+which of our tensors, and whether these are renamed, fused, transposed or ordered by head in it. `GGUF` declares this
+for llama.cpp's files, and also which metadata keys become which keys of config.json.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ Rows = TypeVar("Rows", HostTensor, QuantisedRows)
 
 @dataclass(frozen=True)
 class Fused:
-    """One published tensor that holds several of our matrices (`parts`), one below the other.
+    """One published tensor that holds several of our matrices (`parts`), or one matrix in another layout.
 
-    transposed: the tensor is stored as inputs x outputs. either_way: a tensor that has the shape outputs x inputs is
-    stored that way. by_head: rows are ordered by head, and within a head by part. in_turn: rows alternate: row 0 of
-    each part, then row 1 of each part, and so on. by_key_head: rows are ordered by the key heads of a recurrence, and
-    within a key head by part. A part that joins q, k and v has first q, then k, then v there. squeezed: the tensor has
-    an extra middle dimension of size 1, as torch's convolution weights have.
+    By default the parts lie one below the other. by_head: the rows are ordered by head, and within a head by part.
+    in_turn: rows of the parts alternate: row 0 of each part, then row 1 of each part, and so on. by_key_head: the rows
+    are ordered by the key heads of a recurrence, and within a key head by part; a part that joins q, k and v has the
+    rows of q, k and v in this order within each key head. transposed: the tensor is stored as inputs x outputs.
+    either_way: the tensor is transposed in some files only; its shape shows whether it is. squeezed: the tensor has an
+    extra middle dimension of size 1, as torch's convolution weights have.
     """
 
     parts: tuple[str, ...]
@@ -45,15 +46,17 @@ class Fused:
 
 @dataclass(frozen=True)
 class Names:
-    """A map from published module names to ours, both without `.weight` and `.bias`.
+    """A map from published module names to our module names. A module name lacks the ending `.weight` or `.bias`.
 
-    outer: the modules outside of blocks. block: the prefix of names inside a block, {} being its number. inner: what
-    follows that prefix, {} being an expert's number. A module that is not listed is published under our name. prefix:
-    what may stand before any name. ignored: suffixes of tensors that are no weights. beside: prefixes of tensors
-    outside of the text model. ours_at: the prefix of our blocks; {} is the published number times step, plus first.
-    more: maps for other blocks. exact: whole names of tensors that may be stored as one row of a matrix. bare: names in
-    `inner` that name tensors, not modules. A bare name is our `.bias` if it ends in `_bias` and our name does not, else
-    our `.weight`.
+    outer: the map for modules outside of blocks. block: the prefix of published names inside a block; {} is the block's
+    number. inner: the map for names after that prefix; {} is an expert's number. Modules in neither map are published
+    under our names. prefix: a prefix that published names may have or lack. ignored: endings of tensors that are not
+    weights. beside: prefixes of tensors that do not belong to the text model.
+
+    ours_at: the prefix of our names inside a block; its {} is the published number times `step`, plus `first`. more:
+    maps for other blocks. exact: maps the whole names of vectors to our names, where files store the vector as a matrix
+    of one row. bare: the names in `inner` that are whole tensor names, without `.weight` or `.bias`. Such a tensor is
+    our `.bias` if its name ends with `_bias` and our name does not; otherwise it is our `.weight`.
     """
 
     outer: Mapping[str, str]
@@ -71,12 +74,12 @@ class Names:
 
     @property
     def only_renames(self) -> bool:
-        """Whether published tensors differ from ours in their names alone."""
+        """Whether published tensors differ from our tensors in nothing but their names."""
         plain = not self.exact and not self.bare and all(isinstance(how, str) for how in self.inner.values())
         return plain and all(names.only_renames for names in self.more)
 
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
-        """Return our names of the tensors that a published tensor holds, and how; None for an unknown name."""
+        """Return our names of the tensors in a published tensor, and how it holds them; None for an unknown name."""
         if name in self.exact:
             return [self.exact[name]], Fused((self.exact[name],))
         module, _, ending = name.removeprefix(self.prefix).rpartition(".")
@@ -100,12 +103,15 @@ class Names:
         return [f"{at}{part.format(expert)}.{ending}" for part in how.parts], how
 
     def theirs(self, module: str) -> str | None:
-        """Return the published name of our module, without prefix; None for an unknown module."""
+        """Return the published name of one of our modules, without `prefix`; None for an unknown module."""
         known = self._theirs(module)
         return None if known is None else known[0]
 
     def _theirs(self, module: str, ending: str = "weight") -> tuple[str, bool] | None:
-        """Return the published name of our module, and whether it is a tensor's whole name (bare, see Names)."""
+        """Return the published name of one of our modules, and whether it is a whole tensor name (`bare`).
+
+        None for an unknown module. ending: "weight" or "bias".
+        """
         outer = {ours: theirs for theirs, ours in self.outer.items()}
         if module in outer:
             return outer[module], False
@@ -123,12 +129,12 @@ class Names:
         return next((known for names in self.more if (known := names._theirs(module, ending)) is not None), None)
 
     def published(self, module: str) -> str:
-        """Return the published name of our module, with its prefix; an unknown module keeps our name."""
+        """Return the published name of one of our modules, with `prefix`. An unknown module keeps our name."""
         theirs, head = self.theirs(module), HEAD.removesuffix(".weight")
         return module if theirs is None else theirs if module == head else self.prefix + theirs
 
     def published_tensor(self, name: str) -> str:
-        """Return the published name of our tensor."""
+        """Return the published name of one of our tensors."""
         module, _, ending = name.rpartition(".")
         known = self._theirs(module, ending)
         if known is not None and known[1]:
@@ -142,7 +148,10 @@ def _ending(bare: str, how: str | Fused) -> str:
 
 
 def _without_expert(module: str, known: Collection[str]) -> tuple[str | None, str]:
-    """Return a module's known name, with {} for an expert's number, and that number; None for an unknown module."""
+    """Return a module's known name, with {} in place of an expert's number, and this number.
+
+    The number is '' where the name has none. For an unknown module, the name is None.
+    """
     if module in known:
         return module, ""
     match = re.fullmatch(r"(.+?\.)(0|[1-9]\d{0,3})(\..+)?", module)
@@ -164,11 +173,11 @@ def says_next_tokens(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one of our tensors in a published tensor.
+    """Where one of our tensors lies in a published tensor.
 
-    name: the published tensor. rows: the published rows that make up our tensor, in our order; None = all rows.
-    num_rows: how many rows the published tensor must have. is_row: our tensor is the only row of a published matrix.
-    transposed, squeezed: see Fused.
+    name: the name of the published tensor. rows: the numbers of the published rows that make up our tensor, in our
+    order; None = all rows. num_rows: how many rows the published tensor must have. is_row: whether our tensor is a
+    vector, published as the only row of a matrix. transposed, squeezed: see Fused.
     """
 
     name: str
@@ -180,10 +189,10 @@ class Place:
 
 
 def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[str, Place]:
-    """Map each of our names to the place of its tensor. A tensor with an unknown name keeps the name, or is ignored.
+    """Map each of our tensor names to the place of the tensor in the published tensors.
 
-    published: the published names, or a mapping from these names to stored tensors. The shapes of stored tensors decide
-    which way round a tensor is stored (`Fused.either_way`).
+    A tensor with an unknown name keeps its name, unless the map ignores it. published: the published names, or a
+    mapping from these names to stored tensors, whose shapes then show whether they are transposed (`Fused.either_way`).
     """
     where, shapes = dict[str, Place](), weight_shapes(spec)
     for name in published:
@@ -212,14 +221,14 @@ def places(names: Names | None, spec: Spec, published: Collection[str]) -> dict[
 
 
 def _is_unread(name: str, spec: Spec) -> bool:
-    """Whether nothing uses a tensor, because its block reads the keys and values of another block."""
+    """Whether the model never reads a tensor, because the tensor's block uses the keys and values of another block."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
     a = spec.blocks[int(match[1])].attention if match is not None and int(match[1]) < spec.num_layers else None
     return a is not None and a.shares_kv_of is not None
 
 
 def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield the row numbers of each part within the published tensor."""
+    """Yield, for each part, the numbers of its rows in the published tensor."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     if how.in_turn:
         yield from (list(range(i, sum(sizes), len(sizes))) for i in range(len(sizes)))
@@ -238,9 +247,9 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
-    """Yield the row numbers of each part, for `Fused.by_key_head`.
+    """Yield, for each part, the numbers of its rows in a tensor that is ordered by key head (`Fused.by_key_head`).
 
-    The part that joins q, k and v gets all rows of q first, then all rows of k, then all rows of v.
+    For the part that joins q, k and v, all rows of q come first, then all rows of k, then all rows of v.
     """
     recurrences = {block.recurrence for block in spec.blocks if block.recurrence is not None}
     if len(recurrences) != 1:
@@ -260,7 +269,7 @@ def _rows_by_key_head(sizes: list[int], spec: Spec) -> Iterator[list[int]]:
 
 
 class NamedSource(Wrapped):
-    """A source that offers its tensors under our names."""
+    """A source whose tensors are renamed to our names, and brought into our layout."""
 
     def __init__(self, source: Source, names: Names, spec: Spec) -> None:
         super().__init__(source)
@@ -268,11 +277,11 @@ class NamedSource(Wrapped):
 
     @cached_property  # which each weight is looked up in
     def tensors(self) -> Mapping[str, Stored]:
-        """See `Source.tensors`."""
+        """The stored form of each tensor, by our name."""
         return {ours: placed(self.source.tensors[place.name], place) for ours, place in self._places.items()}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """See `Source.blocks`."""
+        """Yield the rows of one of our tensors in order. See `Source.blocks`."""
         place = self._places[name]
         if place.is_row:
             yield HostTensor.joined([block.copy() for block in self.source.blocks(place.name)])[0]
@@ -285,7 +294,7 @@ class NamedSource(Wrapped):
             yield (whole if place.rows is None else whole[place.rows]).contiguous()
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `QuantisedSource.quantised`. Raises UnsupportedModel for a matrix that is stored transposed."""
+        """Return one of our quantised matrices. Raises UnsupportedModel for a matrix that is stored transposed."""
         place = self._places[name]
         if place.transposed:
             raise UnsupportedModel(
@@ -297,7 +306,7 @@ class NamedSource(Wrapped):
 
 
 def placed(stored: Stored, place: Place) -> Stored:
-    """Return how one of our tensors is stored, with our shape.
+    """Return the stored form of one of our tensors, with the shape that our layout gives the tensor.
 
     Where the published tensor has an unexpected number of rows, its whole shape is returned.
     """
@@ -316,9 +325,9 @@ def part_of(matrix: QuantisedMatrix, rows: list[int]) -> QuantisedMatrix:
 
 
 def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterator[Rows]:
-    """Yield the wanted rows (None = all) of a tensor that is read in blocks, from its first row to its last.
+    """Yield some rows of a tensor, in the order of `rows`; None = all rows. read: yields the whole tensor in blocks.
 
-    The tensor is read again for each ascending run of wanted rows.
+    The tensor is read once for each stretch of `rows` in which the numbers ascend.
     """
     if rows is None:
         yield from read()
@@ -329,7 +338,7 @@ def chosen(read: Callable[[], Iterator[Rows]], rows: list[int] | None) -> Iterat
 
 
 def _ascending(blocks: Iterator[Rows], rows: list[int]) -> Iterator[Rows]:
-    """Yield the wanted rows, which must ascend, from blocks that together have all rows."""
+    """Yield some rows of a tensor that is given in blocks. rows: the numbers of these rows, which must ascend."""
     first = at = 0
     for block in blocks:
         end = first + len(block)
@@ -355,7 +364,7 @@ def _picked(block: Any, rows: list[int]) -> Any:
 
 
 def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
-    """Return our weights under their published names, fused as the family's files have them."""
+    """Return our weights under their published names, and fused as in the family's files."""
     groups: dict[str, dict[str, HostTensor]] = {}
     tensors, rows = dict[str, HostTensor](), {ours: theirs for theirs, ours in names.exact.items()}
     for name, weight in weights.items():
@@ -445,9 +454,10 @@ SIZES = {
 
 
 def nested(more: Collection[str] = (), *, beside: Collection[str]) -> Names:
-    """Return the names of a text model in a multimodal checkpoint, as both generations of transformers write them.
+    """Return the names of a text model in a multimodal checkpoint, as versions 4 and 5 of transformers write them.
 
-    more: modules of the text model's blocks that Llama does not have. beside: the other parts of the checkpoint.
+    more: modules in the blocks of the text model that Llama's blocks lack. beside: names of the other parts of the
+    checkpoint, such as the vision model.
     """
     inner = {name: name for how in (*INNER.values(), *more) if isinstance(name := how, str)}
     outer = {ours: ours.removeprefix("model.") for ours in OUTER.values()}
@@ -486,15 +496,17 @@ def nothing_more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
 class Gguf:
     """How GGUF files of a family are read.
 
-    architecture: the value of general.architecture. keys: metadata keys -> keys of config.json. more: makes further
-    keys of config.json from the metadata and the tensor names. by_more: metadata keys that only `more` reads. names:
-    the names of tensors. turned: q and k store the rows of the two halves of a head alternately. stored_offset: the
-    number that the file has added to the weights of norms. as_stored: beginnings of the names, inside a block, of norms
-    without this offset. turned_part: the key of config.json for the rotated share of a head, where it may be less than
-    all. takes_factors: whether `more` also gets the factors of rotary frequencies, as a list under ROPE_FREQS.
-    rounds_yarn: whether YaRN's frequencies are rounded to whole dimensions; files do not say so. yarn: metadata keys ->
-    keys of YaRN's scaling. next_blocks: the metadata key for the number of multi-token prediction blocks, which are the
-    last blocks of a file; None = no key.
+    architecture: the value of general.architecture. keys: maps metadata keys to keys of config.json. more: a function
+    that makes further keys of config.json from the metadata and the tensor names. by_more: the metadata keys that only
+    `more` reads. names: the tensor names. turned: whether rows of q and k alternate between the two halves of a head.
+    stored_offset: a number that was added to the weights of norms in the file. as_stored: norms to which it was not
+    added, by the beginnings of their names inside a block.
+
+    turned_part: the key of config.json for the rotated share of a head, for families that may rotate only a part.
+    takes_factors: whether `more` also gets the factors of rotary frequencies, as a list under ROPE_FREQS. rounds_yarn:
+    whether YaRN's frequencies are rounded to whole dimensions, which no file says. yarn: maps metadata keys to keys of
+    YaRN's scaling. next_blocks: the metadata key for the number of multi-token prediction blocks, which are the last
+    blocks of a file; None = there are no such blocks.
     """
 
     architecture: str
@@ -516,12 +528,12 @@ ROPE_FREQS = "rope_freqs.weight"  # factors of rotary frequencies: Llama 3's, Ge
 
 
 def has_bias(tensors: Collection[str], module: str) -> bool:
-    """Whether a module of the first block has a bias. module: its name in GGUF files."""
+    """Whether a module of the first block has a bias. module: the module's name in GGUF files."""
     return f"blk.0.{module}.bias" in tensors
 
 
 def biases_of(tensors: Collection[str], **modules: str) -> dict[str, Any]:
-    """Return true for each key of config.json whose module has a bias.
+    """Map keys of config.json to true, for each key whose module has a bias.
 
     modules: for each key, the module's name in GGUF files.
     """

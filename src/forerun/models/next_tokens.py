@@ -1,10 +1,10 @@
 """The multi-token prediction (MTP) block that lies in the files of its model.
 
-The block is built like the model's blocks. Published files call it `mtp.layers.0.` where a block of the model is called
-`model.layers.0.`; GGUF files count it as the last block. Before it, a token's embedding and the hidden state of the
-token before are normed, and a projection joins them. A norm follows the block (Gloeckle et al. 2024; DeepSeek-V3, arXiv
-2412.19437, eq. 21 to 24). So the weights of the block are read under the names of the model's blocks, as a head of the
-model.
+The MTP block is built like the model's blocks, so its weights are read under the names of the model's blocks, as the
+weights of a head of the model. Published files call it `mtp.layers.0.` where they call a block of the model
+`model.layers.0.`. GGUF files have it as their last block. The input of the MTP block is a projection of two normed
+vectors: a token's embedding, and the hidden state of the token before. A norm follows the MTP block (Gloeckle et al.
+2024; DeepSeek-V3, arXiv 2412.19437, eq. 21 to 24).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GGUF = {"eh_proj": INPUT, "enorm": SIDES[0], "hnorm": SIDES[1], "shared_head_nor
 class NextTokens:
     """The MTP block of a checkpoint.
 
-    decoder: the block alone, as a model that ends with the norm after the block. source: its tensors, by our names.
+    decoder: the spec of a model with only this block, and the norm after it. source: the block's tensors, by our names.
     """
 
     decoder: Spec
@@ -53,12 +53,12 @@ class NextTokens:
 
     @property
     def side_offset(self) -> float:
-        """The offset that is added to the stored weights of the norms before the projection, as in other norms."""
+        """The offset to add to the stored weights of the norms before the projection. All other norms have it, too."""
         return (self.decoder.final_norm or Norm()).offset
 
 
 def find(opened: OpenedCheckpoint) -> NextTokens | None:
-    """Return the MTP block of a checkpoint; None where the files hold no block, or one that is computed differently.
+    """Return the MTP block of a checkpoint; None where there is no such block, or its tensors are not as expected.
 
     The files must be on this machine: fetch the weights of a hub model first.
     """
@@ -80,9 +80,9 @@ def find(opened: OpenedCheckpoint) -> NextTokens | None:
 
 
 def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Names | None) -> dict[str, HostTensor]:
-    """Return the weights of an MTP block under the names that `find` reads in a folder.
+    """Return the weights of an MTP block under the published names, by which `find` reads them in a folder.
 
-    weights: the block's weights by our names: the block as layer 0, the modules before it, and the norm after it.
+    weights: by our names, the weights of the block as layer 0, of the modules before it, and of the norm after it.
     names: the published names of the model's tensors.
     """
     names = names or USUAL
@@ -102,10 +102,10 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
 
 
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a copy of a safetensors folder with this MTP block, in a separate shard, in place of any other MTP block.
+    """Write a copy of a safetensors folder with this MTP block in a separate shard. It replaces any other MTP block.
 
-    tensors: the block's tensors, see `published_block`. Shards that an earlier call copied are not copied again, so
-    that a run may write the block again and again.
+    tensors: the block's tensors, see `published_block`. Shards that an earlier call copied are not copied again, so a
+    training run may write its block many times.
     """
     assert original.source is not None
     source, single = original.source.folder, original.source.folder / SINGLE
@@ -145,9 +145,9 @@ def _without_block(entries: Mapping[str, safetensors_file.Entry]) -> dict[str, s
 
 
 def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) -> None:
-    """Copy a shard without the tensors of an MTP block.
+    """Copy a shard without the tensors of an MTP block, unless an earlier call has copied it.
 
-    Nothing is copied where an earlier copy is there. It is recognised by the shard's modification time.
+    A copy has the shard's modification time, by which later calls recognise it.
     """
     kept, changed_ns = _without_block(entries), shard.stat().st_mtime_ns
     is_whole, is_there = len(kept) == len(entries), to.exists() and to.stat().st_mtime_ns == changed_ns
@@ -162,7 +162,7 @@ SMALL = (".json", ".jinja", ".txt", ".model")  # endings of the files that a mod
 
 
 def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
-    """Whether exactly the wanted weights are there, each in its shape."""
+    """Whether the MTP block has exactly the tensors that it needs, each with the right shape."""
     h = decoder.hidden_size
     wanted = {weight.name: weight.shape for weight in weights(replace(decoder, own_embedding=False))}
     wanted.pop("model.embed_tokens.weight", None)
@@ -172,10 +172,10 @@ def _is_whole(named: Source, of_block: _Renamed, decoder: Spec) -> bool:
 
 
 class _Renamed(Wrapped):
-    """The tensors of an MTP block under the names that the model's blocks have in the same files.
+    """The tensors of an MTP block under the names that the files give to the first block of the model.
 
-    theirs: the name that such a block would have -> the tensor's name in the files. outer: our name of a tensor around
-    the block -> its name in the files.
+    theirs: maps each such name to the tensor's name in the files. outer: maps our names of the tensors before and after
+    the block to their names in the files.
     """
 
     def __init__(self, source: Source, tensors: Mapping[str, Stored], theirs: dict[str, str], outer: dict[str, str]):
@@ -186,7 +186,8 @@ class _Renamed(Wrapped):
     def of(cls, source: Source, spec: Spec, names: Names) -> _Renamed | None:
         """Find the MTP block among the tensors of a source. names: the published names of the model's tensors.
 
-        Returns None where there is no block, or several, or a block with its own embedding or LM head.
+        Returns None where there is no MTP block, where there are several, and where it has its own embedding or LM
+        head.
         """
         tensors: Mapping[str, Stored] = getattr(source, "next_tensors", None) or source.tensors
         theirs, outer = dict[str, str](), dict[str, str]()
@@ -211,25 +212,25 @@ class _Renamed(Wrapped):
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """See `Source.tensors`: the block's tensors."""
+        """The stored form of the block's tensors, by the names of the first block."""
         return {name: self._tensors[theirs] for name, theirs in self._theirs.items()}
 
     @cached_property
     def joining(self) -> Mapping[str, Stored]:
-        """The tensors before and after the block, by our names."""
+        """The stored form of the tensors before and after the block, by our names."""
         return {ours: self._tensors[theirs] for ours, theirs in self._outer.items()}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """See `Source.blocks`."""
+        """Yield the rows of a tensor in or around the block. See `Source.blocks`."""
         return self.source.blocks(self._theirs.get(name) or self._outer[name])
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `QuantisedSource.quantised`."""
+        """Return a quantised tensor in or around the block."""
         return cast(QuantisedSource, self.source).quantised(self._theirs.get(name) or self._outer[name])
 
 
 class _Joined(Wrapped):
-    """The tensors of a block and of the modules around it, all by our names."""
+    """The tensors of an MTP block and of the modules before and after it, all by our names."""
 
     def __init__(self, named: Source, beside: _Renamed) -> None:
         super().__init__(named)
@@ -237,14 +238,14 @@ class _Joined(Wrapped):
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """See `Source.tensors`."""
+        """The stored form of each tensor, by our name."""
         return {**self.source.tensors, **self._beside.joining}
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """See `Source.blocks`."""
+        """Yield the rows of a tensor in order. See `Source.blocks`."""
         return (self._beside if name in self._beside.joining else self.source).blocks(name)
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `QuantisedSource.quantised`. Raises UnsupportedModel for a matrix that is stored transposed."""
+        """Return a quantised tensor. Raises UnsupportedModel for a matrix that is stored transposed."""
         holder = self._beside if name in self._beside.joining else self.source
         return cast(QuantisedSource, holder).quantised(name)

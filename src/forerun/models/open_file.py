@@ -13,7 +13,7 @@ from forerun.host_tensor import Array, empty
 
 
 class OpenFile:
-    """A file that is opened at the first read, and closed when its weights are in memory or it is garbage-collected.
+    """A file of weights. It is opened at the first read, and closed by `close` or when the object is garbage-collected.
 
     The file is not mapped into memory, because pages that were read would stay resident. A read after `close` opens the
     file again. Raises OSError as `open` does.
@@ -28,18 +28,18 @@ class OpenFile:
 
     @property
     def stream(self) -> BinaryIO:
-        """The open file, positioned wherever the last read ended."""
+        """The open file. Its position is where the last read ended."""
         if self._stream is None:
             self._stream = self.path.open("rb")
             self._end = weakref.finalize(self, self._stream.close)
         return self._stream
 
     def fileno(self) -> int:
-        """Return the descriptor, for kernels that read the file themselves."""
+        """Return the file descriptor, for kernels that read the file themselves."""
         return self.stream.fileno()
 
     def read(self, start: int, num_bytes: int) -> Array:
-        """Return the bytes from `start` on, uint8; fewer than `num_bytes` where the file ends earlier."""
+        """Return `num_bytes` bytes from `start` on, uint8. Returns fewer bytes where the file ends before."""
         numbers = empty((num_bytes,), np.uint8)
         self.stream.seek(start)
         num_read = self.stream.readinto(numbers)  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ class OpenFile:
     def read_whole(self, start: int, num_bytes: int) -> Array:
         """Return exactly `num_bytes` bytes from `start` on, uint8.
 
-        Raises UnsupportedModel where the file has become shorter.
+        Raises UnsupportedModel where the file ends before.
         """
         numbers = self.read(start, num_bytes)
         if len(numbers) < num_bytes:

@@ -1,6 +1,7 @@
 """A checkpoint before its weights are read: a folder, a file or a model of the hub, opened once.
 
-Each small file is read at the first request, and kept in memory. `load_checkpoint` loads opened checkpoints.
+Files other than the weights, such as config.json, are read when they are first needed, and then kept in memory.
+`load_checkpoint` loads the weights of opened checkpoints.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class OpenedCheckpoint:
-    """The small files of a checkpoint, read and checked. It holds no weights.
+    """A checkpoint whose files are read and checked, except the weights.
 
-    asked: the name of the checkpoint as a caller gave it. path: the path of its folder or file. raw: config.json
-    without ignored keys. spec: `raw` as read by its family. source: where the tensors are; None = they are in memory,
-    or nowhere. small: the small files; None = the small files of the source. original: the checkpoint on disk from
-    which this model was made in memory, if both have the same sizes. Other parts of its files are read from there.
+    asked: the name by which a caller named the checkpoint. path: the path of its folder or file. raw: config.json
+    without ignored keys. spec: the spec that the family read from `raw`. source: reads the tensors; None = they are in
+    memory, or there are none. small: reads all files but the weights; None = the files beside the weights. original:
+    for a model that was made in memory, the checkpoint on the disk from which it was made, if both have the same hidden
+    size and vocabulary. Other parts of that checkpoint's files are read from there.
     """
 
     original: OpenedCheckpoint | None = None
@@ -62,11 +64,11 @@ class OpenedCheckpoint:
         config_only: bool = False,
         with_tokenizer: bool = True,
     ) -> OpenedCheckpoint:
-        """Open a folder, a file or a model of the hub; everything but the weights is fetched.
+        """Open a folder, a file or a model of the hub. All files but the weights are fetched.
 
-        config_only: only config.json is fetched and read; `name` may then be that file. with_tokenizer: whether to
-        refuse a tokenizer that is not readable here. Raises UserError for all faults of the small files, and NotFound
-        where a necessary file or the weights are missing.
+        config_only: only config.json is fetched and read; `name` may then be the path of a config.json. with_tokenizer:
+        whether to refuse a tokenizer that cannot be read. Raises UserError for any fault in files other than the
+        weights, and NotFound where the weights or another necessary file are missing.
         """
         if config_only and Path(name).suffix == ".json" and Path(name).is_file():
             raw = without(read_json(Path(name)), ignore_config_keys)
@@ -85,7 +87,7 @@ class OpenedCheckpoint:
     def in_memory(
         cls, config: Any, tokenizer: Tokenizer | None = None, end_ids: Collection[int] = (), name: str = "model"
     ) -> OpenedCheckpoint:
-        """Return a model that was made in memory, as an opened checkpoint. config: its sizes, such as a Spec."""
+        """Return an opened checkpoint for a model made in memory. config: the sizes of the model, such as a Spec."""
         raw = {"eos_token_id": sorted(end_ids)}
         opened = cls(name, Path(name), raw, config, small=SmallFiles(None).with_tokenizer(tokenizer))
         opened.tensors = {}
@@ -101,7 +103,10 @@ class OpenedCheckpoint:
         return self
 
     def widened(self, spec: Spec, tokenizer: Tokenizer | None = None) -> OpenedCheckpoint:
-        """Return a model that is made from this one in memory, as an opened checkpoint. tokenizer: None = the same."""
+        """Return an opened checkpoint for a model that is made in memory from this checkpoint's model.
+
+        tokenizer: the tokenizer of the new model; None = this checkpoint's tokenizer.
+        """
         small = self.small if tokenizer is None else self.small.with_tokenizer(tokenizer)
         widened = OpenedCheckpoint(self.asked, self.path, without(self.raw, refusals.KEYS), spec, small=small)
         if (spec.hidden_size, spec.vocab_size) == (self.spec.hidden_size, self.spec.vocab_size):
@@ -115,22 +120,22 @@ class OpenedCheckpoint:
 
     @cached_property
     def is_of_hub(self) -> bool:
-        """Whether the checkpoint is named as a model of the hub. Its weights may still have to be fetched."""
+        """Whether the checkpoint was named as a model of the hub. If so, its weights may not have been fetched yet."""
         return self.source is not None and is_hub_id(self.asked)
 
     @cached_property
     def small(self) -> SmallFiles:
-        """The small files beside the weights."""
+        """The files of the checkpoint beside the weights, such as config.json and the tokenizer."""
         return SmallFiles(None if self.source is None else self.source.folder)
 
     @property
     def folder(self) -> Path:
-        """The folder of the small files."""
+        """The folder with config.json and the tokenizer's files."""
         return self.path if self.small.folder is None else self.small.folder
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where the checkpoint has only ids."""
+        """The tokenizer; None where the checkpoint has none."""
         return self.small.tokenizer
 
     @property
@@ -149,15 +154,15 @@ class OpenedCheckpoint:
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype that config.json names; float32 where it names none."""
+        """The dtype that config.json names; float32 where config.json names none."""
         named = str(self.raw.get("dtype") or self.raw.get("torch_dtype"))
         return named if named in HELD_AS else "float32"
 
     @cached_property
     def weights(self) -> Source:
-        """The tensors under the names of blocks.weights.
+        """The source of the weights, with tensors under the names of `blocks.weights`.
 
-        Raises as `Source.tensors`, and UnsupportedModel where there are no files.
+        Raises as `Source.tensors`, and UnsupportedModel where the checkpoint has no files.
         """
         if self.source is None:
             raise UnsupportedModel(f"{self.asked} has no weights: name {refusals.WANTED}")
@@ -165,9 +170,10 @@ class OpenedCheckpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """The headers of the weights. Where they cannot be read, the tensors that config.json implies.
+        """The stored form of each tensor, from the headers of the weights.
 
-        Loading will explain why headers are unreadable.
+        Where the headers cannot be read, this is what config.json implies. The error is then raised when the model is
+        loaded.
         """
         try:
             headers = {} if self.source is None else self.weights.tensors
@@ -177,9 +183,9 @@ class OpenedCheckpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hex digest of a model's sizes, norms and biases, in bfloat16. It identifies the model at any quantisation.
+        """A hex digest of a model's sizes and of its norms and biases in bfloat16.
 
-        Quantised files leave vectors unchanged. Raises as `weights`.
+        Quantisation changes none of these, so a model has the same fingerprint in quantised files. Raises as `weights`.
         """
         spec, digest = self.spec, xxhash.xxh3_128()
         digest.update(f"{spec.hidden_size} {spec.vocab_size} {spec.num_layers}".encode())
@@ -190,12 +196,12 @@ class OpenedCheckpoint:
         return digest.hexdigest()
 
     def fetch_weights(self) -> None:
-        """Fetch the weights of a hub model, at the commit that was opened. Raises as `locate`."""
+        """Fetch the weights of a hub model, from the commit whose other files were opened. Raises as `locate`."""
         if self.is_of_hub:
             fetch_weights(str(self.asked), self.path)
 
     def close(self) -> None:
-        """Close the files with weights, once the weights are in memory."""
+        """Close the files with weights. Call it once the weights are in memory."""
         if self.source is not None:
             self.source.close()
 
@@ -206,7 +212,10 @@ def spec_of(name: str | Path) -> Spec:
 
 
 def under_our_names(source: Source, spec: Spec) -> Source:
-    """Return a source with the names of blocks.weights. A source with other names or a next-token block is wrapped."""
+    """Return a source that gives tensors the names of `blocks.weights`.
+
+    A source is wrapped if its names differ from these, or if it also has a multi-token prediction block.
+    """
     names = source.names or published_names(source.config, spec)
     if naming.says_next_tokens(source.config):
         names = naming.USUAL if names is None else replace(names, beside=(*names.beside, *naming.NEXT))
@@ -219,9 +228,9 @@ def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any
 
 
 def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
-    """Read config.json with the family that it names. Raises UnsupportedModel for what would be computed wrongly.
+    """Read config.json with the family that it names. Raises UnsupportedModel for a model that forerun cannot compute.
 
-    path: the folder or file of config.json, where it is known.
+    path: the folder or file with this config, where it is known.
     """
     try:
         refusals.refuse_code(raw, model_types(), computes(raw))
@@ -235,9 +244,9 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
 
 
 def said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """Return the tensors that config.json implies.
+    """Return the stored form of the tensors that config.json implies.
 
-    Embedding and LM head are taken as dense, as in most quantised checkpoints.
+    The embedding and the LM head are taken as not quantised, as in most quantised checkpoints.
     """
     file = Path("config.json")
     return {w.name: Stored(file, w.shape, "float32", _said_scheme(w, raw)) for w in weights(config)}

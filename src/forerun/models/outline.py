@@ -1,4 +1,4 @@
-"""The facts about a checkpoint that are known before its weights are read, for the memory plan."""
+"""The facts about a checkpoint that are known before its weights are read. The memory plan needs them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from forerun.ops.quantised import Scheme
 
 @dataclass(frozen=True)
 class Outline:
-    """A checkpoint, and the quantization with which it is to be loaded.
+    """A checkpoint's config, and the quantization with which its model is to be loaded.
 
-    raw: the checkpoint's config.json. schemes: the schemes of the matrices that will be quantised, by name. is_made:
-    whether the model is made in memory from another model. Such a model shares the other model's weights, or rounds
-    them where there is a quantization.
+    raw: the checkpoint's config.json. config: the model's spec. schemes: the scheme of each matrix that will be
+    quantised in memory, by name. is_made: whether the model is made in memory from another model. Without a
+    quantization, such a model shares the other model's weights. With a quantization, it has rounded copies.
     """
 
     raw: Mapping[str, Any]
@@ -37,28 +37,29 @@ class Outline:
         quantization: str | None = None,
         packs: Callable[[Scheme], bool] = lambda _: False,
     ) -> Outline:
-        """Return the outline of a checkpoint; only the headers of its weights are read.
+        """Return the outline of a checkpoint. Of its weights, only the headers are read.
 
-        Where the weights are not there, config.json says how matrices are quantised, as far as it can. packs: whether
-        the operators compute with a scheme's integers. Raises BadOption as `load_checkpoint` would.
+        Where the weights are not on this machine, config.json says as far as possible how matrices are quantised.
+        packs: returns whether the operators compute with a scheme's integers. Raises BadOption as `load_checkpoint`
+        would.
         """
         if quantization == AUTO:
             quantization = usual_rounding(opened.tensors, packs)
         return cls(opened.raw, opened.spec, quantization, _schemes(opened.tensors, opened.spec, quantization))
 
     def widened(self, config: Spec) -> Outline:
-        """Return the outline of a wider model that is made from this model in memory. config: the wider model's spec.
+        """Return the outline of a wider model, which is made in memory from this model. config: the wider model's spec.
 
-        Its weights are dense before they are quantised.
+        The wider model's weights are made dense, and then quantised.
         """
         schemes = _schemes(said_tensors(config, {}), config, self.quantization)
         return Outline(self.raw, config, self.quantization, schemes)
 
     def made(self, quantization: str | None, layers: Seq[int] | None, config: Spec | None = None) -> Outline:
-        """Return the outline of a model made from this model in memory: rounded, or with only some of its layers.
+        """Return the outline of a model that is made in memory from this model, by rounding it or leaving out layers.
 
-        layers: the layers that it has; None = all. config: its spec, if its layers stand beside this model's; None =
-        this model's spec with these layers.
+        layers: the layers that the new model has; None = all. config: the spec of the new model, if its layers are not
+        layers of this model; None = this model's spec, with these layers.
         """
         if config is None:
             config = self.config if layers is None else self.config.only(layers)

@@ -1,9 +1,10 @@
-"""How GPTQ, AWQ, FP8, MXFP4 and compressed-tensors store matrices: which tensors belong together, and their meaning.
+"""How GPTQ, AWQ, FP8, MXFP4 and compressed-tensors store a matrix: in which tensors, and what these tensors mean.
 
-config.json chooses the layout (`layout_of`). A `Layout` stores a matrix as codes, scales and zero points, in tensors
-that share the matrix's name; nothing is rounded on the way to QuantisedRows. `Floats` stores 8-bit floats and scales;
-for operators that do not compute with these, they become float32 numbers. Sources: AutoGPTQ's and AutoAWQ's packers of
-2024, compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the model card of gpt-oss for MXFP4.
+config.json says which layout a checkpoint has (`layout_of`). In a `Layout`, a matrix is codes, scales and zero points.
+Each is one tensor, whose name begins with the matrix's name. They become QuantisedRows without rounding. In `Floats`, a
+matrix is 8-bit floats and scales. Operators that do not compute with 8-bit floats get the matrix in float32. Sources:
+AutoGPTQ's and AutoAWQ's packers of 2024, compressed-tensors 0.20, transformers 5's FP8 and FBGEMM quantisers, and the
+model card of gpt-oss for MXFP4.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of quantised matrices. codes: the last part of the name of the tensor with integers.
+    """A layout of matrices of integers. One tensor holds a matrix's integers, and others its scales and zero points.
 
-    parts: the last parts of the other tensors' names.
+    codes: the last part of the name of the tensor with the integers. parts: the last parts of the names of the other
+    tensors.
     """
 
     method: str
@@ -48,9 +50,10 @@ class Layout:
     types: frozenset[str] = INTEGERS  # of the tensor with the integers
 
     def matrix_of(self, name: str, dtype: str) -> tuple[str, dict[str, str]] | None:
-        """Return the name of the matrix whose integers a tensor holds, and its parts' names; None for other tensors.
+        """Return the name of the matrix whose integers a tensor holds, and the names of all the matrix's tensors.
 
-        An MXFP4 matrix stacks all experts, and has the name of the tensor with its integers.
+        None where the tensor holds no integers of a matrix. An MXFP4 matrix stacks all experts, and its name is the
+        name of the tensor with its integers.
         """
         if dtype not in self.types:
             return None
@@ -63,9 +66,9 @@ class Layout:
         return f"{prefix}.weight", {part: f"{prefix}.{part}" for part in (self.codes, *sorted(self.parts))}
 
     def scheme_of(self, shapes: Shapes, scales: str) -> tuple[tuple[int, int], Scheme]:
-        """Return the shape and scheme of a matrix. scales: the dtype of its scales in the file.
+        """Return the shape and the scheme of a matrix. scales: the dtype of its scales in the file.
 
-        Raises ValueError, saying why.
+        Raises ValueError, with the reason, for a matrix that cannot be read.
         """
         if self.method == "MXFP4":
             return _blocks_of_floats(shapes, scales), MXFP4
@@ -79,7 +82,7 @@ class Layout:
         return (num_out, num_in), Scheme(bits, group, "zero", SCALE_DTYPES[scales], zero=zero)
 
     def rows(self, scheme: Scheme, shapes: Shapes, num_in: int, chosen: range, read: Read) -> QuantisedRows:
-        """Read the chosen rows of a matrix. The first row must be a multiple of 32."""
+        """Read some rows of a matrix. The number of the first row must be a multiple of 32."""
         if self.method == "MXFP4":
             some = slice(chosen.start, chosen.stop)
             pairs = read("blocks", some, ALL).values
@@ -93,11 +96,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Floats:
-    """Matrices of FLOAT8 with one scale per matrix, per row, or per block.
+    """A layout of matrices of 8-bit floats (FLOAT8) with one scale per matrix, per row, or per block.
 
-    scales: possible names of the tensor with scales; each matrix has one of them. others: names of tensors for rounding
-    inputs, which are not needed. block: how many rows and columns share a scale; None = the shape of the scales says
-    it.
+    scales: the possible names of the tensor with the scales; each matrix has one such tensor. others: the names of
+    tensors that are only used to round inputs; they are not read. block: the number of rows and the number of columns
+    that share a scale; None = they follow from the shape of the scales.
     """
 
     method: str
@@ -106,7 +109,7 @@ class Floats:
     block: tuple[int, int] | None = None
 
     def spans(self, shape: tuple[int, int], scales: tuple[int, ...]) -> tuple[int, int]:
-        """Return how many rows and columns share a scale. Raises ValueError where the shapes do not fit."""
+        """Return the number of rows and of columns that share a scale. Raises ValueError for shapes that do not fit."""
         rows, columns = shape
         if self.block is not None and scales == tuple(-(-n // span) for n, span in zip(shape, self.block, strict=True)):
             return self.block
@@ -117,9 +120,9 @@ class Floats:
 
     @staticmethod
     def scheme(num_in: int, group: int, scales: str) -> Scheme | None:
-        """Return the scheme of a matrix for operators with 8-bit floats; None where groups do not divide a row.
+        """Return the scheme for operators that compute with 8-bit floats; None where groups do not divide a row.
 
-        group: how many columns share a scale. scales: the dtype of the scales in the file.
+        group: the number of columns that share a scale. scales: the dtype of the scales in the file.
         """
         return None if num_in % group else Scheme(8, group, "zero", SCALE_DTYPES[scales], zero=0, floats=True)
 
@@ -127,16 +130,16 @@ class Floats:
 def floats(
     numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int], scheme: Scheme
 ) -> QuantisedRows:
-    """Return some rows of a matrix of `Floats` as they are stored; see `widened` for the parameters."""
+    """Return some rows of a matrix of 8-bit floats as they are stored. `widened` explains the parameters."""
     row_scales = scales[np.arange(first, first + len(numbers)) // spans[0]]
     return QuantisedRows(scheme, np.ascontiguousarray(numbers.values), row_scales, np.zeros(row_scales.shape, np.uint8))
 
 
 def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[int, int]) -> Float32:
-    """Return some rows of a matrix of `Floats` in float32.
+    """Return some rows of a matrix of 8-bit floats in float32.
 
-    numbers: [R, I], the stored rows from row `first` on. scales: [O', I'], all scales of the matrix. spans: how many
-    rows and columns share a scale.
+    numbers: [R, I], the stored rows from row `first` on. scales: [O', I'], all scales of the matrix. spans: the number
+    of rows and the number of columns that share a scale.
     """
     rows = np.arange(first, first + len(numbers)) // spans[0]
     columns = np.arange(numbers.shape[1]) // spans[1]
@@ -144,7 +147,7 @@ def widened(numbers: HostTensor, scales: HostTensor, first: int, spans: tuple[in
 
 
 def in_order(rows: QuantisedRows, groups: npt.NDArray[np.int64]) -> Float32:
-    """Return the float32 weights of a matrix whose inputs are in another order than their groups.
+    """Return the float32 weights of a matrix in which the inputs of one group are not adjacent.
 
     groups: int64 [I], the group of each input.
     """
@@ -154,9 +157,9 @@ def in_order(rows: QuantisedRows, groups: npt.NDArray[np.int64]) -> Float32:
 
 
 def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
-    """Return the layout of quantised weights from config.json; None where they are not quantised.
+    """Return the layout of quantised weights that config.json describes; None where the weights are not quantised.
 
-    Raises UnsupportedModel for a setting that is not read, naming it.
+    Raises UnsupportedModel, naming the setting, for a setting that is not supported.
     """
     for key in KEYS:
         value = raw.get(key)
@@ -171,10 +174,10 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
 
 
 def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False) -> Scheme | None:
-    """Return the scheme of a layer's matrices according to config.json, for a plan without the weights; None = dense.
+    """Return the scheme of a layer's matrices from config.json alone, to plan without the weights; None = dense.
 
-    is_expert: whether the matrices belong to experts; only experts are MXFP4. Where config.json has several groups of
-    settings, the group with the most bits counts. Raises as `layout_of`.
+    is_expert: whether the matrices belong to experts; in MXFP4 checkpoints, all other matrices are dense. Where
+    config.json has several groups of settings, the group with the most bits is taken. Raises as `layout_of`.
     """
     layout = layout_of(raw)
     if not isinstance(layout, Layout) or layout.may_permute:
@@ -196,13 +199,13 @@ _WAY_OUT = f"name the unquantised original, or one quantised as {READABLE}"
 
 @dataclass(frozen=True)
 class _Settings:
-    """An object of config.json whose settings are checked one by one. where: its name in messages."""
+    """An object inside config.json whose settings are checked one by one. where: the object's name, for messages."""
 
     where: str
     values: Mapping[str, Any]
 
     def want(self, name: str, *allowed: object, why: str = "is not read") -> Any:
-        """Return a setting, which must have one of these values. Raises UnsupportedModel, naming the setting."""
+        """Return the value of a setting. Raises UnsupportedModel, naming the setting, for a value not in `allowed`."""
         value = self.values.get(name)
         if value not in allowed:
             raise UnsupportedModel(f"config.json sets {name}={value!r:.60} in {self.where}, which {why}: {_WAY_OUT}")
@@ -210,9 +213,9 @@ class _Settings:
 
 
 def _gptq(settings: _Settings) -> Layout:
-    """Read the settings of GPTQ. With desc_act=true, g_idx says the group of each input.
+    """Read the settings of GPTQ. With desc_act=true, the tensor g_idx holds the group of each input.
 
-    Version 1 stores zero points minus 1.
+    Version 1 stores each zero point minus 1.
     """
     permutes = settings.want("desc_act", False, True, None)
     version = settings.want("checkpoint_format", None, "gptq", "gptq_v2")
@@ -232,7 +235,7 @@ def _awq(settings: _Settings) -> Layout:
 def _fp8(settings: _Settings) -> Floats:
     """Read the settings of FP8. DeepSeek's files have one scale per block, vLLM's files one per matrix.
 
-    The names of DeepSeek's scales end with _inv, but weights are multiplied by them.
+    The names of DeepSeek's scales end with _inv, although weights are multiplied by these scales.
     """
     settings.want("activation_scheme", None, "dynamic", "static")
     block = settings.values.get("weight_block_size")
@@ -319,7 +322,8 @@ _READERS: Mapping[str, Callable[[_Settings], Layout | Floats]] = {
 def _sizes_qweight(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
     """Return the number of outputs, the number of inputs, the bits and the group size, for GPTQ and AWQ.
 
-    GPTQ packs words along inputs [I / 8, O], AWQ along outputs [I, O / 8]. scales: [I / group, O].
+    A word of GPTQ packs consecutive inputs, so qweight is [I * bits / 32, O]. A word of AWQ packs outputs, so qweight
+    is [I, O * bits / 32]. The scales are [I / group, O].
     """
     bits = layout.bits or 4
     per_word = 32 // bits
@@ -334,7 +338,7 @@ def _sizes_qweight(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
 def _sizes_packed(layout: Layout, shapes: Shapes) -> tuple[int, int, int, int]:
     """Return the number of outputs, the number of inputs, the bits and the group size, for compressed-tensors.
 
-    Words are packed along inputs [O, I * bits / 32], zero points along outputs.
+    A word of codes packs consecutive inputs: [O, I * bits / 32]. A word of zero points packs consecutive outputs.
     """
     num_out, num_words = shapes["weight_packed"]
     num_groups = shapes["weight_scale"][1]
@@ -362,7 +366,7 @@ _SIZES = {"qweight": _sizes_qweight, "weight_packed": _sizes_packed, "weight": _
 def _blocks_of_floats(shapes: Shapes, scales: str) -> tuple[int, int]:
     """Return the number of outputs and the number of inputs of an MXFP4 matrix.
 
-    A byte has two codes, the first in its lower half: [O, I / 32, 16]. scales: [O, I / 32].
+    The codes are [O, I / 32, 16]. A byte has two codes; its lower half is the first. The scales are [O, I / 32].
     """
     num_out, num_groups, num_bytes = shapes["blocks"]
     if num_bytes != MXFP4.group // 2 or scales not in BYTES:
@@ -387,7 +391,7 @@ ALL = slice(None)
 
 
 def unpack(words: npt.NDArray[np.int32], bits: int) -> npt.NDArray[np.uint8]:
-    """Return the integers in int32 words [R, C] as uint8 [R, C * 32 / bits], lowest bits first."""
+    """Return the integers in int32 words [R, C], the lowest bits of a word first, as uint8 [R, C * 32 / bits]."""
     if bits == 8 and sys.byteorder == "little":
         return np.ascontiguousarray(words).view(np.uint8)
     shifts = np.arange(0, 32, bits, dtype=np.int32)
@@ -431,7 +435,7 @@ def _rows_packed(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, 
 
 
 def _rows_int(layout: Layout, scheme: Scheme, shapes: Shapes, chosen: range, read: Read) -> Parts:
-    """Read rows of int8 codes, which start at -128, as uint8 codes, which start at 0."""
+    """Read some rows of int8 codes as uint8 codes, by adding 128."""
     rows = slice(chosen.start, chosen.stop)
     scales = read("weight_scale", rows, ALL)
     zeros = np.full(scales.shape, 128, np.uint8)

@@ -1,7 +1,7 @@
 """Weights that are quantised while they are read.
 
-Every matrix of the layers gets the requested bits; the embedding and the LM head get at least 8 bits, because their
-rounding affects every logit. Biases and the final norm stay unchanged.
+Every matrix of the layers is rounded to the requested number of bits. The embedding and the LM head are rounded to at
+least 8 bits, because their rounding affects every logit. Biases and the final norm stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGE_BITS = 4.5  # and so many bits per weight, is rounded by default
 
 
 class QuantisingSource(Wrapped):
-    """A source whose matrices are rounded when they are read. Raises BadOption where that is not possible."""
+    """A source whose matrices are rounded while they are read. Raises BadOption for a matrix that cannot be rounded."""
 
     def __init__(self, source: Source, spec: Spec, quantization: Quantization) -> None:
         super().__init__(source)
@@ -33,7 +33,7 @@ class QuantisingSource(Wrapped):
         self.tensors: Mapping[str, Stored] = planned(source.tensors, spec, quantization)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """See `Source.blocks`."""
+        """Yield the rows of a tensor, with the values after rounding. See `Source.blocks`."""
         scheme = self.tensors[name].scheme
         if scheme is None or scheme == self.source.tensors[name].scheme:
             yield from self.source.blocks(name)
@@ -42,7 +42,7 @@ class QuantisingSource(Wrapped):
             yield HostTensor.of(rows.dequantise())
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `QuantisedSource.quantised`."""
+        """Return a matrix after rounding; a matrix that is not rounded again is returned as stored."""
         stored = self.tensors[name]
         if stored.scheme is None or stored.scheme == self.source.tensors[name].scheme:
             return cast(QuantisedSource, self.source).quantised(name)
@@ -54,7 +54,7 @@ class QuantisingSource(Wrapped):
         return QuantisedMatrix(stored.scheme, (num_out, num_in), partial(self._rows, name, stored.scheme), place)
 
     def _rows(self, name: str, scheme: Scheme) -> Iterator[QuantisedRows]:
-        """Yield the rows of a matrix, rounded to the scheme."""
+        """Yield the rows of a matrix, rounded according to the scheme."""
         step = max(1, BLOCK_WEIGHTS // self.tensors[name].shape[1])
         for block in self.source.blocks(name):
             for first in range(0, len(block), step):
@@ -68,7 +68,7 @@ class QuantisingSource(Wrapped):
 
 
 def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantization) -> dict[str, Stored]:
-    """Return the tensors of a source as they will be after rounding. Raises as `QuantisingSource`."""
+    """Return the stored form that each tensor of a source will have after rounding. Raises as `QuantisingSource`."""
     rounded = {weight.name: weight for weight in weights(spec) if is_rounded(weight)}
     after = dict(tensors)
     for name, stored in tensors.items():
@@ -85,18 +85,21 @@ def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantizatio
 
 
 def _stays(stored: Stored, quantization: Quantization) -> bool:
-    """Whether a matrix stays as stored while others are rounded again."""
+    """Whether a matrix keeps its stored form, while other matrices are rounded again.
+
+    It does if rounding would not give it fewer bits, or if its rows are not a multiple of the group size.
+    """
     has_few_bits = stored.scheme is not None and stored.scheme.bits <= quantization.bits
     return quantization.again and (has_few_bits or stored.shape[-1] % quantization.group > 0)
 
 
 def usual_rounding(tensors: Mapping[str, Stored], packs: Callable[[Scheme], bool]) -> str | None:
-    """Return the default quantization of a draft model with these matrices, None where rounding would not pay.
+    """Return the default quantization of a draft model with these matrices; None where rounding would not pay.
 
-    packs: whether the operators compute with a scheme's integers.
+    packs: returns whether the operators compute with a scheme's integers.
 
     A pass over large weights takes as long as it takes to read them from memory, so fewer bytes make it faster. The
-    weights of a small model stay in the processor's caches, and the time goes to calls and barriers.
+    weights of a small model stay in the processor's caches, where most of the time goes to calls and barriers.
     """
     matrices = [stored for stored in tensors.values() if len(stored.shape) == 2]
     num_weights = sum(math.prod(stored.shape) for stored in matrices)

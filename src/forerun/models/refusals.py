@@ -1,7 +1,7 @@
-"""Refusals of checkpoints that forerun does not read, each in one sentence that says how to get a readable one.
+"""Refusals of checkpoints that forerun does not read. Each is a sentence that says how to get a readable checkpoint.
 
-A checkpoint is judged by the names of its files, in a folder or in the hub's listing. Nothing here reads a weight, so
-that a bad checkpoint is refused before its weights are read.
+A checkpoint is judged by the names of its files, in a folder or in the hub's listing. No function here reads weights,
+so that a bad checkpoint is refused early.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ReadJson = Callable[[str], Mapping[str, Any]]
 
 
 def refuse_path(path: Path) -> NoReturn:
-    """Raise for a folder without config.json, or for a file where a folder is wanted, with advice for its kind."""
+    """Raise for a folder without config.json, or for a file in place of a folder. The message says how to go on."""
     if path.is_dir():
         refuse_without_weights(names_in(path), str(path), lambda name: read_json(path / name))
         raise _no_config(str(path))
@@ -53,9 +53,9 @@ def refuse_path(path: Path) -> NoReturn:
 
 
 def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise where there is no model.safetensors and no index of shards, with advice for the files that are there.
+    """Raise if there is neither model.safetensors nor an index of shards, with advice for the files that are there.
 
-    where: the folder or hub id, for messages. read: a function that returns the object in a JSON file of this name.
+    where: the folder or the hub id, for messages. read: returns the object in the JSON file of a given name.
     """
     if SINGLE in names or INDEX in names:
         return
@@ -77,14 +77,14 @@ def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -
 
 
 def refuse_without_config(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise where there is no config.json, with advice for weights of a foreign format."""
+    """Raise if there is no config.json. The message gives advice for weights of other formats."""
     if CONFIG not in names:
         refuse_without_weights(names, where, read)
         raise _no_config(where)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder. Raises NotFound for an unreadable folder."""
+    """Return the names of the files and folders in a folder. Raises NotFound for an unreadable folder."""
     try:
         return [path.name for path in folder.iterdir()]
     except OSError as error:
@@ -92,9 +92,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the names of the files that an index lists.
+    """Return the names of the files that an index of shards lists.
 
-    Raises NotFound for a name that is no plain file name: a path, `..`, an empty name, or one with control characters.
+    Raises NotFound for a name that is not a plain file name: a path, `..`, an empty name, or a name with control
+    characters. Raises UnsupportedModel for an index that lists no files.
     """
     places = read_json(index).get("weight_map")
     names = list(places.values()) if isinstance(places, Mapping) else []
@@ -114,9 +115,9 @@ def refuse_without_tokenizer(names: Collection[str], where: str) -> None:
 
 
 def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
-    """Raise where a slow tokenizer is the only one, with advice on how to convert it.
+    """Raise if the only tokenizer is a slow one. The message says how to convert it.
 
-    A folder without any tokenizer is not refused: it is a model of ids that may stand for something other than text.
+    A folder without any tokenizer is not refused, because the ids of its model may stand for something other than text.
     """
     slow = [name for name in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt") if name in names]
     if TOKENIZER in names or not slow:
@@ -129,10 +130,10 @@ def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
 
 
 def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | None = None) -> None:
-    """Raise where config.json names code of the checkpoint for its model, or any code for an unknown model_type.
+    """Raise if config.json names Python code of the checkpoint for its model, or any code for an unknown model_type.
 
-    known: the model_types that forerun reads. computed: the class that published checkpoints of this model_type name,
-    if forerun computes the same as that class.
+    known: the model_types that forerun reads. computed: the class in such code that is allowed, because forerun
+    computes the same; None = no class.
     """
     auto_map = raw.get("auto_map")
     classes = auto_map if isinstance(auto_map, Mapping) else {}
@@ -150,9 +151,9 @@ def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | 
 
 
 def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -> None:
-    """Raise where a quantiser wrote a file of its own in place of a key in config.json.
+    """Raise if a quantiser described its work in a file of its own, instead of a key in config.json.
 
-    The message names the method, if the file names it.
+    The message names the quantisation method if that file does.
     """
     left = sorted(QUANTISERS.keys() & set(names))
     if left and CONFIG in names and any(read(CONFIG).get(key) for key in KEYS):
@@ -164,7 +165,7 @@ def refuse_quantiser_files(names: Collection[str], where: str, read: ReadJson) -
 
 
 def quantised_tensor(name: str, file: Path, dtype: str) -> UnsupportedModel:
-    """Return the error for a tensor whose dtype no unquantised checkpoint has."""
+    """Return the error for a tensor whose dtype occurs only in quantised checkpoints."""
     return UnsupportedModel(f"{name} in {file} has type {dtype}, {_QUANTISED}")
 
 

@@ -1,7 +1,7 @@
-"""A model at work: it packs runs of new tokens into one ragged batch, runs the batch, and hands out logits by run.
+"""A model at work. It packs runs of new tokens into a ragged batch, runs the batch, and returns the logits of each run.
 
-The same class runs target and draft model, so that a prompt chunk, a plain step, the verification of a draft and a
-drafter's catching up are one operation.
+The same class runs target and draft models. So a chunk of a prompt, a plain step, the verification of a draft, and a
+draft model's pass over tokens that it has not run yet are one operation.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ NO_NUMBERS = -1  # in place of the largest logit's id, where logits are not fini
 
 
 class Run(NamedTuple):
-    """New tokens of one sequence for one pass.
+    """New tokens of one sequence, to run in one pass.
 
-    parents [n]: the parent of each token, as an index that counts the slot's pending rows and then the run's rows; -1 =
-    the kept rows. None = the tokens are a chain after all rows of the slot. pending: whether the run's rows stay
-    pending (KVCache.hold), so that the next run of the slot continues after them. Otherwise the next run overwrites
-    them, unless `keep` comes before it. logits: whether logits are wanted of every row, of the last row only, or of
-    none. best_only: of the wanted rows, only the id of the largest logit is wanted; the runner must have `finds_best`.
-    draws: how the device is to draw from each wanted row. asked: for each draw, ids whose probabilities are also
-    wanted. Draws need a runner with `draws_rows`. vectors: by row of the run, the vector [H] that the first layer gets
-    in place of the token's embedding; the token must be a valid id all the same.
+    parents [n]: the parent of each token, as an index that counts first the slot's pending rows and then the rows of
+    the run; -1 = the kept rows. None = the tokens are a chain after all rows of the slot. pending: whether the rows of
+    the run become pending (KVCache.hold), so that the slot's next run continues after them. Otherwise the slot's next
+    run overwrites them, unless `keep` is called before.
+
+    logits: whether to return logits of every row ("all"), of the last row ("last"), or of no row ("none"). These rows
+    are the wanted rows. best_only: return only the id of the largest logit of each wanted row; the runner must have
+    `finds_best`. draws: how the device is to draw a token from each wanted row; the runner must have `draws_rows`.
+    asked: for each draw, ids whose probabilities to return as well. vectors: maps a row of the run to the vector [H]
+    that the first layer gets in place of the token's embedding. That row still needs a valid token id.
     """
 
     slot: int
@@ -55,9 +57,9 @@ class Run(NamedTuple):
     asked: Seq[Seq[int]] = ()
 
     def behind(self, num_pending: int) -> Seq[int]:
-        """Return the parents of the run's rows, also where they are a chain.
+        """Return the parents of the run's tokens. Where `parents` is None, they are the parents of a chain.
 
-        num_pending: how many rows of the slot are pending.
+        num_pending: the number of pending rows of the slot.
         """
         return range(num_pending - 1, num_pending - 1 + len(self.tokens)) if self.parents is None else self.parents
 
@@ -66,12 +68,14 @@ class Run(NamedTuple):
 class Scores:
     """The results of one pass.
 
-    hidden: the hidden states [T, H] after the final norm. rows[b]: the rows of run b among them. logits[b] [wanted
-    rows, ids]: the logits of run b, on the host. A run with best_only has best[b] [wanted rows] in their place: the ids
-    of the largest logits, or NO_NUMBERS where logits are not finite. A run with draws has drawn[b] [wanted rows], the
-    distributions, and best[b]. forward_s: the duration of the pass. taps: for each layer k of Runner.taps, the residual
-    stream of every row before layer k, float32 [T, H]. runs: the runs of the pass. num_experts: how many experts were
-    chosen by some row, averaged over the layers with experts; 0 = no layer has any.
+    hidden: the hidden states [T, H] after the final norm. rows[b]: the rows of `hidden` that belong to run b. logits[b]
+    [wanted rows, ids]: the logits of run b, on the host. best[b] [wanted rows]: for a run with best_only, instead of
+    its logits, the ids of the largest logits, or NO_NUMBERS where logits are not finite. drawn[b] [wanted rows]: for a
+    run with draws, the distributions; best[b] then has the ids of their largest logits.
+
+    forward_s: the duration of the pass in seconds. taps: for each layer k of Runner.taps, the residual stream of every
+    row before layer k, float32 [T, H]. runs: the runs of the pass. num_experts: the number of experts that some row
+    chose, averaged over the layers with experts; 0 = no layer has experts.
     """
 
     hidden: Any
@@ -88,13 +92,15 @@ class Scores:
 class Runner:
     """A model with its KV cache and its vocabulary.
 
-    num_ids: the number of ids; matrix rows beyond it are padding. holes: ids below num_ids without a token. Padding and
-    holes get probability 0: the logits of padding are cut off, the logits of holes are set to -inf. The LM head of a
-    draft model may have fewer rows than its target has ids. Then its logits end where these rows end, and ids beyond
-    the end of a distribution have probability 0. layers: the layers to run, ascending; None = all. The final norm and
-    the LM head read the output of the last of them, so that a model can draft for itself. taps: inner layers; each pass
-    returns the hidden states before them. They may be set later. head_rows: compute only so many first rows of the LM
-    head; None = all. has_experts: whether some layer has experts.
+    num_ids: the number of ids; rows of the LM head beyond it are padding. holes: ids below num_ids that stand for no
+    token. Padding and holes get probability 0: the logits of padding are cut off, and the logits of holes are set to
+    -inf. The LM head of a draft model may have fewer rows than its target has ids. Then rows of logits have only this
+    length, and later ids have probability 0.
+
+    layers: the layers to run, ascending; None = all. The final norm and the LM head read the output of the last one, so
+    a model with only some of its layers can draft for the whole model. taps: inner layers; each pass returns the hidden
+    states before them. They may be set later. head_rows: how many rows of the LM head to compute, from the first on;
+    None = all. has_experts: whether some layer has experts.
     """
 
     def __init__(
@@ -121,16 +127,16 @@ class Runner:
         self.narrow(head_rows)
 
     def narrow(self, head_rows: int | None) -> None:
-        """Compute only the logits of the first `head_rows` ids from now on; None = all."""
+        """From now on, compute only the logits of the first `head_rows` ids; None = of all ids."""
         self.head_rows = head_rows
         self.width = min(self.num_ids, head_rows or self.num_ids, self.model.config.vocab_size)  # of a row of logits
         self._none: Rows = np.empty((0, self.width), np.float32)
         self.holes = [i for i in self._all_holes if i < self.width]
 
     def forward(self, runs: Seq[Run]) -> Scores:
-        """Reserve cache rows, and run every token once. No cache row is kept until `cache.keep` is called.
+        """Run every token of the runs once. Their cache rows are reserved here, and only `cache.keep` keeps them.
 
-        Raises CapacityError where the pool is exhausted.
+        Raises CapacityError where the cache has too few free rows.
         """
         with self.model.ops.inference():
             return self._forward(runs)
@@ -158,7 +164,7 @@ class Runner:
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, passed.taps, runs, num_experts, probs)
 
     def _drawn(self, hidden: Any, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
-        """Return the distributions that the device draws from, by run, and write the likeliest ids into `best`."""
+        """Return, for each run, the distributions that the device draws from. Writes the likeliest ids into `best`."""
         draws = [draw for run in runs for draw in run.draws]
         asked = [ids for run in runs for ids in run.asked or [()] * len(run.draws)]
         assert self._drawer is not None
@@ -173,7 +179,7 @@ class Runner:
 
     @property
     def finds_best(self) -> bool:
-        """Whether the model can return the largest logit without writing the others."""
+        """Whether the model can return the id of the largest logit without returning the logits."""
         return not self.holes and self._finder is not None
 
     @property
@@ -183,25 +189,28 @@ class Runner:
 
     @property
     def tells_confidence(self) -> bool:
-        """Whether the probabilities of the best ids are known, so that `run_ahead` takes stops."""
+        """Whether `run_ahead` accepts stops, because the model tells the probability of each likeliest id."""
         return self.finds_best and self._ahead is not None and self._ahead.tells_confidence
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether `run_ahead` takes draws."""
+        """Whether `run_ahead` accepts draws."""
         return self.finds_best and self._ahead is not None and self._ahead.draws_ahead
 
     def run_ahead(
         self, runs: Seq[Run], lengths: Seq[int], stops: Seq[Stop] = (), layer_rows: Seq[Any] = (), draws: Seq[Draw] = ()
     ) -> RanAhead:
-        """Return the continuation of each run, in one call. The runner must have `finds_best`.
+        """Return a continuation of several tokens for each run, in one call. The runner must have `finds_best`.
 
-        The model is fed the run's tokens, then its new tokens one by one. Run b gets `lengths[b]` new tokens, and all
-        of them but the last are fed. Their cache rows are reserved here, and not kept. stops: for each run, when it
-        ends earlier; () = never. layer_rows: the target's hidden states after each layer that a head reads, [T, H]
-        each. The head makes the vectors of the runs from them; () = the runs have vectors. draws: for each run, how its
-        tokens are drawn, where the runner `draws_ahead`; () = the likeliest tokens. Raises CapacityError where the pool
-        is exhausted, InternalError where logits are not finite or a tree is pending.
+        The model runs the tokens of run b, and then its own new tokens one by one. It makes `lengths[b]` new tokens,
+        and runs all of them but the last. The cache rows are reserved here, and not kept. stops: for each run, the rule
+        that ends it earlier; () = none ends earlier. layer_rows: for a head, the target's hidden states [T, H] after
+        each layer that the head reads. The head makes the vectors of the runs from these; () = the runs have their
+        vectors already. draws: how to draw the tokens of each run, for a runner that `draws_ahead`; () = take the
+        likeliest tokens.
+
+        Raises CapacityError where the cache has too few free rows, InternalError where logits are not finite, or where
+        the pending rows of a slot are a tree.
         """
         if not runs:
             return RanAhead([])
@@ -220,9 +229,9 @@ class Runner:
 
     @property
     def fingerprint(self) -> str:
-        """Everything that the time of a pass depends on: processor, operators, threads, shape, layers and weights.
+        """All facts on which the time of a pass depends: processor, operators, threads, sizes, layers and weights.
 
-        Rounded weights differ from the original ones in the number of bytes that a pass reads.
+        Rounded weights differ from the original weights in the number of bytes that a pass reads.
         """
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
@@ -232,22 +241,24 @@ class Runner:
         return repr((processor, *ops, *shape, *weights, model.device))
 
     def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
-        """Run a pass like a verification over new rows that are dropped at once. Raises CapacityError.
+        """Run a pass over `num_rows` new rows, like a verification, and drop the rows. Raises CapacityError.
 
-        num_behind: how many earlier cache rows the new rows also read, whatever these contain.
+        num_behind: the number of earlier cache rows that the new rows attend to. Their content does not matter.
         """
         with self.scratch(num_behind) as run:
             run(num_rows, True)
 
     @contextmanager
     def scratch(self, num_behind: int = 0) -> Iterator[Callable[[int, bool], float]]:
-        """Yield a function that runs passes over new rows that are dropped at once: `run(num_rows, is_alike)`.
+        """Yield a function `run(num_rows, is_alike)`, which runs a pass over new rows and drops the rows.
 
-        num_behind: how many earlier cache rows the new rows also read, whatever these contain. Where rows choose
-        experts, these cache rows are zeros: memory may hold NaN, and then all rows would choose the first experts.
-        is_alike: whether all rows are one random token. Otherwise they are random tokens, new ones in each pass, as in
-        a text. A model without experts runs token 0 in all rows. A pass returns how many experts its rows chose,
-        averaged over the layers with experts; 0 where no layer has any. Both raise CapacityError.
+        num_behind: the number of earlier cache rows that the new rows attend to. Their content does not matter, except
+        in a model with experts. There they are zeros, because memory may hold NaN, with which all rows would choose the
+        first experts.
+
+        is_alike: whether all rows are the same random token. Otherwise each row is another random token, as in a text.
+        In a model without experts, all rows are token 0. `run` returns the number of experts that its rows chose,
+        averaged over the layers with experts; 0 where no layer has experts. This method and `run` raise CapacityError.
         """
         self.cache.open(SCRATCH_SLOT)
         try:
@@ -294,7 +305,7 @@ class Runner:
         return rows
 
     def _best(self, hidden: Any, rows: list[int]) -> list[int]:
-        """Return the ids of the largest logits, lowest id on ties; NO_NUMBERS for a row whose logits are not finite."""
+        """Return the id of each row's largest logit, the lowest id on ties; NO_NUMBERS where logits are not finite."""
         if not rows:
             return []
         assert self._finder is not None
@@ -314,12 +325,12 @@ class Runner:
 
 
 def float_type(model: Model) -> type[np.floating[Any]]:
-    """Return the dtype of a model's logits: float64 where its activations are float64, as in a toy, else float32."""
+    """Return the dtype of a model's logits: float64 if its activations are float64, as in a toy, otherwise float32."""
     return np.float64 if str(model.activation_dtype).endswith("float64") else np.float32
 
 
 def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[list[Rows], list[list[int]]]:
-    """Split the logits and the best ids of the wanted rows by run, as `Scores` has them. none: logits of no rows."""
+    """Split the logits and the likeliest ids of the wanted rows by run, as in `Scores`. none: an array of no logits."""
     some_logits, some_best = list[Rows](), list[list[int]]()
     at = at_best = 0
     for run in runs:

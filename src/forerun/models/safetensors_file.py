@@ -1,10 +1,10 @@
 """Safetensors files: a header that names tensors, and their bytes.
 
 github.com/huggingface/safetensors describes the format: eight bytes with the length of the header, a JSON object with
-the type, shape and offsets of each tensor, then all bytes. The library of that name opens a file anew for each access,
-parses the whole header, and maps the file into memory, where pages that were read stay resident. With tens of thousands
-of tensors, as in models with experts, that is most of the work of loading. So here a header is read once, and tensors
-are read by offset.
+the type, shape and offsets of each tensor, then the bytes of all tensors. The safetensors library opens a file anew for
+each access, parses the whole header, and maps the file into memory, where pages that were read stay resident. With tens
+of thousands of tensors, as in models with experts, this takes most of the time of loading. So this file reads a header
+once, and then tensors by their offsets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_HEADER_BYTES = 100_000_000  # as in the library; a header of 30,000 tensors
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, from its header. dtype: as safetensors names it. start: its first byte in the file."""
+    """A tensor in a file's header. dtype: the name of the dtype in safetensors. start: the offset of its first byte."""
 
     file: OpenFile
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Entry:
     num_bytes: int
 
     def rows(self, first: int, end: int) -> HostTensor:
-        """Read some rows. Raises UnsupportedModel where the file has become shorter."""
+        """Read the rows from `first` to before `end`. Raises UnsupportedModel where the file has become shorter."""
         row_bytes = self.num_bytes // max(1, self.shape[0])
         return self._read(first * row_bytes, (end - first) * row_bytes).reshape(end - first, *self.shape[1:])
 
@@ -68,7 +68,7 @@ class Entry:
 
 
 def read_header(file: OpenFile) -> dict[str, Entry]:
-    """Read the header: map names to tensors. Raises NotFound or UnsupportedModel where it cannot be read."""
+    """Read the header of a file, and return its tensors by name. Raises NotFound or UnsupportedModel for a bad file."""
     try:
         num_bytes = int.from_bytes(file.read(0, LENGTH_BYTES).tobytes(), "little")
         size = file.stream.seek(0, 2)
@@ -83,7 +83,7 @@ def read_header(file: OpenFile) -> dict[str, Entry]:
 
 
 def _entry(file: OpenFile, first: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
-    """Return a tensor of a header. first: the byte of the file where the tensors begin.
+    """Return one tensor of a header. first: the offset in the file at which the tensors begin.
 
     Raises ValueError for impossible offsets.
     """
@@ -97,7 +97,7 @@ def _entry(file: OpenFile, first: int, dtype: str, shape: list[int], data_offset
 
 
 def _check_places(entries: Mapping[str, Entry], first: int, size: int) -> None:
-    """Raise ValueError unless the tensors are contiguous up to the end of the file."""
+    """Raise ValueError unless the tensors follow one another without gaps, up to the end of the file."""
     end = first
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != end:
@@ -108,7 +108,7 @@ def _check_places(entries: Mapping[str, Entry], first: int, size: int) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, HostTensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file. The widest dtypes come first, so that every tensor is aligned."""
+    """Write a safetensors file. Tensors with the widest dtypes come first, so that every tensor is aligned."""
     names = sorted(tensors, key=lambda name: (-tensors[name].values.itemsize, name))
     header: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     at = 0

@@ -1,4 +1,4 @@
-"""Write a standard checkpoint folder: config.json, safetensors, generation_config.json, the tokenizer's files."""
+"""Write a standard checkpoint folder: config.json, generation_config.json, safetensors, and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def save_checkpoint(
     tokenizer_folder: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that `load_checkpoint`, transformers and other runtimes read.
+    """Write a folder that `load_checkpoint`, transformers and other runtimes can read.
 
-    weights: a tensor for every name of `blocks.weights(spec)`; each is rounded to `dtype`. end_ids go into config.json
-    and generation_config.json. tokenizer_folder: the folder from which tokenizer.json and its companions are copied.
-    Weights of more than shard_bytes are split into several files with an index. Raises UnsupportedModel for weights
-    that do not fit the spec.
+    weights: a tensor for every name in `blocks.weights(spec)`; each is converted to `dtype`. end_ids: written into
+    config.json and generation_config.json. tokenizer_folder: the folder from which tokenizer.json and its companion
+    files are copied. shard_bytes: the largest size of a file of weights; larger weights are split into several files
+    with an index. Raises UnsupportedModel for weights that do not fit the spec.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,9 +59,9 @@ def save_checkpoint(
 
 
 def config_to_dict(spec: Spec) -> dict[str, Any]:
-    """Return the config.json of a model, from which `read_config` gives the same spec back.
+    """Return the config.json of a model. `read_config` turns it into the same spec again.
 
-    Raises UnsupportedModel where the config.json of the family cannot say everything that the spec says.
+    Raises UnsupportedModel for a spec that the family's config.json cannot describe completely.
     """
     raw = dict(family(spec.model_type).write(spec))
     if (other := difference(read_config(raw), spec)) is not None:
@@ -70,9 +70,9 @@ def config_to_dict(spec: Spec) -> dict[str, Any]:
 
 
 def write_weights(folder: Path, weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> None:
-    """Write tensors as safetensors. More than `shard_bytes` are split into shards with an index.
+    """Write tensors as safetensors. Above `shard_bytes`, they are split into several files with an index.
 
-    dtype: the dtype of the written tensors; None = each keeps its own.
+    dtype: the dtype in which tensors are written; None = each tensor keeps its dtype.
     """
     shards = list(_shards(weights, dtype, shard_bytes))
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -93,7 +93,7 @@ def _num_bytes(weight: HostTensor, dtype: str | None) -> int:
 
 
 def _shards(weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: int) -> Iterator[list[str]]:
-    """Yield the tensor names of each shard. Before a shard would exceed shard_bytes, the next one begins."""
+    """Yield the tensor names of each shard. A new shard begins where the next tensor would exceed shard_bytes."""
     names: list[str] = []
     filled = 0
     for name, weight in weights.items():
@@ -107,5 +107,5 @@ def _shards(weights: Mapping[str, HostTensor], dtype: str | None, shard_bytes: i
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, formatted like the small files of a checkpoint."""
+    """Write a file with one JSON object, formatted like config.json in published checkpoints."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Write a quantised checkpoint in the pack-quantized format of compressed-tensors: it loads without rounding again.
+"""Write a quantised checkpoint in the pack-quantized format of compressed-tensors. It is later loaded without rounding.
 
-Each matrix becomes several tensors, see packings.py. The other tensors and the small files are copied from the source;
-config.json gets a quantization_config. transformers 5 reads int8 (CompressedTensorsConfig(dequantize=True)), but not
-int4, which has two schemes: 4 bits for the layers, 8 bits for embedding and LM head.
+Each matrix becomes several tensors, see packings.py. Other tensors are copied from the source, and so are the
+tokenizer's files and the like. config.json gets a quantization_config. transformers 5 can read int8 checkpoints
+(CompressedTensorsConfig(dequantize=True)). It cannot read int4 checkpoints, because these have two schemes: 4 bits for
+the layers, 8 bits for embedding and LM head.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from forerun.ops.quantised import QuantisedMatrix
 def quantise_checkpoint(
     name: str | Path, folder: Path, quantization: Quantization, ignore_config_keys: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Quantise a checkpoint (a folder or a hub id) into a new folder; return the bytes of its weights before and after.
+    """Quantise a checkpoint (a folder or a hub id) into a new folder.
 
-    Raises UserError for a checkpoint that would not load or is quantised already.
+    Returns the size of its weights in bytes, before and after. Raises UserError for a checkpoint that cannot be loaded,
+    or is quantised already.
     """
     opened = OpenedCheckpoint.of(name, ignore_config_keys, with_tokenizer=False).as_model()
     config = opened.spec
@@ -55,7 +57,7 @@ def quantise_checkpoint(
 
 
 def save_quantised(source: QuantisingSource, folder: Path, names: Names | None = None) -> int:
-    """Write a checkpoint folder that loads without rounding again; return the bytes of its weights.
+    """Write a folder with the rounded weights of a source. Returns the size of the written weights in bytes.
 
     names: the published tensor names of the source, where they differ from ours. Raises BadOption for a folder that is
     not empty.
@@ -79,7 +81,7 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
 
 
 def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, HostTensor]:
-    """Return the tensors in which compressed-tensors stores a weight, by the ending of their names."""
+    """Return the tensors in which compressed-tensors stores a weight, by the last part of their names."""
     stored = source.tensors[name]
     if stored.scheme is None:
         return {ending: HostTensor.joined([block.copy() for block in source.blocks(name)])}
@@ -87,7 +89,7 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Host
 
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
-    """Return the tensors in which compressed-tensors stores a rounded matrix, by the ending of their names."""
+    """Return the tensors in which compressed-tensors stores a rounded matrix, by the last part of their names."""
     bits, codes, scales, zeros = matrix.scheme.bits, list[Array](), list[HostTensor](), list[Array]()
     for rows in matrix.blocks():
         assert rows.zeros is not None
@@ -105,13 +107,13 @@ def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
 
 
 def quantization_config(source: QuantisingSource, names: Names | None = None) -> dict[str, Any]:
-    """Return the quantization_config of weights that `save_quantised` writes."""
+    """Return the quantization_config for the folder that `save_quantised` writes."""
     whole = [name.rpartition(".")[0] for name, stored in source.tensors.items() if _is_whole_matrix(stored)]
     return said_of(source.quantization, whole if names is None else [names.published(module) for module in whole])
 
 
 def said_of(quantization: Quantization, whole: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the quantization_config of rounded weights. whole: modules whose matrices are not rounded."""
+    """Return the quantization_config that describes rounded weights. whole: the modules that are not rounded."""
     bits, group = quantization.bits, quantization.group
     if bits == 8:
         groups = {"group_0": _config_group(["Linear", "Embedding"], 8, group)}

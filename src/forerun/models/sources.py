@@ -1,10 +1,10 @@
-"""The sources of an encoder-decoder's sequences: the encoder's output for each source, in the decoder's KV cache.
+"""The sources of an encoder-decoder's sequences, such as texts to translate. The decoder's KV cache holds them.
 
-A source has its own slot, whose cache rows are the keys and values of the cross-attention blocks. All rows are written
-once and never cut. Every row depends on the whole source, so only sequences with equal sources share rows. The rows are
-found again under a salt that names the whole source. No text has this salt, because a text that copies its source would
-otherwise match the source's rows. Rows are padded to whole blocks, because only full blocks can be found. The padding
-holds nothing, and no run reads it.
+Each source has a slot of its own in that cache. The rows of the slot are the keys and values of the cross-attention
+blocks, made from the encoder's output. All rows are written once and never cut. Every row depends on the whole source,
+so sequences share rows only if their sources are equal. The salt under which rows are published names the whole source.
+No text has such a salt. Otherwise a text that copies its source would be given the source's rows. Rows are padded to
+whole blocks, because only whole blocks are found again. The padding holds nothing, and no run reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.types import Source, salt_of
 
 @dataclass
 class _Known:
-    """The source of one sequence: its tokens, the salt under which its rows are found, and whether it was run."""
+    """The source of one sequence: its tokens, the salt under which its rows are published, and whether it was run."""
 
     ids: Seq[int]
     salt: str
@@ -29,7 +29,7 @@ class _Known:
 
 
 class Sources:
-    """The source of each sequence. model: an encoder-decoder. cache: the decoder's, which also holds the sources."""
+    """The source of each sequence. model: an encoder-decoder. cache: its decoder's cache, which holds the sources."""
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model: Any = model
@@ -37,7 +37,7 @@ class Sources:
         self._known: dict[int, _Known] = {}
 
     def open(self, slot: int, ids: Seq[int], salt: str | None) -> None:
-        """Begin the source of a sequence. If an equal source was run before and is still cached, its rows are used."""
+        """Begin a sequence's source. If an equal source was run before and is still cached, its rows are used again."""
         if slot in self._known:
             raise InternalError(f"slot {slot} has a source already")
         source = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
@@ -48,32 +48,32 @@ class Sources:
             self._cache.truncate_to(source_slot(slot), 0)
 
     def release(self, slot: int) -> None:
-        """End a sequence's source; unknown slots are ignored."""
+        """End the source of a sequence. A slot without a source is ignored."""
         if self._known.pop(slot, None) is not None:
             self._cache.release(source_slot(slot))
 
     def slots(self, slots: Iterable[int]) -> list[int]:
-        """Return these slots and the cache slots of their sources."""
+        """Return these slots, each followed by the slot of its sequence's source."""
         return [each for slot in slots for each in ((slot, source_slot(slot)) if slot in self._known else (slot,))]
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks that a source of so many tokens takes."""
+        """Return the number of cache blocks that a source of so many tokens takes."""
         return -(-num_tokens // self._cache.block_tokens)
 
     def missing_blocks(self, slot: int) -> int:
-        """Return how many blocks a sequence's source will still take."""
+        """Return the number of cache blocks that a sequence's source still needs."""
         source = self._known.get(slot)
         return 0 if source is None or source.is_run else self.num_blocks(len(source.ids))
 
     def num_unrun(self, slot: int) -> int:
-        """Return how many tokens of a sequence's source the encoder still has to run: all of them or none."""
+        """Return the number of tokens of a sequence's source that the encoder has not run: all of them or none."""
         source = self._known.get(slot)
         return 0 if source is None or source.is_run else len(source.ids)
 
     def run(self, slots: Seq[int]) -> None:
-        """Run the encoder on the sources of these sequences, once for equal sources.
+        """Run the encoder on the sources of these sequences. Equal sources are run once.
 
-        Raises CapacityError where there is no room.
+        Raises CapacityError where the cache has too few free rows.
         """
         first: dict[str, int] = {}
         for slot in slots:
@@ -93,7 +93,7 @@ class Sources:
                 source.is_run = True
 
     def of(self, slots: Iterable[int]) -> list[Source]:
-        """Return where the sources of these sequences lie. Raises InternalError for a source that was not run."""
+        """Return where each sequence's source lies in the cache. Raises InternalError for a source that was not run."""
         sources = []
         for slot in slots:
             source = self._known.get(slot)

@@ -1,9 +1,9 @@
-"""A model whose exact probabilities are known, behind the same interface as the real ones.
+"""A model whose exact probabilities are known. It has the same interface as real models.
 
-The model keeps each token's id and position in the KV cache, and reads its history back from the rows that the cache
-view names. So a wrong block table, a missed truncation, a wrong ancestor or a wrong position changes its output. Its
-distribution is a random table over contexts, made on demand from a seed. `logits_after` returns the table's logits
-directly, for tests.
+The model keeps the id and the position of each token in the KV cache. A row's history is read back from the cache rows
+that the row attends to. So the output changes if a block table, a position or an ancestor in a tree is wrong, or rows
+were not truncated. The distribution is a random table over contexts, whose entries are made from a seed when they are
+needed. For tests, `logits_after` returns logits from the table, without the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOURCE_ENDS = -1  # between a source and a text, in the key of a table
 
 @dataclass(frozen=True)
 class ToyConfig:
-    """The sizes of a toy, as every architecture states them."""
+    """The sizes of a toy model, under the names that the specs of real models have."""
 
     vocab_size: int
     max_positions: int
@@ -65,10 +65,11 @@ class ToyConfig:
 class ToyTable:
     """The parameters of the random table.
 
-    order: how many of the last tokens count; None = the whole history. scale: the standard deviation of the logits; 0
-    is uniform and 8 is peaked. zero_share: the share of ids that a context excludes (logit -inf); at least one id
-    stays. tie_step: logits are rounded to multiples of this number; 0 = not at all. distance: the logits are the logits
-    of the toy `near` plus noise of this standard deviation (a draft model that resembles its target).
+    order: how many of the last tokens the logits depend on; None = the whole history. scale: the standard deviation of
+    the logits; 0 is uniform and 8 is peaked. zero_share: the share of ids whose logit is -inf in a context; at least
+    one id has a finite logit. tie_step: logits are rounded to multiples of this number; 0 = no rounding. distance: for
+    a toy that resembles another toy (`near`), as a draft model resembles its target, the standard deviation of the
+    noise that is added to the other toy's logits.
     """
 
     order: int | None = None
@@ -92,24 +93,24 @@ class ToyOps(Operators):
 
     @property
     def loader(self) -> Callable[..., Any]:
-        """The function that makes a toy's head, which needs torch."""
+        """The function that makes a head for a toy. It needs torch."""
         from forerun.models.toy_heads import load
 
         return load
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
-        """Return a function that multiplies rows by a matrix [O, I], in the toy's dtype, one row at a time."""
+        """Return a function that multiplies rows by a matrix [O, I], one row at a time, in the toy's dtype."""
         columns = matrix.float32().astype(self._dtype).T
         added = 0 if bias is None else bias.float32().astype(self._dtype)
         return lambda rows: np.stack([row @ columns for row in rows]) + added
 
 
 class ToyModel:
-    """A random context-dependent table with one layer. Hidden states are the logits themselves (H = V).
+    """A random table over contexts, as a model with one layer. Hidden states are the logits themselves (H = V).
 
-    An embedding is 1 at its id and 0 elsewhere, so the largest dimension of an input gives the id. The final norm does
-    nothing. source: makes the toy an encoder-decoder, whose logits depend on all tokens of a source. `logits_after`
-    uses this source, whereas a pass reads the source in the cache.
+    An embedding is 1 at its id and 0 elsewhere, so the index of an input's largest number is the id. The final norm
+    does nothing. source: where it is given, the toy is an encoder-decoder, whose logits depend on all tokens of the
+    source. `logits_after` uses this source. A pass does not: it reads the source in the cache.
     """
 
     weight_bits: tuple[int, ...] = ()
@@ -151,7 +152,10 @@ class ToyModel:
         hidden: Row | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Write the ids and positions of the new tokens, and read every row's history back. Returns hidden [T, V]."""
+        """Write the new tokens' ids and positions into the cache, and read each row's history back.
+
+        Returns the logits [T, V], which are the hidden states, too.
+        """
         if cache is None:
             raise InternalError("the toy reads its history from a cache and was given none")
         if layers is not None and list(layers) != [0]:
@@ -175,7 +179,7 @@ class ToyModel:
         return Passed(all_logits, {k: (inputs, all_logits)[k] for k in taps})
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Write the ids and positions of sources, by slot."""
+        """Write the ids and positions of sources into the cache. sources: the ids of each source, by slot."""
         for slot, ids in sources.items():
             written = (np.array(numbers)[:, None, None] for numbers in (list(ids), list(range(len(ids)))))
             cache.pools[0].write(cache.rows(slot, 0, len(ids)), *written)
@@ -183,7 +187,8 @@ class ToyModel:
     def _source_of(self, batch: RaggedBatch, b: int, cache: BlockCache) -> tuple[int, ...]:
         """Return the source of a run, read back from the cache.
 
-        Where a position differs from its index, the difference is appended, so that the output changes visibly.
+        Where the position of a token is not its index, the difference is appended to the source, so that the output
+        changes.
         """
         if not self.source:
             return ()
@@ -193,26 +198,29 @@ class ToyModel:
         return (*(int(x) for x in ids[:, 0, 0].tolist()), *filter(None, shifts))
 
     def embed(self, ids: Seq[int]) -> Row:
-        """Return one row for each id [n, V]."""
+        """Return the embedding of each id, [n, V]."""
         return np.eye(self.config.vocab_size, dtype=self._float)[list(ids)]
 
     def head(self, ids: Seq[int]) -> Row:
-        """Return rows [n, V] of the LM head, which is the identity matrix."""
+        """Return the rows of the LM head for these ids, [n, V]. The LM head is the identity matrix."""
         return self.embed(ids)
 
     def norm(self, hidden: Row) -> Row:
-        """Return a copy of hidden [R, V]."""
+        """Return a copy of the hidden states [R, V]."""
         return hidden.copy()
 
     def logits(self, hidden: Row, num_ids: int | None = None) -> Row:
-        """Map hidden [R, V] to logits [R, V], or [R, num_ids] of the first ids; a copy in the toy's dtype."""
+        """Return the logits of hidden states [R, V], in the toy's dtype. num_ids: only the logits of the first ids."""
         return hidden[:, :num_ids].copy()
 
     def wait(self) -> None:
-        """Do nothing: everything is computed when a call returns."""
+        """Do nothing, because every result is ready when the call that computes it returns."""
 
     def rounded(self, quantization: Quantization) -> ToyModel:
-        """Return a toy with the logits of this toy, rounded to multiples of 2^(4 - bits); the same toy at each call."""
+        """Return a toy whose logits are the logits of this toy, rounded to multiples of 2^(4 - bits).
+
+        Every call with the same quantization returns the same toy.
+        """
         if quantization not in self._rounded:
             size, positions = self.config.vocab_size, self.config.max_positions
             table = ToyTable(tie_step=2.0 ** (4 - quantization.bits))
@@ -225,7 +233,7 @@ class ToyModel:
     # ----------------------------------------------------------------------------------------------- as an oracle
 
     def logits_after(self, history: Seq[int]) -> Row:
-        """Return the logits [V] after this history, from the table itself, without cache and positions."""
+        """Return the logits [V] after this history, from the table alone. The cache and positions are not used."""
         return self._logits(self.source, history)
 
     def _logits(self, source: tuple[int, ...], history: Seq[int]) -> Row:
@@ -239,7 +247,7 @@ class ToyModel:
     def _at(self, tokens: list[int], positions: list[int], source: tuple[int, ...] = ()) -> Row:
         """Return the logits after a history that was read back from the cache.
 
-        Where a position differs from its index, the logits are rolled, so that the output changes visibly.
+        Where the position of a token is not its index, the logits are rolled, so that the output changes.
         """
         shifts = [p - i for i, p in enumerate(positions)]
         logits = self._logits(source, tokens)
@@ -248,7 +256,7 @@ class ToyModel:
     def _make(self, context: tuple[int, ...]) -> Row:
         """Draw the logits of a context.
 
-        Where there is a source, the context is the source, SOURCE_ENDS and the history.
+        Where there is a source, the context is the tokens of the source, SOURCE_ENDS, and the tokens of the history.
         """
         shape, size = self.shape, self.config.vocab_size
         generator = np.random.default_rng([self.seed, zlib.crc32(repr(context).encode())])
@@ -266,6 +274,6 @@ class ToyModel:
 
 
 def _parts(context: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the source and the history in a key of the table."""
+    """Return the source and the history that a key of the table consists of."""
     end = context.index(SOURCE_ENDS) if SOURCE_ENDS in context else -1
     return context[: max(0, end)], context[end + 1 :]

@@ -1,4 +1,7 @@
-"""Heads of a toy model, computed by torch's reference operators in the toy's dtype, so that enumeration stays exact."""
+"""Heads of toy models, computed by torch's reference operators.
+
+They compute in the toy's dtype, so that tests that enumerate all outputs stay exact.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +31,27 @@ def load(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> ToyHead:
-    """Make a head whose hidden states have the toy's dtype; see ops.load_model."""
+    """Make a head whose hidden states have the toy's dtype. ops.load_model explains the parameters."""
     return ToyHead(spec, weights, lent, operators.rows_dtype("float32"))
 
 
 class _Tensors:
-    """The methods of a toy that its head calls, with torch tensors in place of arrays."""
+    """The methods of a toy that its head calls, with torch tensors in place of numpy arrays."""
 
     def __init__(self, toy: Any) -> None:
         self._toy = toy
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """See Model."""
+        """Return the toy's embedding of each id."""
         return torch.from_numpy(self._toy.embed(ids))
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """See Model."""
+        """Return the toy's logits of hidden states."""
         return torch.from_numpy(self._toy.logits(hidden.numpy(), num_ids))
 
 
 class _TensorPools:
-    """The cache of a toy, read as tensors."""
+    """A toy's cache, whose rows are read as torch tensors."""
 
     native = None
 
@@ -59,13 +62,13 @@ class _TensorPools:
         return _TensorPools(self._pools[block])
 
     def read(self, rows: Any) -> tuple[Tensor, Tensor]:
-        """See Pool."""
+        """Return the keys and the values of these rows."""
         keys, values = self._pools.read(rows)
         return torch.from_numpy(keys), torch.from_numpy(values)
 
 
 class ToyHead:
-    """A head that takes and returns numpy arrays, as its target does. Inside, it is a torch model."""
+    """A head that takes and returns numpy arrays, as a toy does. Inside, it is a torch model."""
 
     in_torch: TorchModel
 
@@ -88,7 +91,7 @@ class ToyHead:
         hidden: Row | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """See TorchModel."""
+        """Run a pass, as `TorchModel.forward` does, with numpy arrays."""
         given = None if hidden is None else torch.from_numpy(hidden)
         if isinstance(cache, LentCache):
             cache = cache.through(_TensorPools(cache.pools))
@@ -96,25 +99,25 @@ class ToyHead:
         return Passed(passed.hidden.numpy(), {k: rows.numpy() for k, rows in passed.taps.items()})
 
     def features(self, layer_rows: Seq[Row]) -> Row:
-        """See TorchModel."""
+        """Return the features for the head, as `TorchModel.features` does, with numpy arrays."""
         return self.in_torch.features(list(map(torch.from_numpy, layer_rows))).numpy()
 
     def fed(self, hidden: Row) -> Row:
-        """See TorchModel."""
+        """Return the rows for the head's next step, as `TorchModel.fed` does, with numpy arrays."""
         return self.in_torch.fed(torch.from_numpy(hidden)).numpy()
 
     def remember(self, batch: RaggedBatch, cache: Any, layer_rows: Seq[Row]) -> None:
-        """See TorchModel."""
+        """Write the features' keys and values into the cache, as `TorchModel.remember` does, with numpy arrays."""
         self.in_torch.remember(batch, cache, list(map(torch.from_numpy, layer_rows)))
 
     def embed(self, ids: Seq[int]) -> Row:
-        """See Model."""
+        """Return the embedding of each id."""
         return self.in_torch.embed(ids).numpy()
 
     def norm(self, hidden: Row) -> Row:
-        """See Model."""
+        """Return hidden states after the final norm."""
         return self.in_torch.norm(torch.from_numpy(hidden)).numpy()
 
     def logits(self, hidden: Row, num_ids: int | None = None) -> Row:
-        """See Model."""
+        """Return the logits of hidden states. num_ids: only the logits of the first ids."""
         return self.in_torch.logits(torch.from_numpy(hidden), num_ids).numpy()

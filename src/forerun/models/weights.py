@@ -1,4 +1,4 @@
-"""The weights of a source on the host: each is read on demand, checked, and not cached."""
+"""The weights of a source, on the host. Each is read from the file when it is asked for, checked, and not cached."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from forerun.ops.quantised import QuantisedMatrix, QuantisedRows, Scheme
 
 
 class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """A mapping from names to tensors of type `dtype`. Each access reads a new tensor from the file.
+    """A mapping from names to tensors of type `dtype`. Each access reads the tensor from the file again.
 
-    packs_scheme: says which quantised tensors are returned as stored; these are read when they are packed. The others
-    are dequantised. Raises UnsupportedModel for weights that are not finite, CapacityError without memory.
+    packs_scheme: returns whether tensors of a scheme are to be returned as stored. Such a tensor is read when it is
+    packed. Other quantised tensors are dequantised. Raises UnsupportedModel for weights that are not finite,
+    CapacityError where memory is too small.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
         return len(self.source.tensors)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """Yield the rows of a tensor in order, in type `dtype`; drop each block before you ask for the next."""
+        """Yield the rows of a tensor in order, in type `dtype`. Drop each block before you take the next one."""
         for block in self.source.blocks(name):
             rows = block.to(self.dtype)
             if not rows.is_finite():
@@ -59,10 +60,10 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
             yield rows
 
     def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
-        """Return a matrix that checks scales and minimums as they are read: if they are finite, so are all weights.
+        """Return a matrix that raises UnsupportedModel, while it is read, if some weight would not be finite.
 
-        Before a scale is checked, it is multiplied by the largest number that it may meet, because a float32 scale can
-        be finite where a weight is not.
+        It checks scales and minimums, and 8-bit floats for NaN. Before a scale is checked, it is multiplied by the
+        largest number that it may meet, because a float32 scale can be finite although its product with a code is not.
         """
         most = np.float32(matrix.scheme.most)
 
@@ -95,7 +96,7 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
 
 
 def same(source: Source, name: str, other: str) -> bool:
-    """Whether two tensors of a source are equal, dtype included."""
+    """Whether two tensors of a source are equal and have the same dtype."""
     a, b = source.tensors[name], source.tensors[other]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False

@@ -4,35 +4,37 @@ A speed measurement needs a large model, and a real acceptance rate needs a trai
 has the shape, the bytes and the time of the larger model, and the output of the small one. Wherever a number comes from
 such a model, call the model *a widened small model*.
 
-How the function survives, where the residual width grows from d to D:
+Why the output stays the same where the hidden size grows from d to D:
 
-* The new residual dimensions hold exact zeros throughout: new embedding columns, new output rows of o_proj and
-  down_proj are zero. Columns that read them may be anything, and are noise.
+* The new dimensions of the residual stream are exact zeros in all layers, because the new columns of the embedding and
+  the new output rows of o_proj and down_proj are zero. Matrices that read the stream have noise in their new columns,
+  which meets these zeros.
 * An RMS norm now divides by D instead of d. Its weights times sqrt(d/D), and its eps times d/D, undo this.
-* A head of s dimensions becomes a head of S = f s dimensions. Rotary pair i turns by theta^(-2i/s), as pair f i of the
-  wider head does, so the lanes of pair i move there. This holds under each rope scaling that `_check_heads` allows.
-  Scores are divided by sqrt(S) instead of sqrt(s); query weights times sqrt(f) undo this. New lanes are zero in the
-  queries and noise in the keys, so their product is zero. In the values they are noise that meets zero columns of
-  o_proj.
-* Query heads that share a key-value head still share it. Where the groups of query heads are smaller in the wide model,
-  the query heads are spread over several groups, each with a copy of their key-value head. New heads and feed-forward
-  units are noise, and their outputs meet zero columns of o_proj and down_proj.
-* New layers are noise with o_proj = down_proj = 0: they add exact zeros to the residual stream.
-* New ids get probability 0, in tied models too. The last of the new residual dimensions does this, so it is not zero:
-  it holds a small constant c at every token. That adds c^2 to every sum of squares, and eps' = (eps d - c^2) / D takes
-  c^2 away again. Only the final norm reads this dimension, with a weight that turns c into h, about the size of the
-  other dimensions. In the LM head, the rows of new ids hold -n in this dimension, and zeros in the d trained
-  dimensions. Their logits are -n h, at least 2^15 below 0 at every token of a run of random ids, so float32 softmax
-  gives exact zeros even at temperature 100. The rows of old ids hold 0 in this dimension, or c where the head is the
-  embedding. With c, all their logits rise by the same c h, some 1e-3, which softmax does not see. Feed no new id to a
-  tied model: the output has no meaning.
+* A head of s dimensions becomes a head of S = f s dimensions. In the trained head, rotary pair i turns by
+  theta^(-2i/s). Pair f i of the wider head turns by the same angle, so the dimensions of pair i move there. This holds
+  under each rope scaling that `_check_heads` allows. Scores are divided by sqrt(S) instead of sqrt(s); query weights
+  times sqrt(f) undo this. The new dimensions of a head are zero in queries and noise in keys, so their product is zero.
+  In values they are noise, which meets zero columns of o_proj.
+* Query heads that share a key-value head still share it. Where fewer query heads share a key-value head in the wide
+  model, they are spread over several groups, and each group has a copy of their key-value head. New heads and new
+  feed-forward units are noise, and their outputs meet zero columns of o_proj and down_proj.
+* New layers are noise with o_proj = down_proj = 0, so they add exact zeros to the residual stream.
+* New ids get probability 0, in tied models too, through the last of the new residual dimensions. This dimension is not
+  zero: it holds a small constant c at every token. That adds c^2 to every sum of squares, and eps' = (eps d - c^2) / D
+  takes c^2 away again. Only the final norm reads this dimension, with a weight that turns c into h, a number about as
+  large as the other dimensions. In the LM head, the rows of new ids hold -n in this dimension, and zeros in the d
+  trained dimensions. So the logits of new ids are -n h. That is at least 2^15 below 0 at every token of a run of random
+  ids, so that float32 softmax gives exact zeros even at temperature 100. The rows of old ids hold 0 in this dimension,
+  or c where the LM head is the embedding. With c, all logits of old ids rise by the same number c h, some 1e-3, which
+  does not change their softmax. Feed no new id to a tied model: the output has no meaning.
 
 In float32 the results agree up to the order of summation. In bfloat16 the factors sqrt(d/D) and sqrt(f) are exact where
-they are powers of two (D = 4 d, S = 4 s). Elsewhere each norm and query weight is rounded once more, by up to 0.2 %:
-the result is a slightly disturbed model, as after any rounding to bfloat16.
+they are powers of two (D = 4 d, S = 4 s). With other factors, each norm weight and query weight is rounded once more,
+by up to 0.2 %. The result is then a slightly disturbed model, as after any rounding to bfloat16.
 
-Noise is no larger than the trained weights. It is there because memory full of zeros would not be an honest stand-in: a
-dense checkpoint of the same shape must take the same time. Weights that have to be zero are written, page by page.
+Noise is no larger than the trained weights. Noise is used in place of zeros because the widened model must take the
+time of a dense checkpoint with the same shape, which memory full of zeros need not take. Weights that have to be zero
+are written page by page.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ MARGIN = 2.0**15  # logits of new ids lie at least this far below 0: at temperat
 
 @dataclass(frozen=True)
 class WideShape:
-    """The sizes to reach, in elements; each at least the trained model's. None keeps the trained size."""
+    """The sizes of the larger model, in elements. None = the trained size. No size may be below the trained size."""
 
     hidden_size: int
     num_layers: int
@@ -78,11 +80,11 @@ class WideShape:
 def widen(
     spec: Spec, weights: Mapping[str, HostTensor], shape: WideShape, *, seed: int = 0
 ) -> tuple[Spec, dict[str, HostTensor]]:
-    """Return the spec and the weights of a larger model that computes the same; the weights keep their dtype.
+    """Return the spec and the weights of a larger model that computes the same function. The weights keep their dtype.
 
-    Needs no memory beyond the result and some MB; with new ids, also a copy of the weights for a while. Raises
-    BadOption for a shape that the model does not fit into. Raises UnsupportedModel for models unlike Llama, and for QK
-    norm, which shares the eps that has to change.
+    It needs memory for the result and some MB; with new ids, also for a copy of the trained weights for a while. Raises
+    BadOption for a shape that the model does not fit into. Raises UnsupportedModel for models unlike Llama, and for
+    models with QK norm, because QK norm shares the eps that must change.
     """
     config, wide = Plain.of(spec), Plain.of(wide_config(spec, shape))
     trained = weights["model.layers.0.mlp.gate_proj.weight"]
@@ -151,17 +153,20 @@ def _check_heads(config: Plain, wide: Plain) -> None:
 
 
 def _group(config: Plain) -> int:
-    """Return the number of query heads per key-value head."""
+    """Return the number of query heads that share a key-value head."""
     return config.num_heads // config.num_kv_heads
 
 
 def _copies(config: Plain, wide: Plain) -> int:
-    """Return the number of copies of each trained key-value head: as many as its query heads need wide groups."""
+    """Return the number of copies that each trained key-value head gets in the wide model.
+
+    The query heads that share this head need as many groups there, and each group needs a copy.
+    """
     return math.ceil(_group(config) / _group(wide))
 
 
 def _carried(config: Plain) -> float:
-    """Return c, the constant in the spare dimension: a power of two, with c^2 at most a quarter of eps d."""
+    """Return c, the constant in the last residual dimension: a power of two with c^2 at most a quarter of eps d."""
     limit = math.sqrt(config.norm_eps * config.hidden_size / 4)
     return min(LARGEST_CARRIED, 2.0 ** math.floor(math.log2(limit)))
 
@@ -175,27 +180,27 @@ def _wide_eps(config: Plain, wide: Plain) -> float:
 
 
 def _noise(trained: HostTensor, seed: int) -> HostTensor:
-    """Return uniform numbers with half the standard deviation of the trained feed-forward weights."""
+    """Return uniform random numbers with half the standard deviation of the trained feed-forward weights."""
     limit = float(trained.float32().std()) * math.sqrt(3) / 2
     numbers = (np.random.default_rng(seed).random(NOISE_NUMBERS, np.float32) * 2 - 1) * np.float32(limit)
     return HostTensor.of(numbers).to(trained.dtype)
 
 
 def _set(out: HostTensor, places: Any, number: float) -> None:
-    """Write a number, rounded to the dtype of the tensor."""
+    """Write a number into some places of a tensor, rounded to the tensor's dtype."""
     out.values[places] = HostTensor.of(np.float32(number)).to(out.dtype).values
 
 
 def _times(weight: HostTensor, factor: float) -> HostTensor:
-    """Return the product, rounded to the dtype of the weight."""
+    """Return a weight times a factor, rounded to the weight's dtype."""
     return HostTensor.of(weight.float32() * np.float32(factor)).to(weight.dtype)
 
 
 def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
-    """Fill a tensor with the repeated block of noise: drawing a billion numbers would take longer than all the rest.
+    """Fill a tensor with copies of one block of noise. To draw a billion numbers would take longer than all other work.
 
-    The block begins at another offset in each tensor, so that no two tensors are equal. Another engine could store and
-    cache equal tensors only once, and they would no longer cost what they stand for.
+    The block begins at another offset in each tensor, so that no two tensors are equal. An engine might store equal
+    tensors once, and then they would take less time and memory than the large model that they stand for.
     """
     flat = out.values.reshape(-1)
     start = min(len(block) - offset, len(flat))
@@ -207,9 +212,9 @@ def _fill(out: HostTensor, block: HostTensor, offset: int) -> None:
 
 
 def _must_be_zero(name: str) -> bool:
-    """Whether new weights of a tensor must be zero: it writes into the residual stream, or is a bias.
+    """Whether new weights of a tensor must be zero, because the tensor is a bias or writes into the residual stream.
 
-    Noise in a bias would be useless.
+    A bias of noise would be useless.
     """
     return name.endswith((EMBEDDING, "o_proj.weight", "down_proj.weight", ".bias"))
 
@@ -219,11 +224,12 @@ def _must_be_zero(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _HeadPlaces:
-    """The places of trained heads in the wide matrices.
+    """Where the rows of trained heads lie in the wide matrices. A lane is one dimension of a head.
 
-    q_rows: the wide row of each trained row of q_proj; o_proj has the same places among its columns. q_new_rows: the
-    wide rows of the new lanes in the same heads. q_scale: the factor for query weights. kv_rows: wide rows of k_proj
-    and v_proj. kv_sources: the trained row for each of kv_rows.
+    q_rows: for each row of the trained q_proj, its row in the wide q_proj, and also its column in the wide o_proj.
+    q_new_rows: the other rows of the same heads in the wide q_proj. q_scale: the factor for query weights. kv_rows: the
+    rows of the wide k_proj and v_proj that get trained rows. kv_sources: for each of kv_rows, the number of its trained
+    row.
     """
 
     q_rows: Ids
@@ -251,9 +257,9 @@ class _HeadPlaces:
 
 
 def _lanes(head_dim: int, wide: int) -> list[int]:
-    """Return the wide lane of each trained lane.
+    """Return, for each dimension of a trained head, its index in a wide head.
 
-    Rotary pair i, which is lanes i and i + head_dim / 2, becomes pair i * wide / head_dim.
+    Rotary pair i, which is dimensions i and i + head_dim / 2, becomes pair i * wide / head_dim.
     """
     step, half = wide // head_dim, head_dim // 2
     return [step * i for i in range(half)] + [step * i + wide // 2 for i in range(half)]
@@ -264,12 +270,12 @@ def _query_scale(config: Plain, wide: Plain) -> float:
 
 
 def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Ids:
-    """Return the row numbers of `lanes` in `heads`, head by head; a head has `size` lanes."""
+    """Return the row numbers of some dimensions (`lanes`) of each of these heads. size: the dimensions of a head."""
     return (np.array(heads, np.int64)[:, None] * size + np.array(lanes, np.int64)).ravel()
 
 
 def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) -> None:
-    """Write trained weights into a wide tensor: heads into their places, all others into the first rows and columns."""
+    """Write trained weights into a wide tensor: heads into their places, others into the first rows and columns."""
     whole = out.values
     corner = whole[:, : trained.shape[1]] if trained.ndim == 2 else whole
     if ".q_proj." in name:
@@ -288,10 +294,10 @@ def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) 
 
 @dataclass(frozen=True)
 class _SpareLane:
-    """The values of the last residual dimension; c and n are explained at the top of the file.
+    """The numbers for the last residual dimension. The text at the top of the file explains c and n.
 
-    carried: c, the residual stream's value at every token. norm_weight: the final norm's weight. new_id: -n, in the LM
-    head's rows of new ids.
+    carried: c, the value of the residual stream in this dimension. norm_weight: the weight of the final norm. new_id:
+    -n, the value in the LM head's rows of new ids.
     """
 
     carried: float
@@ -300,7 +306,10 @@ class _SpareLane:
 
 
 def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) -> None:
-    """Write the values of the last residual dimension into all weights that have it, and the rows of new ids."""
+    """Write the numbers for the last residual dimension into the norms, the embedding and the LM head.
+
+    In an untied LM head, the rows of new ids get zeros in the trained dimensions.
+    """
     for name, out in made.items():
         if name.endswith("norm.weight"):
             _set(out, -1, spare.norm_weight if name == FINAL_NORM else 0.0)
@@ -315,10 +324,10 @@ def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) 
 
 
 def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, seed: int) -> _SpareLane:
-    """Return the values of the last residual dimension, measured on a run of the trained model over random ids.
+    """Return the numbers for the last residual dimension, from a run of the trained model over random ids.
 
-    They depend on how large the residual stream gets, which differs between models. Raises BadOption where the dtype of
-    the weights cannot hold the values (float16).
+    They depend on how large the residual stream of the model gets. Raises BadOption where the dtype of the weights
+    cannot hold them (float16).
     """
     stream, hidden = _last_stream(config, weights, seed)
     rms = np.sqrt(np.square(stream).mean(-1) + config.norm_eps)
@@ -336,7 +345,7 @@ def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, s
 
 
 def _last_stream(config: Plain, weights: Mapping[str, HostTensor], seed: int) -> tuple[Floats, Floats]:
-    """Return the residual stream before and after the final norm, float32 [T, H] each, over one run of random ids."""
+    """Return the residual stream before and after the final norm, float32 [T, H] each, from a run over random ids."""
     spec = config.spec
     num, end = min(PROBE_TOKENS, config.max_positions), config.num_layers
     if weights[FINAL_NORM].dtype not in COMPUTED:

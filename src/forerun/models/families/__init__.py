@@ -1,4 +1,4 @@
-"""The model families: each is one file of this folder, named like the checkpoint's model_type, found by scanning."""
+"""The model families. Each is a file of this folder, named like the checkpoint's `model_type` and found by scanning."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from forerun.models.naming import Gguf, Names
 
 
 class Family(Protocol):
-    """The interface of a file of this folder.
+    """The functions that each file of this folder defines: `read` and `write`.
 
-    A family may have more. `NAMES`: its published tensor names, where they are not the usual ones. `names(spec)`: the
-    same, where names depend on the model. `GGUF`: how its GGUF files are read, if there are such files. `CODE`: the
-    class that published checkpoints bring along, if it computes the same as forerun. `RUN_BY`: the method that runs its
-    checkpoints, where they are no models by themselves. A family of multimodal checkpoints reads a spec of its text
-    model's family.
+    Some files define more. `NAMES`: the family's published tensor names, where they differ from our names (naming.py).
+    `names(spec)`: these names, where they depend on the model. `GGUF`: how the family's GGUF files are read. `CODE`:
+    the model class in the code of published checkpoints, if this class computes what forerun computes. `RUN_BY`: the
+    drafting method that runs the family's checkpoints, where they cannot run as models by themselves. A file for
+    multimodal checkpoints returns the spec of the text model, which belongs to the text model's family.
     """
 
     def read(self, raw: Mapping[str, Any]) -> Spec: ...
@@ -34,7 +34,10 @@ def model_types() -> tuple[str, ...]:
 
 
 def family(model_type: object) -> Family:
-    """Import the file named like the checkpoint's `model_type`. Raises UnsupportedModel with the list of known ones."""
+    """Import the file named like the checkpoint's `model_type`.
+
+    Raises UnsupportedModel, listing the known types, for an unknown `model_type`.
+    """
     if model_type is None:
         raise UnsupportedModel(
             f"config.json has no model_type: fetch it again, or add the one that it is, of {list(model_types())}"
@@ -47,7 +50,7 @@ def family(model_type: object) -> Family:
 
 
 def names_of(spec: Spec) -> Names | None:
-    """Return the published tensor names of a model; None = same as ours."""
+    """Return the published tensor names of a model; None where they are our names (naming.py)."""
     if spec.model_type not in model_types():
         return None
     module = family(spec.model_type)
@@ -55,9 +58,9 @@ def names_of(spec: Spec) -> Names | None:
 
 
 def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
-    """Return the published tensor names of a checkpoint; None = same as ours.
+    """Return the published tensor names of a checkpoint; None where they are our names (naming.py).
 
-    raw: its config.json. spec: the spec that was read from `raw`.
+    raw: the checkpoint's config.json. spec: the spec that was read from `raw`.
     """
     kind = raw.get("model_type")
     if kind == spec.model_type or kind not in model_types():
@@ -66,20 +69,26 @@ def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
 
 
 def computes(raw: Mapping[str, Any]) -> str | None:
-    """Return the class that checkpoints of this model_type bring along, if it computes the same as forerun."""
+    """Return the model class in a checkpoint's own code, where this class computes what forerun computes.
+
+    None where the family has no such class. raw: the checkpoint's config.json.
+    """
     kind = raw.get("model_type")
     return cast("str | None", getattr(family(kind), "CODE", None)) if kind in model_types() else None
 
 
 def run_by(raw: Mapping[str, Any]) -> str | None:
-    """Return the method that runs checkpoints of this model_type; None where they are models."""
+    """Return the drafting method that runs a checkpoint; None where the checkpoint runs as a model by itself.
+
+    raw: the checkpoint's config.json.
+    """
     kind = raw.get("model_type")
     return cast("str | None", getattr(family(kind), "RUN_BY", None)) if kind in model_types() else None
 
 
 @cache
 def gguf_families() -> Mapping[str, tuple[str, Gguf]]:
-    """Map general.architecture to the model_type of the family with such GGUF files, and how these files are read."""
+    """Map general.architecture to the model_type of the architecture's family, and to the family's `Gguf`."""
     families = {}
     for name in model_types():
         gguf = getattr(family(name), "GGUF", None)

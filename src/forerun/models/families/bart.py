@@ -1,4 +1,7 @@
-"""BART: an encoder and a decoder with layer norms after each part, learned positions, and biases everywhere."""
+"""BART: an encoder and a decoder with learned positions, and biases everywhere.
+
+Attention and feed-forward are each followed by a layer norm.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ FEED_FORWARD = {"fc1": "mlp.up_proj", "fc2": "mlp.down_proj", "final_layer_norm"
 
 
 def names_of_layers(outer: Mapping[str, str]) -> Names:
-    """Return the published names of BART's layers. A layer of the decoder is two of our blocks."""
+    """Return the published names of BART's layers. One layer of the decoder becomes two of our blocks."""
     return Names(
         {"shared": "model.embed_tokens", **outer},
         "decoder.layers.{}.",
@@ -60,7 +63,7 @@ OFFSET = 2  # rows before the row of position 0
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     positions = Positions(size(raw, "max_position_embeddings"), OFFSET)
     return spec_of(raw, positions, Norm("layer", EPS, bias=True))
 
@@ -68,7 +71,7 @@ def read(raw: Raw) -> Spec:
 def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapping[str, str] | None = None) -> Spec:
     """Return the spec of a model with BART's layers. Raises as `read`.
 
-    embed_norm: the norm after the embedding. again: more keys that repeat others.
+    embed_norm: the norm after the embedding. again: further keys that only repeat other keys, see `configs.understood`.
     """
     norms = {"normalize_before": False, "normalize_embedding": embed_norm is not None, "add_final_layer_norm": False}
     for key, wanted in norms.items():

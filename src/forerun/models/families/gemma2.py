@@ -1,7 +1,7 @@
-"""Gemma 2 (google/gemma-2-2b, -9b, -27b): norms also after both parts, capped scores and logits, alternating windows.
+"""Gemma 2 (google/gemma-2-2b, -9b, -27b): capped scores and logits, and a window in every other layer.
 
-The first layer and every second layer after it have a window. Norms add 1 to their stored weights, and embeddings are
-scaled by the square root of their width.
+The first layer has a window, the second has none, and so on. Attention and feed-forward have norms before and after
+them. Norms add 1 to their stored weights. Embeddings are scaled by the square root of their width.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def scale_and_window(deepest: int, own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for the window and the scale of scores. llama.cpp's files leave the scale out.
+    """Return the keys of config.json for the window and for the scale of scores, from a GGUF file.
 
-    The scale follows from the head size. In the model with `deepest` layers, it follows from the hidden size divided by
-    the number of heads.
+    The file leaves out the scale, which follows from the head size. An exception is the model with `deepest` layers,
+    where the scale follows from the hidden size divided by the number of heads.
     """
     of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
     scalar = of_rows if own.get("block_count") == deepest else own.get("attention.key_length", 256)
@@ -46,7 +46,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS, AGAIN, nullable=CAPS)
     configs.gelu_only(c)
     num, bias = size(c, "num_hidden_layers"), flag(c, "attention_bias")

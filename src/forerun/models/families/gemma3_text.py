@@ -1,7 +1,7 @@
-"""Text models of Gemma 3 (google/gemma-3-270m, -1b): norms also after both parts, GELU, windows in five of six layers.
+"""Text models of Gemma 3 (google/gemma-3-270m, -1b): GELU, and windows in five of six layers.
 
-Layers with a window and layers without have different rotary positions. Norms add 1 to their stored weights, and
-embeddings are scaled by the square root of their width.
+Layers with a window have other rotary positions than layers without. Attention and feed-forward have norms before and
+after them. Norms add 1 to their stored weights. Embeddings are scaled by the square root of their width.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS)
     configs.gelu_only(c)
     configs.require(c.get("partial_rotary_factor", 1) == 1, c, "partial_rotary_factor", "1")

@@ -1,8 +1,9 @@
-"""Gemma 4's assistants (google/gemma-4-E2B-it-assistant and others), drafters without keys and values of their own.
+"""Gemma 4's assistants (google/gemma-4-E2B-it-assistant and others): drafters that have no keys and values themselves.
 
-Their blocks are Gemma 4's, and each block reads the keys and values of the target's last layer of the same kind. Their
-input is made from the embedding and the hidden state of the target's last token. Their output is projected to the
-target's hidden size. They are no models by themselves: the drafter `assistant` runs them.
+Their blocks are built like Gemma 4's. Each block reads the keys and values of the target's last layer of the same kind.
+The input of the first block is made from the embedding and the hidden state of the target's last token. The output of
+the last block is projected to the target's hidden size. An assistant cannot run as a model by itself: the drafter
+`assistant` runs it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ NAMES = Names(
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of Gemma 4 for layers that have no keys and values of their own, and the target's hidden size."""
+    """Return further keys of config.json: Gemma 4's keys, and the target's hidden size.
+
+    According to these keys, no layer has keys and values of its own.
+    """
     width, num, heads = (own.get(key) for key in ("embedding_length_out", "block_count", "attention.head_count_kv"))
     if type(width) is not int or type(num) is not int or not 0 < num <= len(tensors):
         raise UnsupportedModel(
@@ -66,7 +70,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec whose blocks read another model's KV cache. Raises UnsupportedModel."""
+    """Read config.json into a spec whose blocks read the KV cache of the target. Raises UnsupportedModel."""
     if "text_config" in raw:
         configs.refuse_unknown(raw, KEYS)
         text = configs.text_part(raw, {"model_type": TEXTS[0], "tie_word_embeddings": True})
@@ -88,7 +92,7 @@ def read(raw: Raw) -> Spec:
 
 
 def _reader(block: Block, index: int) -> Block:
-    """Return a block of Gemma 4 that reads another model's KV cache."""
+    """Return a block of Gemma 4, changed so that it reads the KV cache of the target."""
     assert block.attention is not None
     reads = replace(block.attention, shares_kv_of=index, k_norm=None, v_norm=None, k_is_v=False)
     return replace(block, attention=reads)

@@ -1,9 +1,10 @@
 """Text models of Gemma 4 (google/gemma-4-31B, -26B-A4B, -E2B, -E4B): Gemma 3 with two head sizes and norms of values.
 
-Layers with a window have small heads, the others have large heads, and only a part of a large head is rotated. Scores
-are not scaled. Large heads may use their keys, before norm and rotation, as values. The last layers may read the keys
-and values of an earlier layer. E2B and E4B have per-layer embeddings. 26B-A4B has experts beside each feed-forward
-part. Where transformers and llama.cpp agree, this file follows both; neither adds 1 to the weights of norms.
+Layers with a window have small heads. Layers without a window have large heads, and only a part of a large head is
+rotated. Scores are not scaled. Layers with large heads may use their keys, before norm and rotation, as values. The
+last layers may read the keys and values of an earlier layer. E2B and E4B have per-layer embeddings. 26B-A4B has experts
+beside each feed-forward part. This file computes what transformers and llama.cpp both compute. Unlike in Gemma 3, norms
+do not add 1 to their weights.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def _by_layer(value: Any, num: int) -> list[Any]:
 
 
 def _turned_part(own: Own) -> float:
-    """Return the rotated share of a head.
+    """Return the share of a large head that is rotated, from the frequency factors in a GGUF file.
 
-    Rotated pairs have the frequency factor 1, all other pairs have a huge factor.
+    The factor of a rotated pair is 1, and the factor of any other pair is huge.
     """
     stored = own.get(ROPE_FREQS)
     factors: list[float] = stored if isinstance(stored, list) else []
@@ -80,7 +81,8 @@ def _turned_part(own: Own) -> float:
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json.
 
-    llama.cpp lists heads and windows by layer, and has the sizes of large heads under the usual keys.
+    llama.cpp stores heads and windows as lists with one entry for each layer. Under the usual keys it stores the sizes
+    of large heads.
     """
     num, shared = own.get("block_count"), own.get("attention.shared_kv_layers", 0)
     local = own.get("attention.sliding_window_pattern")
@@ -163,7 +165,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, (SHARED_KEYS - {*configs.TURNED}) | OWN_KEYS, DEFAULTS)
     configs.gelu_only(c)
     seen = c.get("use_bidirectional_attention")

@@ -1,6 +1,7 @@
-"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): norms also after both parts; half of a head rotates, in neighbour pairs.
+"""GLM-4 of 2025 (GLM-4-9B-0414 and its kin): neighbouring dimensions rotate as pairs, in one half of each head.
 
-The files join gate and up. The older glm-4-9b-chat-hf belongs to another family, glm, which lacks those norms.
+Attention and feed-forward have norms before and after them. The files join gate and up. The older glm-4-9b-chat-hf
+belongs to another family, glm, which has no norms after attention and feed-forward.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | {"attention_bias"}, DEFAULTS, nullable={"partial_rotary_factor"})
     full_attention_only(c)
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")

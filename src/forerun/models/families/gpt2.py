@@ -1,6 +1,6 @@
-"""GPT-2: layer norms, learned positions, biases everywhere, plain GELU.
+"""GPT-2: layer norms, learned positions, biases everywhere, and GELU without a gate.
 
-Its files join q, k and v, and transpose the matrices of layers.
+Its files join q, k and v, and store the matrices of layers transposed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ USUAL = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_posit
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     hidden, heads, num = size(c, "n_embd"), size(c, "n_head"), size(c, "n_layer")
     configs.require(hidden % heads == 0, c, "n_head", f"a divisor of {hidden}")

@@ -1,6 +1,6 @@
-"""GPT-NeoX and Pythia: both parts of a layer read the same input, and a quarter of each head is rotated.
+"""GPT-NeoX and Pythia: attention and feed-forward read the same input, and a quarter of each head is rotated.
 
-Layer norms, biases everywhere, GELU without a gate. Files join q, k and v head by head.
+Layer norms, biases everywhere, and GELU without a gate. The files join q, k and v head by head.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NAMED_HERE = dict(zip(configs.TURNED, ("rotary_emb_base", "rotary_pct"), strict=
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, KEYS | INERT, DEFAULTS)
     act = configs.act_of(c, "hidden_act")
     heads, kv_heads, head_dim = configs.head_sizes(c)
@@ -75,7 +75,10 @@ def read(raw: Raw) -> Spec:
 
 
 def _rope(c: Filled, head_dim: int) -> Rope:
-    """Return the rotary positions. Keys with the names of other families are only copies here, which must agree."""
+    """Return the rotary positions, from rotary_emb_base and rotary_pct.
+
+    The keys rope_theta and partial_rotary_factor may repeat these two keys; the values must agree.
+    """
     rope = configs.rope_of(c, head_dim, NAMED_HERE)
     said = c.get("rope_scaling") or c.get("rope_parameters") or {}
     for ours, theirs in NAMED_HERE.items():

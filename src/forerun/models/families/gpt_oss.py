@@ -1,8 +1,8 @@
 """gpt-oss (gpt-oss-20b, -120b): experts with biases, a sink in each head's scores, and windows in every other layer.
 
-Each row takes the experts with the largest scores, weighted by the softmax of these scores. Gate and up of an expert
-are clamped, and their rows alternate in the files. As in transformers, YaRN's frequencies are not rounded to whole
-dimensions; llama.cpp rounds them.
+Each row takes the experts with the largest scores, weighted by the softmax of these scores. The gate and up of an
+expert are clamped. In the files, rows of gate and rows of up alternate. As in transformers, YaRN's frequencies are not
+rounded to whole dimensions; llama.cpp rounds them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=f
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of config.json for the window and the rotary positions.
 
-    Where a file sets no scaling, they say so, because the default of the family is YaRN.
+    Where a file sets no scaling, the keys set plain rotary positions, because the family's default is YaRN.
     """
     kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor", 1)
     is_plain = kind == "none" or (kind == "linear" and factor == 1)
@@ -62,7 +62,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = Filled(raw, DEFAULTS)
     for key, value in ((LIMIT, BOUND), (ALPHA, GAIN)):
         configs.require(c.get(key, value) == value, c, key, f"{value}, which is what is computed")

@@ -1,4 +1,7 @@
-"""Granite 3 (dense): Llama with four multipliers: for embeddings, scores, the output of each part, and logits."""
+"""Granite 3 (dense): Llama with a factor for embeddings, for scores, for the output of each part, and for logits.
+
+The parts of a layer are attention and feed-forward.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
     honoured = {"attention_bias", "mlp_bias", *SCALES}

@@ -1,7 +1,7 @@
-"""LFM2 (LFM2-350M, -1.2B, -2.6B): most layers are short convolutions between two gates, the others attention.
+"""LFM2 (LFM2-350M, -1.2B, -2.6B): most layers are short convolutions between two gates, the others are attention.
 
-Older files give the feed-forward width before it is cut to two thirds, and list the layers with attention by number.
-The norm after the last layer is called `embedding_norm`.
+In older files, the feed-forward width in config.json has yet to be cut to two thirds, and a list names the layers with
+attention by number. The norm after the last layer is called `embedding_norm`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ GGUF_KEYS = {
 
 
 def conv_keys(kind: str, own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for the kinds of layers, from the tensors of a GGUF file."""
+    """Return the keys of config.json for the kinds of layers. The tensors in a GGUF file show these kinds."""
     num = own.get("block_count")
     if type(num) is not int or not 0 < num <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -84,7 +84,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     if "block_ff_dim" in c:
         configs.agree(c, "intermediate_size", c["block_ff_dim"], "block_ff_dim")
@@ -130,9 +130,9 @@ def layer_kinds(c: Filled) -> list[str]:
 
 
 def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
-    """Return the spec of a model with both kinds of layers.
+    """Return the spec of a model with convolution layers and attention layers.
 
-    fed: a function that returns the feed-forward part or the experts of a layer, as a block.
+    fed(i): returns a block that has only the feed-forward part, or the experts, of layer i.
     """
     heads, eps, rope = configs.head_sizes(c), number(c, "norm_eps"), configs.rope_of(c)
     configs.agree(c, "theta", rope.theta, "rope_theta")
@@ -145,7 +145,7 @@ def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 
 
 def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the config.json of a model with both kinds of layers, without the keys of its feed-forward parts."""
+    """Return the config.json of a model with convolution and attention layers, without the feed-forward keys."""
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = Recurrence("short_conv", 3)
     r = next((block.recurrence for block in spec.blocks if block.recurrence is not None), usual)
@@ -161,7 +161,7 @@ def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def write(spec: Spec) -> Raw:
-    """Return the config.json of a spec, with the actual feed-forward width."""
+    """Return the config.json of a spec. Its intermediate_size is the feed-forward width that the model uses."""
     mlp = spec.blocks[0].mlp
     width = {"intermediate_size": 0 if mlp is None else mlp.size, ADJUSTS: False}
     return {**convolved_config(spec, "Lfm2ForCausalLM"), **width}

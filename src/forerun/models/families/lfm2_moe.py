@@ -1,6 +1,6 @@
 """LFM2 with experts (LFM2-8B-A1B): after the first layers, each row takes a few of many small feed-forward parts.
 
-The scores of experts are sigmoids. A stored bias is added to the scores only for the choice of experts. Chosen experts
+The scores of experts are sigmoids. For the choice of experts, a stored bias is added to each score. The chosen experts
 are weighted by their scores without the bias.
 """
 
@@ -48,7 +48,8 @@ SIGMOID = 2  # expert_gating_func
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json.
 
-    The shares of the chosen experts sum to 1: llama.cpp always does this, and files may leave it out.
+    norm_topk_prob is always true, because llama.cpp always makes the shares of the chosen experts sum to 1, even where
+    a file does not say so.
     """
     if own.get("expert_gating_func") != SIGMOID:
         raise UnsupportedModel(
@@ -75,7 +76,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp, experts = Mlp(size(c, "intermediate_size")), _experts_of(c)
     num_dense = size(c, NUM_DENSE, least=0)

@@ -11,9 +11,9 @@ from forerun.models.naming import Gguf, Own, biases_of
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys for biases and the window.
+    """Return the keys of config.json for biases and for the window.
 
-    Files of Mistral have the same architecture; they are recognised by a sliding window.
+    GGUF files of Mistral models name the architecture llama, too. A file with a sliding window is taken as Mistral's.
     """
     window = own.get("attention.sliding_window")
     kind = {"model_type": "mistral", "sliding_window": window} if window else {}
@@ -25,7 +25,7 @@ GGUF = Gguf("llama", more=_more, turned=True)
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
     defaults, honoured = {"max_position_embeddings": 2048}, {"attention_bias", "mlp_bias"}

@@ -1,4 +1,4 @@
-"""Ministral 3, Devstral 2 and their kin: Llama with YaRN, where queries are scaled up as positions grow."""
+"""Ministral 3, Devstral 2 and their kin: Llama with YaRN, and a factor for queries that grows with the position."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEFAULTS = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim":
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json.
 
-    Files of Mistral Small 3 have the same architecture without YaRN. They get plain rotary positions, and queries that
-    do not grow.
+    GGUF files of Mistral Small 3 name the same architecture, but have no YaRN. They get plain rotary positions, and no
+    factor for queries.
     """
     window = own.get("attention.sliding_window")
     plain = {"rope_parameters": {"rope_type": "default"}} if "rope.scaling.type" not in own else {}
@@ -33,7 +33,7 @@ GGUF = Gguf("mistral3", more=_more, turned=True, yarn={"attention.temperature_sc
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     keys = ("rope_parameters", "rope_scaling")
     if not any(raw.get(key) for key in keys):
         raw = {**raw, "rope_parameters": USUAL_ROPE}

@@ -1,6 +1,6 @@
 """Mixtral: Mistral with experts. Each row takes the two experts with the largest scores.
 
-The two experts are weighted by the softmax of their scores.
+The outputs of the two experts are weighted by the softmax of their scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = Names(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     full_attention_only(raw)
     c = Filled(raw, {NUM: 8, PER_TOKEN: 2})
     num = size(c, "num_hidden_layers")

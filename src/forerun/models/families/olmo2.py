@@ -1,4 +1,7 @@
-"""OLMo 2: Llama with norms after its parts instead of before them; q and k are normed over all heads at once."""
+"""OLMo 2: Llama with norms after attention and feed-forward instead of before.
+
+The norm of queries spans all heads at once, and so does the norm of keys.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ GGUF = Gguf("olmo2", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     full_attention_only(raw)
     bias = flag(raw, "attention_bias")
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}

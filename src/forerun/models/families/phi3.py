@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama whose files join q, k and v, and gate and up.
 
-Phi-4-mini rotates three quarters of a head. Models for long contexts have longrope's two lists of factors;
-`blocks.reaching` chooses one of the lists for a model.
+Phi-4-mini rotates three quarters of a head. Models for long contexts have longrope's two lists of factors.
+`blocks.reaching` chooses one of the two lists when a model is loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWN_KEYS = frozenset({"sliding_window", TRAINED, "full_attn_mod", "interpolate_f
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     for key in ("full_attn_mod", "interpolate_factor"):
         configs.require(raw.get(key, 1) in (1, None), raw, key, "1")
     window = None if raw.get("sliding_window") is None else size(raw, "sliding_window")
@@ -42,9 +42,9 @@ def read(raw: Raw) -> Spec:
 
 
 def _renamed(raw: Raw) -> Raw:
-    """Return config.json with longrope in place of su and yarn.
+    """Return config.json with rotary positions of the kind longrope, where it names the kind su or yarn.
 
-    The length in training, which stands beside the rotary positions, is copied into them.
+    The context length in training is copied into the rotary positions.
     """
     changed = dict(raw)
     trained = 4096 if raw.get(TRAINED) is None else raw[TRAINED]

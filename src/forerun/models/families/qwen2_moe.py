@@ -23,9 +23,9 @@ SHARED = "shared_expert_intermediate_size"
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the window and the shared expert's size.
+    """Return the keys of config.json for the window and for the size of the shared expert.
 
-    Where a file leaves that size out, as older files do, it is the feed-forward size.
+    Older files leave out the size of the shared expert. It is then the feed-forward size.
     """
     size = own.get("expert_shared_feed_forward_length", own.get("feed_forward_length"))
     return {**window_of(own), SHARED: size}
@@ -36,7 +36,7 @@ GGUF = Gguf("qwen2moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     given = raw.get("layer_types") is not None or not flag(raw, "use_sliding_window")
     require(given, raw, "use_sliding_window", "false where layer_types does not say which layers have a window")
     spec = plain_spec(

@@ -1,7 +1,7 @@
 """Qwen 2 VL, which sees images and videos. Only its text model is read, which is a Qwen 2.
 
-A token has three positions, and each position rotates one section of a head. In a text all three are equal, so sections
-change nothing and rotary positions are the usual ones.
+Each token has three positions, and each of the three rotates its own section of a head. In a text, the three positions
+of a token are equal, so the result is the same as with usual rotary positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THETA = 1e6
 
 
 def sections_of(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the config.json keys for a GGUF file's positions and sliding window."""
+    """Return the keys of config.json for the positions and the sliding window of a GGUF file."""
     return {**qwen2.window_of(own), SECTIONS: own.get("rope.dimension_sections")}
 
 
@@ -36,7 +36,7 @@ GGUF = Gguf("qwen2vl", more=sections_of, by_more=frozenset({"rope.dimension_sect
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for a key that would change what the text model computes.
+    Raises UnsupportedModel for keys or values that forerun cannot compute.
     """
     part = raw.get("text_config")
     is_tied = flag(raw, TIED) or (isinstance(part, Mapping) and flag(part, TIED))  # as in transformers 5
@@ -76,7 +76,7 @@ def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Sp
 
 
 def _plainly_turned(text: Raw, theta: float) -> Raw:
-    """Return the text model's keys with plain rotary positions, after a check of the sections."""
+    """Return the text model's keys with plain rotary positions, after a check of the sections' sizes."""
     half = configs.head_sizes(Filled(text, {}))[2] // 2
     ropes = {key: part for key in ROPES if isinstance(part := text.get(key), Mapping)}
     for part in (text, *ropes.values()):

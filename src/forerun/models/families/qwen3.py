@@ -1,4 +1,4 @@
-"""Qwen 3 (dense): Qwen 2 with an RMS norm over each head of q and k; biases only where `attention_bias` says so."""
+"""Qwen 3 (dense): Qwen 2 with an RMS norm over each head of q and k. It has biases only if `attention_bias` is true."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NORMED = "use_qk_norm"  # always true
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     bias = flag(raw, "attention_bias")
     require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     return plain_spec(

@@ -1,9 +1,9 @@
 """Text models of Qwen 3.5 (Qwen3.5-0.8B to -27B): three of four layers are recurrent, the others have gated attention.
 
 The recurrence is the gated delta rule, see blocks.Recurrence. A quarter of each head is rotated. Norms add 1 to their
-weights, except the norm after a recurrence. In the files, the rows of each head's query are followed by the rows of its
-gate. Images would have positions of three parts each (mrope). For text all three parts are equal, so positions are
-plain.
+weights, except the norm after a recurrence. In the files, the query rows of a head are followed by the gate rows of
+this head. A token of an image would have three positions (mrope). In a text the three are equal, so rotary positions
+are the usual ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ PARTS = {f"{AT}{name}": f"{AT}{name}" for name in ("in_proj_qkv", "in_proj_z", "
 def names_at(start: str, more: Mapping[str, str | Fused] | None = None, bare: Collection[str] = ()) -> Names:
     """Return the names of the text model's tensors, which begin with `start`.
 
-    more: names that its blocks have in addition to Qwen 3.5's. bare: names in `more` that name a tensor, not a module.
+    more: further names, for models whose blocks have more tensors than Qwen 3.5's. bare: the names in `more` that name
+    a tensor, not a module.
     """
     outer = {f"{start}{name}": f"model.{name}" for name in ("embed_tokens", "norm")}
     usual = {name: name for name in INNER.values() if isinstance(name, str)}
@@ -90,7 +91,10 @@ BY_MORE = frozenset(_BY_MORE.split())
 
 
 def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> dict[str, Any]:
-    """Return the keys of config.json for recurrences, layers and positions. heads: how the file stores value heads."""
+    """Return the keys of config.json for recurrences, layers and positions, from a GGUF file.
+
+    heads: how the file orders the value heads, "grouped" or "tiled".
+    """
     whole, further = own.get("block_count"), own.get("nextn_predict_layers", 0)
     if type(whole) is not int or type(further) is not int or not 0 <= further < whole <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -121,9 +125,10 @@ def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> di
 
 
 def heads_of_layers(kind: str, own: Own, has_heads: list[bool]) -> Any:
-    """Return the number of key heads in a layer with attention, from one number or a list by layer.
+    """Return the number of key-value heads in layers with attention. A file has one number, or a list by layer.
 
-    A list has 0, or the same number, for layers without attention. It may continue with multi-token prediction blocks.
+    Layers without attention have 0, or the same number, in the list. After the layers, the list may have entries for
+    multi-token prediction blocks.
     """
     said = own.get("attention.head_count_kv")
     if not isinstance(said, list):
@@ -151,14 +156,14 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     return hybrid(c, "qwen3_5_text", lambda i: Block(mlp=mlp))
 
 
 def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
-    """Return config.json with usual values. The mrope keys are checked here and left out."""
+    """Return config.json with usual values. The mrope keys are checked and then left out."""
     turned = raw.get("rope_parameters")
     sections = None
     if isinstance(turned, Mapping):
@@ -189,7 +194,7 @@ def rope_of(c: Filled) -> Rope:
 def layer_kinds(c: Filled) -> list[str]:
     """Return the kind of each layer, from `layer_types`.
 
-    Where that key is missing, every fourth layer has attention, or every n-th if config.json sets another interval.
+    Where that key is missing, one of four layers has attention, or one of as many as `full_attention_interval` says.
     """
     num = size(c, "num_hidden_layers")
     every = size({INTERVAL: c.get(INTERVAL, 4)}, INTERVAL)
@@ -201,9 +206,9 @@ def layer_kinds(c: Filled) -> list[str]:
 
 
 def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
-    """Return the spec of a model with both kinds of layers.
+    """Return the spec of a model with recurrent layers and attention layers.
 
-    fed: a function that returns the feed-forward part or the experts of a layer, as a block.
+    fed(i): returns a block that has only the feed-forward part, or the experts, of layer i.
     """
     configs.require(configs.is_silu(c["hidden_act"]), c, "hidden_act", "'silu'")
     heads, bias = configs.head_sizes(c), flag(c, "attention_bias")
@@ -221,9 +226,9 @@ def hybrid(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 def layers_of_two_kinds(
     kinds: list[str], norm: Norm, attention: Attention, recurrence: Recurrence | None, fed: Callable[[int], Block]
 ) -> list[Block]:
-    """Return blocks with attention or a recurrence.
+    """Return the blocks of layers, which have either attention or a recurrence.
 
-    fed: a function that returns the feed-forward part or the experts of a layer, as a block.
+    fed(i): returns a block that has only the feed-forward part, or the experts, of layer i.
     """
     parts: list[dict[str, Any]] = [
         {"attention": attention} if kind == FULL else {"recurrence": recurrence} for kind in kinds
@@ -250,9 +255,9 @@ def recurrence_of(c: Filled) -> Recurrence:
 
 
 def hybrid_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the config.json of a model with both kinds of layers, without the keys of its feed-forward parts.
+    """Return the config.json of a model with recurrent and attention layers, without the feed-forward keys.
 
-    Raises UnsupportedModel for a recurrence stored as in GGUF files, because other programs would read it wrongly.
+    Raises UnsupportedModel for recurrences stored as in GGUF files, because other programs would misread such weights.
     """
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = recurrence_of(Filled({}, LINEAR_DEFAULTS))

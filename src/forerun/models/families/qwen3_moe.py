@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Qwen3-30B-A3B): in place of one feed-forward part, each row takes a few of many small ones."""
+"""Qwen 3 with experts (Qwen3-30B-A3B): instead of one feed-forward part, each row takes a few of many small ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GGUF = Gguf("qwen3moe", keys=EXPERT_SIZES, more=_more, names=Names(OUTER, "blk.{
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     bias = flag(raw, "attention_bias")
     configs.require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     spec = plain_spec(
@@ -51,21 +51,21 @@ def read(raw: Raw) -> Spec:
 
 
 def _windows(raw: Raw) -> tuple[int | None, ...]:
-    """Return one window for all layers: transformers does not read `max_window_layers` here."""
+    """Return the window of each layer, the same for all. transformers ignores `max_window_layers` in this family."""
     has_window = flag(raw, "use_sliding_window") and raw.get("sliding_window", 4096) is not None
     window = size({"sliding_window": 4096, **raw}, "sliding_window") if has_window else None
     return (window,) * size(raw, "num_hidden_layers")
 
 
 def numbers_of(raw: Raw, key: str = "num_experts") -> tuple[int, int]:
-    """Return the number of experts, and how many a row takes."""
+    """Return the number of experts in a layer, and the number of experts that a row takes."""
     num, chosen = size(raw, key), size(raw, "num_experts_per_tok")
     configs.require(chosen <= num, raw, "num_experts_per_tok", f"at most {num}, the number of experts")
     return num, chosen
 
 
 def mixed(spec: Spec, raw: Raw, experts: Experts) -> Spec:
-    """Put experts into the layers that `mlp_only_layers` and `decoder_sparse_step` allow."""
+    """Return the spec with experts in the layers that `mlp_only_layers` and `decoder_sparse_step` choose."""
     dense = raw.get("mlp_only_layers") or []
     step = size(Filled(raw, {"decoder_sparse_step": 1}), "decoder_sparse_step")
     is_list = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
@@ -91,9 +91,9 @@ def write(spec: Spec) -> Raw:
 
 
 def without_experts(spec: Spec) -> tuple[Spec, Experts]:
-    """Return the spec with a dense feed-forward part in every layer, and the experts by themselves.
+    """Return the spec with a dense feed-forward part in every layer, and the experts that were taken out.
 
-    Raises UnsupportedModel where there are no experts, or where layers have different experts.
+    Raises UnsupportedModel where no layer has experts, or where layers have different experts.
     """
     kinds = {block.experts for block in spec.blocks if block.experts is not None}
     if len(kinds) != 1:
@@ -107,7 +107,7 @@ def without_experts(spec: Spec) -> tuple[Spec, Experts]:
 
 
 def expert_keys(spec: Spec, experts: Experts) -> Raw:
-    """Return the keys that `numbers_of` and `mixed` read."""
+    """Return the keys of config.json for the experts and for the layers that have experts."""
     return {
         "num_experts": experts.num,
         "num_experts_per_tok": experts.chosen,

@@ -1,6 +1,7 @@
 """Qwen3-Next (Qwen3-Next-80B-A3B, Qwen3-Coder-Next): the two kinds of layers of Qwen 3.5, with experts.
 
-For a recurrent layer, files join q, k, v and z in one tensor, and b and a in another, key head by key head.
+For a recurrent layer, one tensor in the files joins q, k, v and z, and another joins b and a. The rows of both tensors
+are ordered by key head.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     return mixed(hybrid(c, "qwen3_next", lambda i: Block(mlp=mlp)), c, experts_of(c))

@@ -23,7 +23,7 @@ GGUF = Gguf(
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for a key that would change what the text model computes.
+    Raises UnsupportedModel for keys or values that forerun cannot compute.
     """
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 
@@ -34,7 +34,7 @@ def _read(text: Raw) -> Spec:
 
 
 def refuse_windows(text: Raw) -> None:
-    """Refuse a sliding window, which transformers does not compute here."""
+    """Refuse a sliding window. The transformers package computes none for this family."""
     configs.full_attention_only(text)
     configs.require(not flag(text, "use_sliding_window"), text, "use_sliding_window", "false")
 

@@ -1,7 +1,7 @@
 """Qwen 3 VL with experts (Qwen3-VL-30B-A3B), which sees images and videos. Only its text model is read.
 
 The text model is a Qwen 3 with experts. Published files have one tensor for all experts, stored as inputs x outputs.
-transformers 5 writes this tensor as outputs x inputs, under the same name.
+transformers 5 writes a tensor of the same name, but stores it as outputs x inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GGUF = replace(
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for a key that would change what the text model computes.
+    Raises UnsupportedModel for keys or values that forerun cannot compute.
     """
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 

@@ -24,7 +24,7 @@ OWN_KEYS = frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_l
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     bias, mlp_bias, num = flag(raw, "attention_bias"), flag(raw, "mlp_bias"), size(raw, "num_hidden_layers")
     turned = _turned(raw, num)
     window = None
@@ -50,7 +50,7 @@ def read(raw: Raw) -> Spec:
 
 
 def _turned(raw: Raw, num: int) -> list[bool]:
-    """Return which layers have rotary positions. Files mark these layers by 1 in `no_rope_layers`, despite its name."""
+    """Return for each layer whether it has rotary positions. In `no_rope_layers`, 1 marks a layer that has them."""
     listed = raw.get("no_rope_layers")
     if listed is None:
         step = size({"no_rope_layer_interval": raw.get("no_rope_layer_interval") or INTERVAL}, "no_rope_layer_interval")

@@ -1,7 +1,7 @@
-"""T5: an encoder and a decoder with root mean square norms. Attention adds a learned bias by distance to its scores.
+"""T5: an encoder and a decoder with RMS norms. Scores get a learned bias, which depends on the distance of the tokens.
 
-Scores are not scaled. Version 1.1 (and mT5 and Flan-T5, which are the same) has a gated feed-forward part, and an
-untied LM head.
+Scores are not scaled. Version 1.1 has a gated feed-forward part and an untied LM head. mT5 and Flan-T5 are built like
+version 1.1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IGNORED = ("coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias
 
 
 def names(spec: Spec) -> Names:
-    """Return the published names. A layer of the decoder is two blocks: self-attention, then the rest."""
+    """Return the published names. A layer of the decoder is two of our blocks: self-attention, and all that follows."""
     mlp = next(block.mlp for block in spec.blocks if block.mlp is not None)
     inner = {"wi_0": "gate_proj", "wi_1": "up_proj"} if mlp.gated else {"wi": "up_proj"}
     feed_forward = {f"DenseReluDense.{part}": f"mlp.{ours}" for part, ours in {**inner, "wo": "down_proj"}.items()}
@@ -70,7 +70,7 @@ USUAL = {"relative_attention_num_buckets": 32, "relative_attention_max_distance"
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     configs.require(c["feed_forward_proj"] in list(ACTS), c, "feed_forward_proj", f"one of {list(ACTS)}")
     act, gated, name = ACTS[c["feed_forward_proj"]]

@@ -1,6 +1,6 @@
 """T5Gemma: an encoder and a decoder with Gemma 2's layers, each with its own token embedding and width.
 
-Scores and logits are capped, and half of the layers have a window, which in the encoder reaches to both sides.
+Scores and logits are capped. Half of the layers have a window. In the encoder, a window reaches to both sides.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for a key that would change what the model computes."""
+    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     configs.refuse_unknown(raw, KEYS | INERT)
     vocab, parts = size(raw, "vocab_size"), dict[str, Filled]()
     for name in ("encoder", "decoder"):
@@ -80,7 +80,7 @@ def read(raw: Raw) -> Spec:
 
 
 def _part(raw: Raw, vocab: int) -> Filled:
-    """Return the config of the encoder or the decoder, with usual values."""
+    """Return the config of the encoder or the decoder, with usual values for missing keys."""
     usual = {**DEFAULTS, "vocab_size": vocab}
     c = configs.understood(raw, SHARED_KEYS | PART_KEYS | INERT, usual, AGAIN, nullable=CAPS)
     configs.gelu_only(c)
@@ -92,7 +92,8 @@ def _part(raw: Raw, vocab: int) -> Filled:
 def _attentions(c: Filled, sees: Any) -> list[Attention]:
     """Return the self-attention of each layer.
 
-    A window that reaches to both sides is one larger than `sliding_window`, because it also counts the row itself.
+    In the encoder, a row attends to `sliding_window` rows on either side and to itself. The window of Attention counts
+    the row itself, so it is larger by 1.
     """
     bias, window = flag(c, "attention_bias"), size(c, "sliding_window") + (sees == "all")
     attention = Attention(
@@ -145,7 +146,7 @@ def write(spec: Spec) -> Raw:
 
 
 def _written(spec: Spec, blocks: Seq[Block]) -> Raw:
-    """Return the config of the encoder or of the decoder. blocks: its self-attention blocks."""
+    """Return the config of the encoder or the decoder. blocks: the blocks with its self-attention."""
     attentions = [block.attention for block in blocks if block.attention is not None]
     first = attentions[0]
     window = next((a.window for a in attentions if a.window is not None), None)

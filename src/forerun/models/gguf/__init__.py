@@ -1,4 +1,4 @@
-"""The contents of a GGUF file: its header, its blocks of quantised weights, its metadata as a config and a tokenizer.
+"""Reading GGUF files: the header, blocks of quantised weights, and the metadata as a config and a tokenizer.
 
-models/source/gguf.py makes a source from it.
+models/source/gguf.py makes a source of weights from these parts.
 """

@@ -1,7 +1,7 @@
 """The types of tensors in a GGUF file. Blocks of quantised types are unpacked into integers and scales of groups.
 
-Each weight is exactly the file's. A block is 32, 64 or 256 consecutive weights of a row. The layouts follow
-ggml-quants.c of llama.cpp.
+Unpacking rounds nothing: each weight keeps the exact value that the file gives it. A block is 32, 64 or 256 consecutive
+weights of a row. The layouts follow ggml-quants.c of llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Unpack = Callable[[Bytes], QuantisedRows]
 
 @dataclass(frozen=True)
 class TensorType:
-    """A type of tensors. number: its id in GGUF files. block: weights per block. num_bytes: bytes per block.
+    """A type of tensors. number: the type's id in GGUF files. block: weights per block. num_bytes: bytes per block.
 
-    dtype: the dtype in which weights are read. scheme, unpack: for quantised types. `unpack` takes the bytes of some
-    rows, uint8 [R, blocks, num_bytes].
+    dtype: the dtype in which weights are read. scheme, unpack: the scheme of a quantised type, and the function that
+    unpacks its blocks; None for other types. `unpack` takes the bytes of some rows, uint8 [R, blocks, num_bytes].
     """
 
     number: int
@@ -41,7 +41,7 @@ class TensorType:
 
 
 def _halves(data: Bytes, at: int) -> HostTensor:
-    """Return the float16 at byte `at` of each block: [R, blocks]."""
+    """Return the float16 number at byte `at` of each block: [R, blocks]."""
     return HostTensor(np.ascontiguousarray(data[..., at : at + 2]).view(np.float16)[..., 0], F16)
 
 
@@ -50,32 +50,32 @@ def _negative(numbers: HostTensor) -> HostTensor:
 
 
 def _rows(numbers: Bytes) -> Bytes:
-    """Flatten each row, [R, ...] to [R, n]."""
+    """Flatten each row: [R, ...] becomes [R, n]."""
     return numbers.reshape(len(numbers), -1)
 
 
 def _parted(data: Bytes, *sizes: int) -> Bytes:
-    """Split the last dimension into several."""
+    """Split the last dimension into dimensions of these sizes."""
     return data.reshape(*data.shape[:-1], *sizes)
 
 
 def _joined(data: Bytes, num: int = 2) -> Bytes:
-    """Join the last `num` dimensions."""
+    """Join the last `num` dimensions into one."""
     return data.reshape(*data.shape[:-num], -1)
 
 
 def _signed_bytes(numbers: Bytes) -> HostTensor:
-    """Return bytes read as int8, each row flattened."""
+    """Read bytes as int8. Returns each row flattened."""
     return HostTensor.of(_rows(np.ascontiguousarray(numbers)).view(np.int8))
 
 
 def _nibbles(data: Bytes) -> Bytes:
-    """Return the low four bits of all bytes in the last dimension, then the high four bits of all: [..., 2 n]."""
+    """Return the low four bits of all bytes in the last dimension, then the high four bits of all bytes: [..., 2 n]."""
     return np.concatenate((data & 15, data >> 4), axis=-1)
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    """Return the bits of four bytes as 16 or 0: bit i is the fifth bit of weight i, for 32 weights."""
+    """Return the fifth bit of each of 32 weights, as 16 or 0. Bit i of the four bytes belongs to weight i."""
     return _bits(data) << 4
 
 
@@ -117,7 +117,7 @@ def _q5_k(data: Bytes) -> QuantisedRows:
 
 
 def _two_levels(scheme: Scheme, data: Bytes, codes: Bytes) -> QuantisedRows:
-    """Return rows with the 6-bit scales and minimums that are packed into bytes 4 to 15 of each block.
+    """Return rows with scales and minimums of 6 bits, which are packed into bytes 4 to 15 of each block.
 
     codes: [R, blocks, ...] with the 256 weights of a block in order.
     """
@@ -164,14 +164,15 @@ _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
 def _from_32(levels: Bytes) -> HostTensor:
-    """Return 6-bit integers less 32 as int8, each row flattened."""
+    """Subtract 32 from 6-bit integers. Returns int8, each row flattened."""
     return HostTensor.of(_rows(levels).astype(np.int8) - np.int8(32))
 
 
 def _quarters(data: Bytes) -> Bytes:
-    """Return the 2-bit integers in 64 bytes, one half of the bytes after the other.
+    """Return the 2-bit integers in the 64 bytes of a block, four for each byte.
 
-    In each half, the lowest two bits of all bytes come first, then the next two bits of all bytes, and so on.
+    The first 32 bytes come first. Of these, the lowest two bits of every byte come first, then the next two bits of
+    every byte, and so on. The last 32 bytes follow in the same order.
     """
     return _joined(_parted(data, 2, 1, 32) >> _PAIRS & 3, 3)
 
@@ -197,7 +198,7 @@ def _nvfp4(data: Bytes) -> QuantisedRows:
 
 
 def _half_of_e4m3(number: int) -> float:
-    """Return half the value of an E4M3 byte as ggml reads it: without sign, and 127 is 0."""
+    """Return half the value of an E4M3 byte as ggml reads it: the sign bit is ignored, and byte 127 is 0."""
     exponent, mantissa = number >> 3 & 15, number & 7
     if number == 127:
         return 0.0
@@ -227,19 +228,19 @@ def _iq3_xxs(data: Bytes) -> QuantisedRows:
 
 
 def _in_turn(data: Bytes) -> Bytes:
-    """Return the low and the high four bits of each byte, byte by byte: [..., 2 n]."""
+    """Return the low and then the high four bits of the first byte, of the second byte, and so on: [..., 2 n]."""
     return _joined(np.stack((data & 15, data >> 4), axis=-1))
 
 
 def _bits(data: Bytes) -> Bytes:
-    """Return the bits of the last dimension's bytes, the lowest first: [..., 8 n]."""
+    """Return the bits of the bytes in the last dimension, the lowest bit of each byte first: [..., 8 n]."""
     return _joined(data[..., None] >> np.arange(8, dtype=np.uint8) & 1)
 
 
 def _signed(digits: Bytes, signs: Bytes) -> Bytes:
-    """Return codes into the table that `_both_signs` returns, from digits 0 to 7 and their signs.
+    """Return an index into the table of `_both_signs` for each digit (0 to 7) and its sign.
 
-    The upper half of the table has the magnitudes of the digits, the lower half their negatives.
+    The upper half of that table has the magnitudes of the digits, the lower half their negatives.
     """
     codes: Bytes = (digits | 8) ^ signs * 15
     return codes

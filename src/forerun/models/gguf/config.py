@@ -1,7 +1,7 @@
-"""Turn the metadata of a GGUF file into the config.json of the checkpoint that it was made from.
+"""Turn the metadata of a GGUF file into the config.json of the checkpoint that the file was made from.
 
-A family's `GGUF` says how its files are read. Keys of an architecture that `GGUF` does not know go into config.json
-unchanged. There configs.py refuses keys that might change what the model computes.
+Each family's `GGUF` says which metadata keys become which keys of config.json. Other metadata keys of the architecture
+are copied into config.json unchanged, where configs.py refuses any that might change what the model computes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOLERANCE = 1e-5  # of the factors of rotary frequencies, which are stored in fl
 def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]], path: Path) -> dict[str, Any]:
     """Return the config.json of a GGUF file. rope_factors: the contents of the ROPE_TENSORS that the file has.
 
-    Raises UnsupportedModel for other architectures, and for a model that config.json cannot describe.
+    Raises UnsupportedModel for an architecture that no family reads, and for a model that config.json cannot describe.
     """
     kind, model_type, gguf = family_of(header, path)
     metadata = {
@@ -73,7 +73,7 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
 
 
 def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
-    """Return the architecture of a file, the model_type of its family, and how files of the family are read."""
+    """Return a file's architecture, the model_type of the architecture's family, and the family's `Gguf`."""
     kind, known = text(header.metadata, "general.architecture", path), gguf_families()
     if kind not in known:
         raise UnsupportedModel(
@@ -116,7 +116,7 @@ def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | Non
 
 
 def _plain(value: Value) -> Any:
-    """Return a value in the types of JSON."""
+    """Return a metadata value as a value of JSON."""
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, Texts):
@@ -125,7 +125,7 @@ def _plain(value: Value) -> Any:
 
 
 def _one_for_all(value: Any) -> Any:
-    """Return the value that all items of a list by layer have; return any other value unchanged."""
+    """Return the value that all entries of a list by layer have; return anything else unchanged."""
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
@@ -168,9 +168,9 @@ def _rope_scaling(
 
 
 def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the rope_scaling of YaRN. keys: metadata keys -> keys of rope_scaling.
+    """Return the rope_scaling of YaRN. keys: maps metadata keys to keys of rope_scaling.
 
-    llama.cpp takes mscale as 1 where a file has mscale_all_dim.
+    mscale becomes 1 where a file has mscale_all_dim, as in llama.cpp.
     """
     said = {"factor": factor, **{name: own[key] for key, name in keys.items() if key in own}}
     said |= {"mscale": 1.0} if said.get("mscale_all_dim") else {}
@@ -184,7 +184,7 @@ def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dic
 def _longrope(
     own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the rope_scaling of longrope; its two lists of factors are tensors of the file."""
+    """Return the rope_scaling of longrope. The two lists of factors are tensors of the file."""
     if factors.keys() != {ROPE_SHORT, ROPE_LONG}:
         raise UnsupportedModel(f"{path} has only {sorted(factors)} of {ROPE_SHORT} and {ROPE_LONG}: fetch it again")
     lists = {"short_factor": factors[ROPE_SHORT].tolist(), "long_factor": factors[ROPE_LONG].tolist()}
@@ -198,12 +198,12 @@ def _longrope(
 
 
 def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the Llama 3 rope_scaling that gives these factors; None if there is none.
+    """Return the rope_scaling of Llama 3 that gives these factors; None where no such scaling gives them.
 
-    A file holds the factors in place of the scaling. High frequencies stay (factor 1), and low frequencies are divided
-    by `factor`. Between them the factor f follows from 1 / f = (1 - s) / factor + s. Here s grows with the frequency as
-    (L freq / 2 pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of
-    L, low and high, so low is taken as 1, as in all published models.
+    A file holds the factors in place of the scaling. High frequencies stay as they are (factor 1), and low frequencies
+    are divided by `factor`. Between them, the factor f follows from 1 / f = (1 - s) / factor + s. Here s = (L freq / 2
+    pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of L, low and
+    high, so low is taken as 1, as in all published models.
     """
     theta, head_dim = number({"rope_theta": 10000.0, **raw}, "rope_theta"), raw["head_dim"]
     if len(factors) * 2 != head_dim or not np.isfinite(factors).all() or factors.min() != 1:

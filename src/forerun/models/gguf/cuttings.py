@@ -1,9 +1,9 @@
-"""How texts are cut into words before merges (pre-tokenisation), by the value of tokenizer.ggml.pre in a GGUF file.
+"""How texts are cut into words before merges (pre-tokenisation), by the name in a GGUF file's tokenizer.ggml.pre.
 
-Names and words follow llama.cpp (llama-vocab.cpp). An exception is `_cased`, which follows the published pattern: it
+Names and patterns follow llama.cpp (llama-vocab.cpp). An exception is `_cased`, which follows the published pattern: it
 distinguishes upper and lower case, and allows combining marks within a word. llama.cpp knows the case of ASCII letters
-only and ends words at marks, so that its ids for some texts in Hindi, or with capitals beyond ASCII, differ from the
-ids in training.
+only, and ends words at combining marks. So for some texts in Hindi, or with capital letters beyond ASCII, llama.cpp
+gives other ids than the model saw in training.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 class Cutting:
     """How texts are cut into words before merges: by each pattern in turn, as Oniguruma reads it.
 
-    whole_words: whether a word that is a token becomes that token, whatever the merges say. add_bos: whether texts
-    begin with BOS, unless the file says otherwise.
+    whole_words: whether a word that is a token of the vocabulary becomes this token without merges. add_bos: whether
+    texts begin with BOS, unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -55,7 +55,7 @@ def _words(digits: str, letters: str = _LETTERS, signs: str = _SIGNS, blanks: st
 
 
 def _cased(digits: str, after: str = "") -> str:
-    """Return the pattern that cuts words by upper and lower case.
+    """Return a pattern that also cuts words where a capital letter follows a small one.
 
     after: a pattern that may end a word, such as `_SHORT`.
     """

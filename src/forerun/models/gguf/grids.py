@@ -1,7 +1,7 @@
-"""The grids of 3-bit blocks in GGUF files (IQ3_XXS and IQ3_S of ggml): groups of four weights, by number.
+"""The grids of 3-bit blocks in GGUF files (IQ3_XXS and IQ3_S of ggml). A grid is a list of groups of four weights.
 
-A group is four digits; each digit is an index into the type's list of magnitudes. These groups are frequent in models;
-no rule generates them.
+A block stores an index into the grid for each group. A group is four digits; each digit is an index into the type's
+list of magnitudes. The groups are frequent in models; no rule generates them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 def fours(digits: str) -> npt.NDArray[np.uint8]:
-    """Return a string of digits as uint8 [number of groups, 4]."""
+    """Return a string of digits as groups of four, uint8 [number of groups, 4]."""
     return (np.frombuffer(digits.encode(), np.uint8) - ord("0")).reshape(-1, 4)
 
 

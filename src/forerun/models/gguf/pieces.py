@@ -1,4 +1,4 @@
-"""The file names of a model in several GGUF files: NAME-00001-of-00003.gguf and so on. Nothing here imports numpy."""
+"""The file names of a model in several GGUF files: NAME-00001-of-00003.gguf and so on. This file imports no numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PIECE = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>(?!00000)\d{5}
 
 
 def pieces_of(name: str) -> list[str]:
-    """Return the names of all pieces of a model in order, by the name of any piece; a whole file is its only piece."""
+    """Return the names of all pieces of a model, in order. name: the name of any piece, or of a model in one file."""
     match = PIECE.fullmatch(name)
     if match is None:
         return [name]
@@ -18,6 +18,6 @@ def pieces_of(name: str) -> list[str]:
 
 
 def models_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Map each model, named by its first piece or its whole file, to all files that it needs."""
+    """Map each model to all files that it needs. The key is the name of its first piece, or of its only file."""
     all_pieces = [pieces_of(name) for name in names]
     return {pieces[0]: pieces for pieces in all_pieces}

@@ -1,8 +1,9 @@
 """Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint folder.
 
 The tokenizer gives the same ids as llama.cpp (llama-vocab.cpp). Three kinds are read. "gpt2" is a byte-level BPE;
-tokenizer.ggml.pre says in which way of cuttings.py texts are cut. "llama" is SentencePiece's BPE, where the merges
-follow from the scores of tokens. "gemma4" is a BPE with merges, whose tokens spell spaces as SentencePiece does.
+tokenizer.ggml.pre names the patterns in cuttings.py by which texts are cut into words. "llama" is SentencePiece's BPE,
+where the merges follow from the scores of tokens. "gemma4" is a BPE with merges, whose tokens spell spaces as
+SentencePiece does.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ NO_CUTTING = (
 def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json.
 
-    num_rows: how many rows the embedding has. Raises UnsupportedModel for other kinds of tokenizers, and for metadata
-    that contradicts itself.
+    num_rows: the number of rows of the embedding. Raises UnsupportedModel for other kinds of tokenizers, and for
+    metadata that contradicts itself.
     """
     vocabulary = _Vocabulary.read(metadata, num_rows, path)
     try:
@@ -73,13 +74,13 @@ def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, fo
 
 
 def guesses_cutting(metadata: Mapping[str, Value]) -> bool:
-    """Whether a file does not say how texts are cut; `NO_CUTTING` is the warning."""
+    """Whether a file does not say how texts are cut into words. `NO_CUTTING` is the warning for such a file."""
     return metadata.get(KEY + "model") == b"gpt2" and not metadata.get(KEY + "pre")
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The tokenizer in the metadata. types: the type of each token."""
+    """The tokenizer in a file's metadata. types: the type of each token."""
 
     metadata: Mapping[str, Value]
     path: Path
@@ -109,7 +110,7 @@ class _Vocabulary:
     # ------------------------------------------------------------------------------------------------ tokenizer.json
 
     def backend(self) -> Tokenizer:
-        """Return the tokenizer."""
+        """Build the tokenizer as an object of the tokenizers library."""
         backend = self._byte_level() if self.model == "gpt2" else self._spaced()
         added = [
             AddedToken(self.tokens[i], special=kind != USER_DEFINED, normalized=False, rstrip=self._strips(i))
@@ -157,7 +158,7 @@ class _Vocabulary:
         return CUTTINGS[name]
 
     def _spaced(self) -> Tokenizer:
-        """Return a tokenizer with SPACE in place of spaces, where bytes stand for characters without a token."""
+        """Build a tokenizer that spells a space as SPACE, and a character without a token as its bytes."""
         vocab, unknown = self._vocab(), self.id_of("unknown")
         backend = Tokenizer(
             models.BPE(
@@ -196,12 +197,15 @@ class _Vocabulary:
         return _merges(vocab, scores.tolist())
 
     def _strips(self, token_id: int) -> bool:
-        """Whether blanks after an added token belong to it. They do for the roles of Phi-3, which no key says."""
+        """Whether the blanks that follow an added token belong to this token.
+
+        They belong to the roles of Phi-3, although no key of the metadata says so.
+        """
         is_phi3 = self.model == "llama" and self.metadata.get("general.architecture") == b"phi3"
         return is_phi3 and self.tokens[token_id] not in ("<unk>", "<s>", "<|endoftext|>")
 
     def _add_ends(self, backend: Tokenizer) -> None:
-        """Let the tokenizer add the tokens before and after each text."""
+        """Let the tokenizer add BOS before each text, or EOS after it, where the file or a default says so."""
         default = self.model != "gpt2" or self._cutting().add_bos
         # Published files of Gemma 4 ask for no BOS, which llama.cpp overrules.
         begins = self.model == "gemma4" or self._flag("add_bos_token", default)
@@ -248,9 +252,9 @@ class _Vocabulary:
         return sorted({i for i in named if i is not None} | set(known.values()))
 
     def id_of(self, name: str) -> int | None:
-        """Return the id of the token that a key of the metadata names; None without such a key.
+        """Return the id of a special token, such as "bos"; None where the metadata has no key for it.
 
-        SentencePiece has ids for three of these tokens by default.
+        SentencePiece has default ids for bos, eos and unknown.
         """
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.model == "llama" else {}
         value = self.metadata.get(f"{KEY}{name}_token_id", defaults.get(name))
@@ -278,11 +282,11 @@ class _Vocabulary:
 
 
 def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str]]:
-    """Return every way to make a token from two tokens, the best score first, as SentencePiece merges.
+    """Return all pairs of tokens that make a token, in the order in which SentencePiece merges: the best score first.
 
-    Of pairs with equal scores, SentencePiece takes the pair that comes first in the text. Tokens of blanks have one
-    score in published files, so a run of blanks grows from its beginning. Sorting longer tokens first has the same
-    effect here.
+    Of pairs with equal scores, SentencePiece merges the pair that comes first in the text. In published files all
+    tokens of blanks have one score, so SentencePiece extends a run of blanks from its beginning. Here pairs with equal
+    scores are sorted by length, the longest token first, which has the same effect.
     """
     pairs = [
         (-scores[i], -len(token), i, cut)

@@ -1,7 +1,7 @@
-"""The sources that models are read from: config, small files, and weights one at a time.
+"""The sources of models on the disk. A source reads a config, the tokenizer's files, and weights one at a time.
 
-Each file format is one module of this folder, found by scanning. The module defines `recognises(path) -> bool`, which
-looks only at names and first bytes, and `open_source(path) -> Source`.
+Each module of this folder reads one file format; the modules are found by scanning. A module defines `recognises(path)
+-> bool`, which looks only at file names and first bytes, and `open_source(path) -> Source`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?"
 
 @dataclass(frozen=True)
 class Stored:
-    """Where and how a tensor is stored. dtype: the dtype that `Source.blocks` yields. scheme: None = not quantised.
+    """How a tensor is stored. file: where it is stored. dtype: the dtype of the rows that `Source.blocks` yields.
 
-    was: the kind of a quantised matrix in words, if few or no operators compute with it, so that `blocks` yields
-    numbers. floats: the scheme of a matrix of 8-bit floats, for operators that pack such a matrix.
+    scheme: the scheme of a quantised matrix; None for other tensors. was: the kind, in words, of a quantised matrix
+    that few or no operators can compute with as it is stored. Its scheme is None, so it is read as floating-point
+    numbers. floats: the scheme of a matrix of 8-bit floats, for operators that do compute with 8-bit floats.
     """
 
     file: Path
@@ -40,10 +41,10 @@ class Stored:
 
 
 class Source(Protocol):
-    """A model on the disk. Opening it reads config.json; no weight is read before `blocks` is asked for it.
+    """A model on the disk. Opening it reads config.json. Weights are read only by `blocks`.
 
     folder: the folder with config.json, tokenizer.json, tokenizer_config.json, generation_config.json and chat
-    templates. A format that has these inside of one large file writes them to a folder of the cache.
+    templates. A format that has all of these inside one large file writes them to a folder of the cache.
     """
 
     folder: Path
@@ -51,57 +52,57 @@ class Source(Protocol):
 
     @property
     def names(self) -> Any:
-        """The tensor names of the format, as naming.Names; None = as checkpoints of the family are published."""
+        """The tensor names of the format, as naming.Names; None = the names in the family's published checkpoints."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Every weight by its name in the files. Only headers are read."""
+        """The stored form of every weight, by its name in the files. Only headers are read."""
 
     def check(self, with_tokenizer: bool) -> None:
-        """Raise UserError for faults that file names show: no weights, foreign weights, a foreign tokenizer."""
+        """Raise UserError where file names show that weights are missing, or weights or tokenizer cannot be read."""
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
         """Yield the rows of a tensor in order, at most BLOCK_BYTES at a time.
 
-        A block may be a view of the file: drop it before you ask for the next.
+        A block may be a view of the bytes that were read. Drop it before you take the next one.
         """
 
     def close(self) -> None:
-        """Close the files once the weights are in memory; a later read opens them again."""
+        """Close the files. Call it once the weights are in memory. A later read opens the files again."""
 
 
 class Wrapped:
-    """A source that takes everything but its tensors from another source."""
+    """A source around another source. Its config and folder are the other source's; subclasses define the tensors."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
 
     @property
     def folder(self) -> Path:
-        """See `Source.folder`."""
+        """The folder of the wrapped source."""
         return self.source.folder
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """See `Source.config`."""
+        """The config.json of the wrapped source."""
         return self.source.config
 
     def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`."""
+        """Raise UserError as the wrapped source does."""
         self.source.check(with_tokenizer)
 
 
 class QuantisedSource(Source, Protocol):
-    """A format with quantised tensors, which have a scheme."""
+    """A source of a format that may have quantised tensors."""
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """Return a quantised tensor as it is stored; `blocks` yields the same weights as numbers."""
+        """Return a quantised tensor as it is stored. `blocks` yields the same weights as floating-point numbers."""
 
 
 def open_source(path: Path) -> Source:
-    """Open the model at a path, by the first format that recognises it.
+    """Open the model at a path, with the first format that recognises the path.
 
-    Raises NotFound or UnsupportedModel where no format does, with advice for the files that are there.
+    Raises NotFound or UnsupportedModel where no format recognises it. The advice depends on the files that are there.
     """
     files = sorted(file for folder in __path__ for file in Path(folder).glob("[!_]*.py"))
     formats = (importlib.import_module(f"{__name__}.{file.stem}") for file in files)

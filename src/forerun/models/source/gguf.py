@@ -1,7 +1,8 @@
-"""GGUF files, as llama.cpp reads them: config, tokenizer and weights in one file, or in pieces, mostly quantised.
+"""GGUF files, as llama.cpp reads them. They hold config, tokenizer and weights, and most weights are quantised.
 
-The small files of a checkpoint folder are written to a folder of the cache (FORERUN_CACHE_DIR, or else
-~/.cache/forerun), which is named by a hash of the file's header. Weights are read from the file on demand.
+A model is one file or several pieces. config.json and the tokenizer's files are written to a folder of the cache
+(FORERUN_CACHE_DIR, or else ~/.cache/forerun). The folder is named by a hash of the file's header. Weights are read from
+the file on demand.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ COPIES = 4  # copies of a block's float32 weights in memory at most, while the b
 
 
 def recognises(path: Path) -> bool:
-    """Whether a path is a file that ends with .gguf, or begins with the magic bytes."""
+    """Whether a path is a file whose name ends with .gguf, or which begins with the magic bytes of GGUF."""
     return path.is_file() and (path.suffix.lower() == SUFFIX or _first_bytes(path) == MAGIC)
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file, enough to recognise GGUF; no bytes where the file is unreadable."""
+    """Return as many first bytes of a file as the magic bytes have; no bytes where the file is unreadable."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC))
@@ -52,10 +53,10 @@ def _first_bytes(path: Path) -> bytes:
 
 
 class GgufFile:
-    """One model, by its file or any of its pieces. Opening it reads everything before the weights.
+    """One model in a GGUF file, or in several pieces. Opening it reads everything but the weights.
 
-    header: a header to use in place of the file's own. beside: prefixes of the names of tensors that are no part of the
-    model.
+    path: the file, or any piece. header: a header to use in place of the one in the file. beside: prefixes of the names
+    of tensors that do not belong to the model.
     """
 
     def __init__(self, path: Path, header: Header | None = None, beside: tuple[str, ...] = ()) -> None:
@@ -73,30 +74,30 @@ class GgufFile:
 
     @property
     def names(self) -> Names:
-        """See `Source.names`."""
+        """The names of tensors in the family's GGUF files."""
         return self._gguf.names
 
     @cached_property
     def folder(self) -> Path:
-        """See `Source.folder`. The folder is written if it is missing."""
+        """The folder of the cache with config.json and the tokenizer's files. They are written if they are missing."""
         key = f"{VERSION} {tokenizers.__version__} {self._header.digest}".encode()
         key += b"".join(factors.tobytes() for factors in self._rope_factors.values())
         name = f"gguf/{hashlib.sha256(key).hexdigest()[:32]}"
         return kept_folder(name, SMALL_FILES, self._write_small_files, f"the tokenizer of {self.path}")
 
     def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`. Opening the file has checked everything; here only a warning may be written."""
+        """Raise nothing: the file was checked when it was opened. At most, this logs a warning about its tokenizer."""
         if with_tokenizer and guesses_cutting(self._header.metadata):
             LOG.warning(NO_CUTTING, self.path)
 
     def close(self) -> None:
-        """See `Source.close`."""
+        """Close the file, or all pieces."""
         for file in {entry.file for entry in self._header.tensors.values()}:
             file.close()
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """See `Source.tensors`."""
+        """The stored form of each tensor of the model, by its name in the file."""
         entries = self._header.tensors
         return {
             name: self._stored(entry)
@@ -106,22 +107,22 @@ class GgufFile:
 
     @cached_property
     def next_tensors(self) -> Mapping[str, Stored]:
-        """Like `tensors`, for tensors that are no part of the model, as in multi-token prediction blocks."""
+        """The stored form of each tensor that does not belong to the model, as in multi-token prediction blocks."""
         return {name: self._stored(entry) for name, entry in self._header.tensors.items() if self._is_beside(name)}
 
     def _is_beside(self, name: str) -> bool:
-        """Whether a tensor is no part of the model, as in a multi-token prediction block."""
+        """Whether a tensor does not belong to the model, as in a multi-token prediction block."""
         return name.startswith(self._beside)
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """See `Source.blocks`. Rows of a quantised tensor are dequantised to float32."""
+        """Yield the rows of a tensor. See `Source.blocks`. Quantised rows are dequantised to float32."""
         inner = name.split(".", 2)[-1]
         offset = self._gguf.stored_offset if "norm" in name and not inner.startswith(self._gguf.as_stored) else 0.0
         for rows in self._whole(name):
             yield HostTensor.of(rows.float32() - np.float32(offset)).to(rows.dtype) if offset else rows
 
     def _whole(self, name: str) -> Iterator[HostTensor]:
-        """Yield all rows of a tensor of the file."""
+        """Yield all rows of a tensor with the values that the file stores."""
         entry = self._header.tensors[name]
         if entry.type.unpack is None:
             for numbers in self._rows(name):
@@ -131,7 +132,7 @@ class GgufFile:
             yield HostTensor.of(rows.dequantise().reshape(-1, *entry.shape[1:]))
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `Source.quantised`."""
+        """Return a quantised tensor as it is stored, with its rows in the order of published checkpoints."""
         entry, turned = self._header.tensors[name], self._rows_of_a_head(name)
         assert entry.type.scheme is not None
         num_out, num_in = entry.shape
@@ -153,7 +154,7 @@ class GgufFile:
             yield entry.type.unpack(rows)
 
     def _rows(self, name: str) -> Iterator[Array]:
-        """Yield rows in the order of published checkpoints: weights, or bytes [R, blocks, num_bytes] if quantised."""
+        """Yield a tensor's rows in the order of published checkpoints. A quantised row is bytes [blocks, num_bytes]."""
         entry, turned = self._header.tensors[name], self._rows_of_a_head(name)
         is_vector = len(entry.shape) == 1
         num_rows = 1 if is_vector and entry.type.unpack else entry.shape[0]
@@ -171,10 +172,10 @@ class GgufFile:
         return numbers.reshape(-1, entry.shape[-1] // entry.type.block, entry.type.num_bytes)
 
     def _rows_of_a_head(self, name: str) -> int:
-        """Return how many rows a head has, for q and k that a file has in llama.cpp's order; 1 for all other tensors.
+        """Return the number of rows of a head, for q and k that are stored in llama.cpp's order; 1 for other tensors.
 
-        llama.cpp's order alternates the rows of the two halves of a head, because llama.cpp rotates neighbouring rows
-        together. Published checkpoints rotate row i together with row i + head_dim / 2.
+        In llama.cpp's order, the rows of the two halves of a head alternate, because llama.cpp rotates neighbouring
+        rows together. In published checkpoints, row i and row i + head_dim / 2 are rotated together.
         """
         is_turned = self._gguf.turned and (".attn_q." in name or ".attn_k." in name)
         return int(self.config["head_dim"]) if is_turned else 1
@@ -200,9 +201,9 @@ class GgufFile:
 
 
 def _each_expert(header: Header) -> Header:
-    """Return a header with one tensor for each expert (ffn_up_exps.0 ...) in place of a stacked tensor (ffn_up_exps).
+    """Return a header in which each stacked tensor (ffn_up_exps) becomes one tensor per expert (ffn_up_exps.0 ...).
 
-    The gate of a shared expert becomes a matrix of one row.
+    The gate of a shared expert, which is a vector in the file, becomes a matrix of one row.
     """
     tensors = dict[str, Entry]()
     for name, entry in header.tensors.items():
@@ -221,7 +222,7 @@ def _each_expert(header: Header) -> Header:
 
 
 def _next_blocks(config: Mapping[str, Any], header: Header, gguf: Gguf) -> tuple[str, ...]:
-    """Return the prefixes of tensor names in the blocks after the model's last block."""
+    """Return the prefixes of the tensor names in the blocks that follow the model's last block."""
     num = 0 if gguf.next_blocks is None else header.metadata.get(f"{gguf.architecture}.{gguf.next_blocks}", 0)
     first = config.get("num_hidden_layers")
     if type(num) is not int or type(first) is not int or not 0 <= num <= MOST_NEXT_BLOCKS:
@@ -230,7 +231,10 @@ def _next_blocks(config: Mapping[str, Any], header: Header, gguf: Gguf) -> tuple
 
 
 def _turned_back(rows: Array, turned: int) -> Array:
-    """Return rows of heads in the order of published checkpoints; see `_rows_of_a_head`."""
+    """Return rows of whole heads in the order of published checkpoints, see `GgufFile._rows_of_a_head`.
+
+    turned: the number of rows of a head.
+    """
     halves = rows.reshape(-1, turned // 2, 2, *rows.shape[1:]).swapaxes(1, 2)
     return np.ascontiguousarray(halves.reshape(rows.shape))
 

@@ -1,8 +1,8 @@
 """Folders as `save_pretrained` writes them: config.json, the tokenizer's files, and weights in safetensors.
 
-A header is read once, and tensors by their offsets, see safetensors_file.py. A quantised matrix is several tensors, see
-packings.py. Matrices whose inputs are in another order than their groups become numbers, and so do matrices of 8-bit
-floats where the operators do not pack them.
+safetensors_file.py reads headers and tensors. A quantised matrix is several tensors, see packings.py. Two kinds of
+quantised matrices are dequantised: matrices in which the inputs of one group are not adjacent, and matrices of 8-bit
+floats where the operators do not compute with 8-bit floats.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ALL = slice(None)
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder has a config.json; `check` says what is wrong with its weights."""
+    """Whether a path is a folder with a config.json. `check` judges the weights."""
     return os.path.lexists(path / CONFIG)
 
 
 class SafetensorsFolder:
-    """A folder with model.safetensors, or with the shards that its index names."""
+    """A folder with model.safetensors, or with an index and the shards that the index names."""
 
     names = None
 
@@ -51,12 +51,12 @@ class SafetensorsFolder:
         self._open = list[OpenFile]()
 
     def close(self) -> None:
-        """See `Source.close`."""
+        """Close the files with weights."""
         for file in self._open:
             file.close()
 
     def check(self, with_tokenizer: bool) -> None:
-        """See `Source.check`."""
+        """Raise UserError where the names of the files show a fault, see `Source.check`."""
         names, where = refusals.names_in(self.folder), str(self.folder)
         refusals.refuse_without_weights(names, where, lambda name: read_json(self.folder / name))
         refusals.refuse_quantiser_files(names, where, lambda name: read_json(self.folder / name))
@@ -65,9 +65,10 @@ class SafetensorsFolder:
 
     @cached_property
     def _entries(self) -> Mapping[str, Entry]:
-        """Every tensor of the files, without the rotary buffers of old checkpoints, which follow from config.json.
+        """Every tensor of the files, except the rotary buffers of old checkpoints, which follow from config.json.
 
-        Files that AutoModel saved have no LM head, and their tensor names lack a prefix. The prefix is added here.
+        Files that AutoModel saved have no LM head, and their tensor names lack the prefix "model.". This property adds
+        the prefix.
         """
         self._open = [OpenFile(path) for path in self._files()]
         entries = {name: entry for file in self._open for name, entry in read_header(file).items()}
@@ -81,7 +82,7 @@ class SafetensorsFolder:
 
     @cached_property
     def matrices(self) -> Mapping[str, Parts]:
-        """The quantised matrices by their names in the unquantised checkpoint. Raises as `tensors`."""
+        """The matrices of quantised integers, by their names in the unquantised checkpoint. Raises as `tensors`."""
         layout = layout_of(self.config)
         if not isinstance(layout, Layout):
             return {}
@@ -116,7 +117,7 @@ class SafetensorsFolder:
     def _groups(self, name: str, num_in: int, group: int) -> npt.NDArray[np.int64] | None:
         """Return the group of each input; None where the inputs are in the order of their groups.
 
-        Raises ValueError for a group out of range.
+        Raises ValueError for a group that does not exist.
         """
         groups, usual = self._entries[name].whole().values.astype(np.int64), np.arange(num_in) // group
         if name.endswith("weight_g_idx") and bool((groups == -1).any()):  # as where no order was found
@@ -127,7 +128,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _floats(self) -> Mapping[str, FloatParts]:
-        """The matrices of 8-bit floats by their names. Raises as `tensors`."""
+        """The matrices of 8-bit floats, by name. Raises as `tensors`."""
         layout = layout_of(self.config)
         if not isinstance(layout, Floats):
             return {}
@@ -157,8 +158,8 @@ class SafetensorsFolder:
     def tensors(self) -> Mapping[str, Stored]:
         """The stored form of each tensor, by name.
 
-        Raises NotFound for a missing file, UnsupportedModel for a broken one, for integer and 8-bit dtypes in an
-        unquantised checkpoint, and for quantised matrices that are not read.
+        Raises NotFound for a missing file. Raises UnsupportedModel for a broken file, for integers and 8-bit types in
+        an unquantised checkpoint, and for quantised matrices that cannot be read.
         """
         taken = {name for parts in self.matrices.values() for name in parts.names.values()}
         taken |= {name for matrix in self._floats.values() for name in matrix.names}
@@ -184,7 +185,7 @@ class SafetensorsFolder:
         return tensors
 
     def blocks(self, name: str) -> Iterator[HostTensor]:
-        """See `Source.blocks`."""
+        """Yield the rows of a tensor. See `Source.blocks`. Quantised rows are dequantised to float32."""
         if name in self.matrices:
             groups = self.matrices[name].groups
             for rows in self._quantised_rows(name):
@@ -205,7 +206,7 @@ class SafetensorsFolder:
             yield HostTensor.of(widened(numbers, scales, first, spans))
 
     def _float_rows(self, name: str) -> Iterator[tuple[HostTensor, HostTensor, int]]:
-        """Yield some rows of a matrix of 8-bit floats, all scales of the matrix, and the number of the first row."""
+        """Yield blocks of rows of a matrix of 8-bit floats, each with all scales and the number of its first row."""
         matrix = self._floats[name]
         scales = self._entries[matrix.scales].whole()
         if not scales.is_finite():
@@ -216,7 +217,7 @@ class SafetensorsFolder:
             yield self._entries[name].rows(first, min(first + step, matrix.shape[0])), scales, first
 
     def quantised(self, name: str) -> QuantisedMatrix:
-        """See `QuantisedSource.quantised`."""
+        """Return a quantised matrix as it is stored."""
         if name in self._floats:
             matrix = self._floats[name]
             assert matrix.scheme is not None
@@ -264,10 +265,10 @@ open_source = SafetensorsFolder
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A quantised matrix. names: the names of its parts in the files.
+    """A quantised matrix. names: the names of its tensors in the files, by part.
 
-    shapes: the shapes of its parts; for the part weight_shape, the numbers that it holds. groups: int64, the group of
-    each input; None = the inputs are in the order of their groups.
+    shapes: the shape of each tensor; for the part weight_shape, the two numbers that the tensor holds. groups: int64,
+    the group of each input; None = the inputs are in the order of their groups.
     """
 
     layout: Layout
@@ -282,7 +283,8 @@ class Parts:
 class FloatParts:
     """A matrix of 8-bit floats. scales: the name of the tensor with its scales.
 
-    spans: how many rows and columns share a scale. names: the names of all its tensors. scheme: see `Floats.scheme`.
+    spans: the number of rows and the number of columns that share a scale. names: the names of all tensors of the
+    matrix. scheme: see `Floats.scheme`.
     """
 
     shape: tuple[int, int]
@@ -293,7 +295,7 @@ class FloatParts:
 
 
 def _each_expert(name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-    """Yield a tensor under its name. Where it stacks all experts, yield each expert's part as NAME.0, NAME.1 ..."""
+    """Yield a tensor under its name. A stack of all experts is yielded as one tensor per expert: NAME.0, NAME.1 ..."""
     stacked = STACKED.fullmatch(name)
     if stacked is None or len(entry.shape) != STACKED_SIZES[stacked[2]]:
         yield name, entry
