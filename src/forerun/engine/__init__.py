@@ -1,1 +1,1 @@
-"""Requests in, verified tokens out: one step, one scheduler, one continuous batch."""
+"""The engine: it turns requests into verified tokens, with one step, one scheduler and one continuous batch."""

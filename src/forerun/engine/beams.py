@@ -61,13 +61,13 @@ class BeamSearch:
     def num_rows(self) -> int:
         """The number of rows of the next pass without a draft: one for each node that lacks a cache row.
 
-        It is at least one, and at most one for each beam.
+        The number is at least 1, and at most the number of beams.
         """
         return max(1, min(self.num_unrun, self.search.rules.num_beams))
 
     @property
     def num_unrun(self) -> int:
-        """The number of nodes of live beams that have no cache row; the tree's base counts, too."""
+        """The number of nodes without a cache row, from the tree's base (included) to the tips of the live beams."""
         return len(self.branches.missing(self.tree))
 
     def restart(self) -> None:
@@ -93,7 +93,7 @@ class BeamSearch:
 
     @property
     def level(self) -> Seq[int]:
-        """The nodes from which the drafter should branch; empty when the draft is complete."""
+        """The nodes after which the drafter should guess tokens; empty once the draft is complete."""
         return self._level if self.num_levels < self._wanted else ()
 
     def grow(self, nexts: Seq[Next | None]) -> None:
@@ -106,7 +106,7 @@ class BeamSearch:
         self._wanted = self._wanted if guesses else 0
 
     def draft(self) -> Draft:
-        """Return the live nodes and the drafted ones as the draft of one sequence."""
+        """Return the live nodes below the tree's base, and the drafted nodes, as the draft of one sequence."""
         known = [node for node in self.tree.live() if node != self.tree.base]
         self._nodes = [*known, *self.guesses]
         places = {node: i for i, node in enumerate(self._nodes)}
@@ -128,9 +128,9 @@ class BeamSearch:
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def rule(self, draft: Draft, b: int) -> Ruling:
-        """Replay the steps of the search; return the nodes of the draft that all live beams share, and the next token.
+        """Replay the steps of the search, and return what all live beams share: nodes of the draft, and the next token.
 
-        All live beams share the next token, too; it is NO_TOKEN where there is none.
+        The next token is NO_TOKEN where the live beams share no token after these nodes, and where the search is over.
         """
         self._after, self.num_steps = self.search.replayed(self._next)
         if self._after.is_over:
@@ -151,7 +151,10 @@ class BeamSearch:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def settle(self) -> tuple[SequenceStep, list[int], Held]:
-        """Commit the replayed search; return the step's counts, and the cache rows to keep and to leave pending."""
+        """Commit the replayed search.
+
+        Returns the counts of the step, the cache rows to keep, and the cache rows that stay pending.
+        """
         self.search = self._after
         is_whole = self.num_steps == self.num_levels + 1
         last: Origin = "plain" if not self.num_levels else "bonus" if is_whole or self.search.is_over else "correction"
@@ -176,7 +179,7 @@ class BeamSearch:
         return step, kept, held
 
     def conclude(self) -> None:
-        """Give the best texts to the outputs. An output for which masks left no text is aborted."""
+        """Give the best texts to the outputs. Where masks left too few texts, the remaining outputs are aborted."""
         self.seq.finish_reason = "stop"
         for output, text in zip(self.outputs, [*self.search.pool.texts, *[None] * len(self.outputs)], strict=False):
             if output.seq.finish_reason is not None:
@@ -192,8 +195,8 @@ class BeamSearch:
 class SearchRequest(Request):
     """A request that runs a beam search for its outputs.
 
-    It commits the tokens that all live beams share; the user does not see them. outputs: the requests that get the best
-    texts, in order.
+    The request commits the tokens that all live beams share; the user does not see these tokens. outputs: the requests
+    that get the best texts, in order.
     """
 
     is_paced = False  # `num_levels` chooses the levels of all searches together
@@ -229,7 +232,7 @@ class SearchRequest(Request):
         return self.search.rule(draft, b)
 
     def next_token(self, verdict: Verdict, b: int) -> int:
-        """Return the token that all live beams share next; where they differ, the last token of the best beam."""
+        """Return the next token that all live beams share; where they share none, the last token of the best beam."""
         if verdict.next_tokens[b] != NO_TOKEN:
             return verdict.next_tokens[b]
         tree = self.search.tree
@@ -249,9 +252,10 @@ class SearchRequest(Request):
         return Committed(step, kept, step.num_accepted + (search.num_steps > 0), held)
 
     def _ends(self, tokens: Seq[int]) -> bool:
-        """Return whether the last token completes a stop text. The tokens before it hold none.
+        """Return whether the last token completes a stop text, if the tokens before it contain no stop text.
 
-        So only a tail as long as a stop text is read, and the time does not grow with the text.
+        Only the end of the text is read, as far back as the longest stop text reaches. So the time does not grow with
+        the text.
         """
         tokenizer, stops, start, num_chars = self._tokenizer, self.seq.params.stop, len(tokens) - 1, 0
         if tokenizer is None:
@@ -269,8 +273,8 @@ class SearchRequest(Request):
 def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
     """Map each sequence to the number of levels that its search drafts.
 
-    It is the request's spec_length, else the policy's choice. num_rows: the rows of the pass without the rows of
-    searches.
+    The number is the request's spec_length, or the policy's choice where the request sets none. It is 0 for the drafter
+    `none`. num_rows: the number of rows of the pass, without the rows of the searches.
     """
     paced = [seq for seq in seqs if seq.params.spec_length is None and seq.draft != NONE]
     levels = pacing.levels(paced, num_rows + len(seqs) - len(paced)) if paced else 0
@@ -280,8 +284,8 @@ def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, 
 def with_trees(draft: Draft, requests: Seq[Request], limits: Seq[int], pacing: Pacing, branch: Branch) -> Draft:
     """Return the draft of a step with the trees of beam searches added.
 
-    limits [B]: the most draft rows of each sequence. branch: asks drafters which tokens may follow given nodes of given
-    sequences; it is called once for each level, for all searches together.
+    limits [B]: the largest number of draft rows of each sequence. branch(seqs, levels): asks the drafters which tokens
+    may follow these nodes of these sequences. It is called once for each level, for all searches together.
     """
     searches = {b: request.search for b, request in enumerate(requests) if isinstance(request, SearchRequest)}
     if not searches:

@@ -1,4 +1,4 @@
-"""How an engine is built from a loaded target: the cache, the drafters, the policy, and the rows kept on disk."""
+"""How an engine is built from a loaded target: its cache, drafters and pacing policy, and the cache rows on disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build(
     """Build the engine of a loaded target. Raises UserError.
 
     draft: a draft model that the caller has loaded. own_drafter: a function that makes the drafter for requests that
-    name none.
+    name no drafter.
     """
     config, target = opened.config, drafters.Target.of(checkpoint.model, opened, draft)
     runner = Runner(checkpoint.model, _cache(opened, checkpoint.model), target.num_ids, list(target.holes))
@@ -97,7 +97,10 @@ def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | 
 
 
 def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
-    """Let a model's cache use the folder. Its shelf there is named by everything that decides the bits of its rows."""
+    """Let a model's cache use a shelf of the folder (kv/disk.py).
+
+    The name of the shelf is a hash of everything that decides the bits of the cache's rows.
+    """
     cache, model = runner.cache, cast(Any, runner.model)
     if not isinstance(cache, BlockCache) or cache.keeper is not None or not hasattr(model, "stored"):
         return
@@ -118,7 +121,7 @@ def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
 
 
 def _unwritten_ids(opened: Opened) -> frozenset[int]:
-    """Return the ids that only the chat template writes; no ids where there is no readable template.
+    """Return the ids that only the chat template writes. Returns no ids where there is no readable template.
 
     A template that cannot be read is refused later, where it is used.
     """

@@ -1,8 +1,8 @@
 """The number of committed tokens that drafters may run in a step: catching up at most about doubles the step.
 
-A draft model that lacks committed tokens has to run them before it can draft. To run them all at once would pause every
-stream, so they are spread over several steps. The time of a token and of a usual step are learned from the reports of
-steps; no clock is read here.
+A draft model that lacks committed tokens has to run them before it can draft. To run all of them at once would pause
+every stream, so the tokens are spread over several steps. The time of a token and the time of a usual step are learned
+from the reports of steps. This module reads no clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CatchUp:
         return min(self.most_tokens - num_used, max(LEAST_TOKENS, self._affordable(drafts) - num_used))
 
     def _affordable(self, drafts: Iterable[str]) -> int:
-        """Return how many tokens take SHARE of a usual step's time, at the speed of the slowest of these drafters."""
+        """Return how many tokens the slowest of these drafters can run in the fraction SHARE of a usual step's time."""
         token_s = [self._token_s[name] for name in drafts if name in self._token_s]
         if not self._steps_s or not token_s:
             return FIRST_TOKENS

@@ -1,4 +1,4 @@
-"""Cut tokens from drafts that cannot be accepted: ids that the model never writes, and ids that a grammar refuses."""
+"""Remove drafted tokens that cannot be accepted: ids that the model never writes, and ids that a grammar refuses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ LEAST = 1e-3  # probability of all these ids together: below it, a drafter's dra
 
 
 def without(draft: Draft, ids: Collection[int]) -> Draft:
-    """Return a draft without the nodes of these ids and their subtrees. Extra rows below them go as well.
+    """Return a draft without the nodes whose tokens are among `ids`, and without the nodes and extra rows below them.
 
-    A token that was drawn where these ids had less than LEAST of the probability stays, whatever it is.
+    Where these ids together had less than LEAST of the probability when a token was drawn, the token stays, even if it
+    is one of these ids.
 
-    The distribution of the request's output is unchanged. If tokens drawn from the drafter's q were removed because of
-    their value, and the remaining ones still judged by q, the result would be biased. So every remaining node that was
-    drawn from such a q states q conditioned on none of these ids. This is as if a coin were tossed before each draw:
-    with q's probability of these ids nothing is drafted here, and otherwise the token is drawn from the conditioned q.
-    The coin depends only on earlier draws, and the stated distribution is the one that the token is drawn from. A rule
-    asks for no more. Siblings keep their kind: independent draws from q that remain are independent draws from the
-    conditioned q. The same holds for draws without replacement. A point mass is known before it is "drawn". Greedy and
-    `match` texts do not depend on a draft.
+    The distribution of the request's output does not change. It would change if nodes were removed because of their
+    drawn token while the remaining nodes were still judged by the drafter's q. So each remaining node that was drawn
+    from such a q gets a new distribution: q conditioned on all other ids. This is as if a coin were tossed before each
+    draw. With q's probability of these ids, no token is drafted at this place. Otherwise the token is drawn from the
+    conditioned q. The coin depends only on earlier draws, and the node's distribution is the one from which its token
+    was drawn. A verification rule requires no more. Remaining siblings that were independent draws from q are
+    independent draws from the conditioned q. The same holds for draws without replacement. A point mass may be removed
+    because its token is known before the draw. Greedy and `match` texts do not depend on a draft.
     """
     unwanted, seen = sorted(ids), dict[int, Probs | None]()
 
@@ -41,10 +42,10 @@ def without(draft: Draft, ids: Collection[int]) -> Draft:
 
 
 def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
-    """Return a draft without the nodes that the requests' grammars refuse, and without the subtrees of these nodes.
+    """Return a draft without the nodes that the requests' grammars refuse, and without the nodes below them.
 
-    So guesses with target probability 0 cost no rows. As in `without`, each remaining node states the distribution that
-    it was drawn from, conditioned on the tokens that the grammar allows.
+    So guesses with target probability 0 cost no rows. As in `without`, each remaining node gets the distribution that
+    it was drawn from, conditioned on the ids that the grammar allows.
     """
     seen = dict[tuple[int, int], tuple[Bits | None, Probs | None]]()  # by parent and distribution
 
@@ -67,10 +68,10 @@ def within_grammars(draft: Draft, seqs: Seq[Sequence]) -> Draft:
 
 
 def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: Callable[[int, int], bool]) -> Draft:
-    """Return the draft with the nodes that remain.
+    """Return the draft with the nodes that remain, and with their new distributions.
 
-    conditioned(b, node): the distribution that the node states from now on; None = the node is removed. stays(b, node):
-    whether the node's token is possible in its new distribution.
+    conditioned(b, node): the node's new distribution; None = remove the node. stays(b, node): whether the node's token
+    is possible in the new distribution. The nodes below a removed node are removed as well.
     """
     changed = False
     places: dict[int, int] = {-1: -1}  # node -> node of the new draft
@@ -98,8 +99,8 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
 def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:
     """Return the ids that a grammar allows after drafted tokens, and `probs` conditioned on these ids.
 
-    None in place of the ids: nothing may be drafted here. None in place of the distribution: it gives no allowed id a
-    probability. Where it gives probabilities to allowed ids alone, `probs` itself is returned.
+    The ids are None where nothing may be drafted after these tokens. The distribution is None where `probs` gives no
+    allowed id a probability. It is `probs` itself where `probs` gives only allowed ids a probability.
     """
     assert seq.grammar is not None
     if not seq.grammar.may_draft:
@@ -125,7 +126,7 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
 
 
 def _without(probs: Probs, ids: list[int]) -> Probs | None:
-    """Return a distribution conditioned on none of these ids; None where no other id can be drawn.
+    """Return a distribution conditioned on all ids but these; None where no other id can be drawn.
 
     Where these ids have less than LEAST of the probability, `probs` itself is returned.
     """
@@ -150,9 +151,9 @@ def _without(probs: Probs, ids: list[int]) -> Probs | None:
 
 
 def _rows_left(draft: Draft, b: int, places: dict[int, int], num_nodes: int) -> Extra:
-    """Return the extra rows of sequence b whose ancestors remain.
+    """Return the extra rows of sequence b, without the extra rows below removed nodes.
 
-    places: the new index of each remaining node. num_nodes: how many nodes of sequence b remain.
+    places: the new index of each remaining node. num_nodes: the number of remaining nodes of sequence b.
     """
     nodes, given = draft.nodes(b), draft.extra[b]
     first = num_nodes and min(place for node, place in places.items() if node in nodes)

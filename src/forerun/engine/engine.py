@@ -41,13 +41,13 @@ _Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | Limited |
 
 
 def philox_coins(seq: Sequence) -> Coins:
-    """Return the randomness of one round: a function of the request's seed, the position and the round."""
+    """Return the coins of one round. They depend only on the request's seed, the position and the round."""
     return PhiloxCoins(seq.seed, len(seq.tokens), seq.round)
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A listener. detail: whether it wants the `rounds` of reports."""
+    """A listener. detail: whether the listener wants the `rounds` of reports."""
 
     listener: Listener
     detail: bool
@@ -56,8 +56,9 @@ class _Entry:
 class Engine:
     """Runs requests: add them, then step until they are finished. Not thread-safe: only one thread may step.
 
-    start_ids: the ids that the decoder's text begins with, in an encoder-decoder; prompts are then sources. turns: the
-    engines that step in turn; None = all engines of this process on the model's device.
+    start_ids: in an encoder-decoder, the ids with which the decoder's text begins; prompts are then sources of the
+    encoder. turns: the turns of the engines that step one after another; None = all engines of this process on the
+    model's device.
     """
 
     def __init__(
@@ -105,15 +106,15 @@ class Engine:
         self._behind_s = 0.0  # seconds of the last step after its report
 
     def use_pacing(self, pacing: Pacing) -> None:
-        """Replace the policy. Raises InternalError while there are requests, because the old policy knows them."""
+        """Replace the pacing policy. Raises InternalError while there are requests, which only the old policy knows."""
         if self.scheduler.waiting or self.scheduler.running:
             raise InternalError("another pacing policy can be taken between requests only")
         self.pacing = self.stepper.pacing = pacing
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
-        """Call `listener` with every StepReport; return a function that ends this. detail: fill the reports' `rounds`.
+        """Call `listener` with every StepReport. Returns a function that ends these calls.
 
-        An error that a listener raises is raised at the end of `step`.
+        detail: whether the reports contain `rounds`. An error in a listener is raised again at the end of `step`.
         """
         entry = _Entry(listener, detail)
         self._listeners.append(entry)
@@ -124,19 +125,22 @@ class Engine:
         return end
 
     def add(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
-        """Queue one prompt for one output. Raises UserError, before anything runs, for an impossible request."""
+        """Queue one prompt for one output. Raises UserError for an impossible request, before anything runs."""
         if params.n != 1:
             raise BadOption(f"n={params.n} is not possible here: add_all returns several requests")
         return self.add_all(prompt_ids, params)[0]
 
     def add_all(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
-        """Queue one prompt, for params.n outputs. Raises as `add`."""
+        """Queue one prompt for params.n outputs. Raises UserError as `add` does."""
         requests = self.make(prompt_ids, params)
         self.queue(requests)
         return requests
 
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
-        """Make the params.n requests of one prompt, for `queue`. Any thread may call this. Raises as `add`."""
+        """Make the params.n requests of one prompt, for `queue`. Raises UserError as `add` does.
+
+        Any thread may call this method.
+        """
         seed = secrets.randbits(64) if params.seed is None else params.seed
         # These are encoded once, however many outputs there are.
         texts = self._bad_word_ids(params), self._prediction_ids(params), self._grammar(params)
@@ -151,7 +155,7 @@ class Engine:
         return requests
 
     def _searched(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
-        """Make the outputs of a beam search, and their `searcher`: it is the request that runs and then fills them."""
+        """Return the outputs of a beam search. Their `searcher` is the request that runs the search and fills them."""
         seq, *others = (self._sequence(prompt_ids, params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()
         self._check(seq)
@@ -167,9 +171,10 @@ class Engine:
                 self._has_drafted = self._has_drafted or request.seq.draft != NONE
 
     def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Let pacing measure this machine, if some request wanted a drafter and no request is left.
+        """Let the pacing policy measure passes on this machine, if a request wanted a drafter and no request is left.
 
-        The measurement ends as soon as goes_on() is False. Its passes wait for their turn among the device's engines.
+        The measurement ends as soon as goes_on() is False. Each measured pass waits for this engine's turn on the
+        device.
         """
         if self._has_drafted and not self.scheduler.running and not self.scheduler.waiting:
             self.pacing.measure(Pause(goes_on, self.scheduler.fair.turn))
@@ -204,10 +209,10 @@ class Engine:
         return seq
 
     def step(self) -> list[Request]:
-        """Run one step of the continuous batch; return the requests that it finished.
+        """Run one step of the continuous batch. Returns the requests that the step finished.
 
-        A request that cannot go on is aborted, with its `error` set, and does not disturb the others. Some steps run
-        nothing: they only wait for the disk, or only let a request give way to others.
+        A request that cannot go on is aborted, with its `error` set, and the other requests go on. Some steps run no
+        pass: they only wait for the disk, or only make room in the cache.
         """
         for request in [r for r in self.scheduler.running if r.seq.finish_reason is not None]:
             self._finish(request)  # left over from a step that was interrupted
@@ -258,7 +263,7 @@ class Engine:
         return finished
 
     def _read(self) -> list[Request]:
-        """End the requests that ask for no output and whose prompt is read now; return them."""
+        """End and return the requests that ask for no output, once their prompts have been read."""
         cache = self.runner.cache
         read = [
             request
@@ -288,8 +293,8 @@ class Engine:
     def recover(self, requests: Seq[Request], error: BaseException) -> None:
         """Go on after a step that raised an error: end the running requests, and notify all requests that ended.
 
-        If no request was running, the waiting ones are ended. requests: those that were unfinished before the step. A
-        request whose last token was committed by the step is complete, and ends normally.
+        If no request was running, the waiting requests are ended. requests: the requests that were unfinished before
+        the step. A request whose last token was committed by the step is complete, and ends normally.
         """
         ran = self.scheduler.running[:] or self.scheduler.waiting[:]
         for request in dict.fromkeys([*ran, *(r for r in requests if r.seq.finish_reason is not None)]):
@@ -312,7 +317,10 @@ class Engine:
             self._tell_of(request)
 
     def _tell_of(self, request: Request) -> None:
-        """Call a request's `hear`; after the request has ended, only once. If `hear` raises, the request is ended."""
+        """Call a request's `hear`, but only once after the request has ended. If `hear` raises, the request is ended.
+
+        When the request of a beam search has ended, its outputs are notified, too.
+        """
         hear = request.hear
         if request.seq.finish_reason is not None:
             request.hear = unheard
@@ -361,7 +369,7 @@ class Engine:
         return max_len
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of each bad word, as encoded at the start of a text and after a space."""
+        """Return the ids of each bad word, encoded once as at the start of a text and once as after a space."""
         if params.bad_words and self.tokenizer is None:
             raise BadOption("bad_words needs a tokenizer: this engine has none")
         variants: set[tuple[int, ...]] = set()
@@ -372,7 +380,10 @@ class Engine:
         return tuple(sorted(v for v in variants if v))
 
     def _grammar(self, params: SamplingParams) -> Grammar | Limited | None:
-        """Return a request's compiled constraint; None without one. Raises BadOption for an impossible grammar."""
+        """Return a request's compiled grammar; None where output is free. Raises BadOption for an impossible grammar.
+
+        Where the request limits its reasoning, the result also counts the tokens of the reasoning.
+        """
         grammar = None
         if params.constraint is not None:
             if self.tokenizer is None:

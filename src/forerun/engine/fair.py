@@ -1,20 +1,21 @@
-"""The number of prompt tokens that a step reads: no stream waits longer than promised, and no newcomer for long.
+"""The number of prompt tokens that a step runs, so that streams keep their time limit and new requests start soon.
 
-A chunk of 512 tokens on a CPU takes as long as dozens of decoding steps, and every stream would wait for it: the
-engine's streams, and the streams of other engines on the same device, which have the next turn when the step is over
-(turns.py). The times of a prompt token and of a usual step are learned from the reports of steps; no clock is read
-here.
+A chunk of 512 prompt tokens on a CPU takes as long as dozens of decoding steps. Every stream would wait for the chunk:
+the engine's own streams, and also the streams of other engines on the same device, because these engines get the next
+turn only after the step (turns.py). The time of a prompt token and the time of a usual step are learned from the
+reports of steps. This module reads no clock.
 
-The more keys stand before a token, the longer it takes: seconds = base + slope * keys, by weighted least squares over
-the last hundreds of chunks. The median ratio of the last few chunks to that line corrects it. The promise is about the
-99th percentile and not the mean, so a step aims at a share of the allowed time. A step that was too long lowers the
-share by 10 %; a step within the limit raises it by 0.05 %. The two balance where one step in 200 is too long.
+A token takes longer, the more keys stand before it: seconds = base + slope * keys. This line is fitted to the last
+hundreds of chunks by weighted least squares. The median ratio of the last few chunks to the line corrects the line. The
+time limit applies to the 99th percentile and not to the mean, so a step aims at a share of the allowed time. A step
+that was too long lowers the share by 10 %. A step within the limit raises the share by 0.05 %. Both effects cancel
+where one step in 200 is too long.
 
-The length of a step without prompts depends on how many requests decode. Where it is not known, or was last measured
-too long ago, a step runs without prompts.
+The time of a step without prompts depends on the number of requests that decode. Where this time is not known, or was
+last measured too long ago, a step runs without prompts.
 
-Where nobody streams, a request may still come at any moment, and its first token waits for the chunk that is being
-read. So a step may take only as long as a few of the shortest decoding steps. Larger chunks are hardly faster.
+Where no request decodes, a new request may still come at any moment, and its first token waits for the chunk that is
+being run. So a step may take only as long as a few of the shortest decoding steps. Larger chunks are hardly faster.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ _NEAR_KEYS = 256.0  # chunks whose numbers of keys differ by less than this say 
 
 
 class _Limit(NamedTuple):
-    """How long a step may take.
+    """The time limit of a step.
 
-    usual_s: the time of such a step without prompts; 0 if it decodes nothing. known: predicts the time of its chunks.
+    usual_s: the usual time of such a step without prompts; 0 where no request decodes. known: the record that predicts
+    the time of the step's chunks.
     """
 
     seconds: float
@@ -54,7 +56,7 @@ class _Limit(NamedTuple):
 
 
 class Allowance:
-    """What the prompts of a step may still take: a number of tokens, and a number of seconds.
+    """The number of tokens, and the number of seconds, that the prompts of a step may still take.
 
     known: predicts the seconds of a chunk; None = the time is not limited.
     """
@@ -70,7 +72,7 @@ class Allowance:
         return min(self._num_tokens, max(self._least, self._known.fitting(self._seconds, num_before)))
 
     def take(self, num_tokens: int, num_before: int) -> None:
-        """Subtract the tokens that a prompt runs."""
+        """Subtract the tokens that a prompt runs, and their expected seconds."""
         self._num_tokens -= num_tokens
         if num_tokens and self._known is not None:
             keys = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
@@ -81,9 +83,9 @@ class Allowance:
 class Fair:
     """The allowance of prompt tokens for each step of an engine.
 
-    stretch: the limit of a step with prompts, as a multiple of a step without prompts. max_itl_s: the limit in seconds.
-    None = no such limit; where both are given, the smaller one counts. turns: the turns on the engine's device; None =
-    there are no other engines.
+    stretch: the time limit of a step with prompts, as a multiple of the time of a step without prompts. max_itl_s: the
+    time limit in seconds. None = no such limit; where both limits are given, the smaller one holds. turns: the turns of
+    the engines on the device; None = there are no other engines.
     """
 
     def __init__(
@@ -97,11 +99,11 @@ class Fair:
         self._share = FIRST_SHARE
 
     def turn(self) -> AbstractContextManager[None]:
-        """Wait until the engine may step; other engines wait meanwhile."""
+        """Return the context of one turn. On entry it waits until the engine may step."""
         return self._turns.turn(self.seat)
 
     def plan(self, num_decoding: int, *, is_reading: bool) -> None:
-        """Tell other engines of the next step: how many requests decode, and whether prompts are read."""
+        """Tell other engines about the next step: how many requests decode, and whether prompts are run."""
         usual = self._usual.get(num_decoding)
         self.seat.num_streams, self.seat.is_reading = num_decoding, is_reading
         self.seat.usual_s = None if usual is None else usual.seconds
@@ -114,7 +116,7 @@ class Fair:
     def allowance(self, most: int) -> Allowance:
         """Return what the prompts may take of the planned step: at most `most` tokens.
 
-        They may take nothing where the step without prompts is to be measured.
+        The prompts may take nothing where the time of a step without prompts has to be measured first.
         """
         num_decoding, others = self.seat.num_streams, self._turns.beside(self.seat)
         limit = self._limit(num_decoding, others)
@@ -129,7 +131,7 @@ class Fair:
         return Allowance(most, share * (limit.seconds - limit.usual_s), limit.known)
 
     def _limit(self, num_decoding: int, others: Seq[Seat]) -> _Limit | None:
-        """Return how long a step with `num_decoding` decoding requests may take; None = there is no limit."""
+        """Return the time limit of a step with `num_decoding` decoding requests; None = there is no limit."""
         usual, num_reading = self._usual.get(num_decoding), 1 + sum(seat.is_reading for seat in others)
         usual_s, known = (0.0, self._apart) if usual is None else (usual.seconds, self._own)
         least_s = self._usual[min(self._usual)].least_s if self._usual else 0.0
@@ -168,7 +170,7 @@ class Fair:
     def _judge(self, report: StepReport, limit: _Limit) -> None:
         """Lower the share after a step that was too long because of its chunk; raise it after a step within its limit.
 
-        A step that would have been too long without its chunk, too, changes nothing.
+        Nothing changes after a step that would have been too long even without its chunk.
         """
         expected_s, share = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys), self._share
         if report.seconds <= limit.seconds:
@@ -181,9 +183,9 @@ class Fair:
 class _Usual:
     """The median time of steps without prompts.
 
-    num_chunks: the number of steps with prompts since the last step without. least_s: the shortest median so far, which
-    counts where a newcomer waits for a chunk. Long drafts make a step several times as long, and do not help the
-    newcomer.
+    num_chunks: the number of steps with prompts since the last step without prompts. least_s: the shortest median so
+    far. It sets the limit of steps in which no request decodes. The current median would be a worse measure, because
+    long drafts make a step several times as long and do not help a new request.
     """
 
     def __init__(self) -> None:
@@ -198,7 +200,7 @@ class _Usual:
 
 
 class Chunks:
-    """The time of chunks: a line fitted to all of them, and how far the last few are from that line."""
+    """The time of chunks: a line fitted to all chunks, and the factor by which the last few chunks differ from it."""
 
     def __init__(self) -> None:
         self._last = deque[tuple[int, int, float]](maxlen=_NUM_CHUNKS)  # tokens, keys that they attended to, seconds

@@ -1,7 +1,7 @@
 """The checks before an engine is built: whether the drafters fit the target, and whether this machine has the memory.
 
-The cheaper check comes first: `refuse_early` asks whether the small files allow the engine, and `with_room` whether
-there is memory for it. building.py then builds the engine.
+The cheaper check comes first. `refuse_early` checks the options against config.json, the tokenizer and all other files
+but the weights. `with_room` checks that there is enough memory. Then building.py builds the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from forerun.registry import names
 class OwnDraft(drafters.Wanted):
     """A drafting method of a configuration.
 
-    label: the name of its draft model in `Outlines.models`; None = it has no draft model.
+    label: the name of the method's draft model in `Outlines.models`; None = the method has no draft model.
     """
 
     label: str | None = None
@@ -44,7 +44,7 @@ class Outlines:
 
     @classmethod
     def of(cls, opened: Opened) -> Outlines:
-        """Ask each drafter once what it needs. Raises UserError for a configuration that LLM refuses."""
+        """Collect the needs of a configuration's drafters. Raises UserError for a configuration that LLM refuses."""
         config, drafts = opened.config, list[OwnDraft]()
         for label, spec in ({"draft": config.draft} | {spec: spec for spec in config.extra_draft_specs}).items():
             number = 0
@@ -82,7 +82,7 @@ class Outlines:
         return outlines
 
     def _has_no_more_bits(self, quantization: str) -> bool:
-        """Return whether the target's weights will be integers in memory, of no more bits than rounding would give."""
+        """Return whether some weights of the target will be integers of no more bits than `quantization` has."""
         opened = self.opened
         packed_bits = [scheme.bits for scheme in opened.outline.schemes.values() if opened.packs(scheme)]
         return bool(packed_bits) and min(packed_bits) <= Quantization.parse(quantization).bits
@@ -99,9 +99,10 @@ class Outlines:
 
     @property
     def beside(self) -> Mapping[str, Beside]:
-        """The weights of trained heads, by the label of the drafter's model; without a model, by the drafter's method.
+        """The weights of trained heads, by name.
 
-        A further head of the same name gets a number.
+        The name is the label of the drafter's model, or the drafter's method where it has no model. Where several heads
+        would have the same name, each head after the first gets a number.
         """
         weights = dict[str, Beside]()
         for draft in sorted(self.drafts, key=lambda draft: draft.label is None):
@@ -132,9 +133,10 @@ class Outlines:
     def plan(
         self, available: int | None, models: Mapping[str, Outline] | None = None, config: EngineConfig | None = None
     ) -> MemoryPlan:
-        """Return the memory plan. available: bytes, None = unknown. models: None = `self.models`.
+        """Return the memory plan.
 
-        config: replaces the configuration that the target was opened with.
+        available: the available bytes; None = unknown. models: the models to plan; None = `self.models`. config: a
+        configuration that replaces the one with which the target was opened.
         """
         opened, models = self.opened, self.models if models is None else models
         draft = models.get("draft")
@@ -156,7 +158,7 @@ class Outlines:
     def fitted(self, available: int | None, models: Mapping[str, Outline] | None = None) -> tuple[Opened, MemoryPlan]:
         """Return the target and its memory plan.
 
-        If max_seq_len is None and the usual context does not fit, sequences of at most 4,096 tokens are planned.
+        Where max_seq_len is None and the default context does not fit, sequences of at most 4,096 tokens are planned.
         """
         plan, config = self.plan(available, models), self.opened.config
         if plan.fits or config.max_seq_len is not None:
@@ -170,7 +172,10 @@ class Outlines:
 
 
 def refuse_early(opened: Opened) -> Outlines:
-    """Raise UserError for whatever the small files of target and drafters rule out; return the outlines."""
+    """Check an engine's options against all files but the weights, such as config.json and the tokenizer.
+
+    Returns the outlines of the target and of the draft models. Raises UserError for an engine that is not possible.
+    """
     config, spec = opened.config, opened.spec
     device = torch_device(config.device)
     name = ops.resolve(config.ops, device, spec)
@@ -192,10 +197,11 @@ def refuse_early(opened: Opened) -> Outlines:
 
 
 def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlines, str | None]:
-    """Return the outlines for a memory plan, and the reason why vocabularies were not compared; None = they were.
+    """Return the outlines for a memory plan, and the reason why vocabularies were not compared.
 
     A plan needs only config.json. Where another file is missing, the vocabularies of draft models are not compared with
-    the target's; without draft models no reason is returned. widen: maps the target's spec to the spec of the plan.
+    the target's vocabulary, and the reason names that file. The reason is None where vocabularies were compared, and
+    where there are no draft models. widen: maps the target's spec to the spec of the plan.
     """
 
     def outlined(config_only: bool = False) -> Outlines:
@@ -215,8 +221,8 @@ def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlin
 def usable_drafts(opened: Opened) -> list[str]:
     """Return further methods, with default options, that an engine of this configuration could offer to requests.
 
-    The small files must allow these methods. Where memory does not hold the models of all of them, only methods without
-    a model are returned.
+    Methods that the files of the target or of the draft models rule out are not among them. Where the memory is too
+    small for the models of all these methods together, only methods without a model are returned.
     """
     config = opened.config
     named_already = {opened.resolve(spec)[0] for spec in (config.draft, *config.extra_draft_specs)}
@@ -238,10 +244,11 @@ def usable_drafts(opened: Opened) -> list[str]:
 
 
 def with_room(outlines: Outlines) -> Opened:
-    """Return the target for an engine that fits this machine's memory, with less context where no length is asked for.
+    """Return the target of an engine that fits into this machine's memory.
 
-    A draft model that the caller has loaded is not in the configuration and not counted. Raises CapacityError where
-    even that needs too much memory; the message has the numbers, and what would fit.
+    Where max_seq_len is None, the context may be shortened to fit. A draft model that the caller has loaded is not in
+    the configuration, so it is not counted. Raises CapacityError where even the shortened context needs too much
+    memory. The message has the numbers, and options that would fit.
     """
     opened, plan = outlines.fitted(available_bytes(outlines.opened.device))
     if not plan.fits:
@@ -250,10 +257,10 @@ def with_room(outlines: Outlines) -> Opened:
 
 
 def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
-    """Check several engines with `refuse_early` before any weight is read; return their targets.
+    """Check several engines with `refuse_early` before any weight is read, and their memory together.
 
-    Raises UserError as `refuse_early` does, and CapacityError, with numbers, where this machine has no memory for all
-    engines at once. configs: the engines' configurations by name.
+    Returns the engines' targets. Raises UserError as `refuse_early` does. Raises CapacityError, with numbers, where
+    this machine has no memory for all engines at once. configs: the engines' configurations by name.
     """
     outlines = dict[str, Outlines]()
     for name, config in configs.items():
@@ -272,7 +279,7 @@ def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
 
 
 def plan_together(outlines: Mapping[str, Outlines], available: int | None) -> MemoryPlan:
-    """Return the memory plan of several engines in one process. available: bytes, None = unknown."""
+    """Return the memory plan of several engines in one process. available: the available bytes; None = unknown."""
 
     def plans(**options: int) -> dict[str, MemoryPlan]:
         return {name: one.plan(None, config=_at_most(one, options)) for name, one in outlines.items()}

@@ -1,4 +1,4 @@
-"""LLM: checkpoints and texts on the outside, the engine on the inside."""
+"""LLM, the interface for callers with checkpoints and texts. It loads models, encodes prompts and runs an engine."""
 
 from __future__ import annotations
 
@@ -169,13 +169,14 @@ class LLM:
         hear: Callable[[Request], None] = unheard,
         answer_form: AnswerForm | None = None,
     ) -> list[Request]:
-        """Queue all prompts, or none if one is impossible, and return at once: params.n requests per prompt, in order.
+        """Queue all prompts and return their requests at once: params.n requests for each prompt, in order.
 
-        Prompts, params and raw are as in `generate`, answer_form as in `stream`.
+        If one prompt is impossible, no prompt is queued. Prompts, params and raw are as in `generate`, and answer_form
+        is as in `stream`.
 
-        The engine's thread calls hear(request) after each step that advanced the request, and when the request ends;
-        let `hear` put the request into a queue. A request has ended when its `seq.finish_reason` is set. It then has
-        its `output()`, or the `error` that ended it. Give requests that are no longer wanted to `end`.
+        The engine's thread calls hear(request) after each step that advanced the request, and when the request ends.
+        Let `hear` only put the request into a queue. A request has ended when its `seq.finish_reason` is set. It then
+        has its `output()`, or the `error` that ended it. Call `end` for requests that are no longer wanted.
         """
         requests = self._make(as_list(prompts), params, hear, raw, answer_form)
         self._loop.add(requests)
@@ -183,7 +184,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer. Raises NotFound where it has none: such a model takes and returns only ids."""
+        """The target's tokenizer. Raises NotFound where there is none; prompts and outputs are then ids."""
         return needed(self.opened.tokenizer, self.checkpoint.name)
 
     @property
@@ -193,12 +194,12 @@ class LLM:
 
     @property
     def drafters(self) -> Mapping[str, Drafter]:
-        """The drafters that requests may choose, by name; the first serves requests that choose none."""
+        """The drafters that requests may choose, by name. The first one serves requests that choose no drafter."""
         return self.engine.drafter.members
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of the last step that failed as a whole; None if none did."""
+        """The error of the last step that failed as a whole; None where no step has failed."""
         return self._loop.failure
 
     def queue(self, requests: Seq[Request]) -> None:
@@ -307,10 +308,11 @@ class LLM:
         parallel_tool_calls: bool = True,
         max_thinking_tokens: int | None = None,
     ) -> AnswerForm | None:
-        """Return the form that splits the model's answers into text, reasoning and calls; None = there are no marks.
+        """Return the form that splits the model's answers into text, reasoning and calls.
 
-        The marks come from the chat template. The arguments are as in `chat`. Raises BadOption for invalid tools, and
-        for a tool_choice that is not possible.
+        The marks between these parts come from the chat template. Returns None where answers to such a request have no
+        marks and are only text. The arguments are as in `chat`. Raises BadOption for invalid tools, and for a
+        tool_choice that is not possible.
         """
         use = ToolRequest.of(tools or (), tool_choice, parallel_tool_calls)
         answer_marks = self.chat_template.answer_marks
@@ -332,10 +334,10 @@ class LLM:
         return self.opened.chat_template
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Callable[[], None]:
-        """Call `listener` with every StepReport; return a function that ends this. detail: fill the reports' `rounds`.
+        """Call `listener` with every StepReport. Returns a function that ends these calls.
 
-        The engine's thread calls the listener inside a step. If the listener raises an error, the error is logged and
-        the listener is not called again.
+        detail: whether the reports contain `rounds`. The engine's thread calls the listener inside a step. If the
+        listener raises an error, the error is logged and the listener is not called again.
         """
 
         has_failed, end = False, _nothing  # a step may call it before `engine.listen` has returned
@@ -357,9 +359,10 @@ class LLM:
         return end
 
     def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Run `call` once after each step, after the `hear` of all its requests; return a function that ends this.
+        """Run `call` once after each step, when all requests of the step were notified.
 
-        The engine's thread runs it, so that news of many requests can be handed to another thread at once.
+        The engine's thread runs `call`. So news of many requests can be handed to another thread at once. Returns a
+        function that ends these calls.
         """
         self._loop.behind += (call,)
 
@@ -369,11 +372,11 @@ class LLM:
         return end
 
     def pass_times(self) -> dict[str, PassTime]:
-        """Return the curves of pass time over rows on this machine: the target's under "", the drafters' by name.
+        """Return the curves of pass times over rows on this machine: the target's under "", the drafters' by name.
 
-        If the pacing policy asks for pass times, they are measured once on a machine, when no request has come for a
-        second. Until then a curve is a default that the passes of requests correct, and its `one_row_s` is None before
-        the first pass.
+        If the pacing policy needs pass times, they are measured once on a machine, when no request has come for a
+        second. Until then a curve is a default, which the passes of requests correct. Before the first pass, the
+        curve's `one_row_s` is None.
         """
         costs = self.engine.costs
         return {name: copy.deepcopy(curve) for name, curve in {"": costs.target, **costs.drafts}.items()}
@@ -381,7 +384,7 @@ class LLM:
     def measure_passes(self) -> None:
         """Measure unknown pass times now, instead of when no request has come for a second.
 
-        Running requests wait meanwhile. Does nothing where the pacing policy asks for no pass times.
+        Running requests wait meanwhile. Nothing is measured where the pacing policy needs no pass times.
         """
         self._loop.call(self.engine.pacing.measure)
 
@@ -436,7 +439,7 @@ class LLM:
         raw: bool,
         answer_form: AnswerForm | None = None,
     ) -> list[Request]:
-        """Return the requests of all prompts, not queued yet. Raises UserError for the first impossible one."""
+        """Return the requests of all prompts, not queued yet. Raises UserError for the first impossible request."""
         requests: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
             ids = self._ids(prompt, raw) if isinstance(prompt, str) else prompt
@@ -457,7 +460,10 @@ def _nothing() -> None:
 
 
 def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:
-    """Yield the chunk of a step, unless it is empty; remove the reader of a finished request."""
+    """Yield a request's chunk of a step, and remove the reader of a request that has ended.
+
+    A step without new tokens has no chunk, unless the request has ended.
+    """
     chunk = readers[request].chunk(mark)
     if mark.finish_reason is not None:
         del readers[request]
@@ -466,9 +472,10 @@ def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Ite
 
 
 def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
-    """Return the function that makes the caller's drafter, if there is one, and set the option `draft` to "none".
+    """Return the caller's function that makes a drafter; None where the caller gave no such function.
 
-    Raises BadOption where another option also names a drafter, and for a drafter in place of the function.
+    Where there is such a function, the option `draft` is set to "none". Raises BadOption where another option also
+    names a drafter, and for a drafter in place of the function.
     """
     names = ("draft", "draft_model")
     for name in names:
@@ -488,7 +495,7 @@ def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
 def _open(
     target: str | Path | Checkpoint | Opened | None, options: Mapping[str, Any], has_loaded_draft: bool
 ) -> Opened:
-    """Open the target of an LLM with its configuration. Raises UserError for options that are not possible."""
+    """Open an LLM's target, under the configuration that the options give. Raises UserError for impossible options."""
     if isinstance(target, Opened):
         return target
     if isinstance(target, Checkpoint):

@@ -1,6 +1,6 @@
 """One thread steps the engine for all requests; callers give it work through a queue and wait on queues of their own.
 
-A step is never interrupted: Ctrl-C and cancelled tasks reach the thread that waits, not the one that steps.
+A step is never interrupted. Ctrl-C and cancelled tasks reach the thread that waits, not the thread that steps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PAUSE_S = 1.0  # seconds without a request, after which the engine measures
 class Loop:
     """Owns an engine: everything that touches the engine runs in one thread, between two steps.
 
-    The thread starts with the first request. When no request is left, the thread lets the engine measure, once, and
-    then sleeps. failure: the error of the last step that failed as a whole. The requests that ran in that step are
-    ended, and the thread goes on.
+    The thread starts with the first request. When no request is left, the thread lets the engine measure its passes,
+    once, and then sleeps. failure: the error of the last step that failed as a whole. The requests that ran in that
+    step are ended, and the thread goes on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -44,7 +44,7 @@ class Loop:
         self._process, self._is_busy = os.getpid(), False
 
     def add(self, requests: Seq[Request]) -> None:
-        """Queue requests; the engine calls their `hear`. Raises BadOption where the engine cannot run."""
+        """Queue requests. The engine will call their `hear`. Raises BadOption where the engine cannot take requests."""
 
         def queue() -> None:
             self._engine.queue(requests)
@@ -67,7 +67,7 @@ class Loop:
             self._commands.put(abort)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do `work` between two steps, after all earlier commands, and wait for its result."""
+        """Run `work` between two steps, after all commands queued so far. Returns the result of `work`."""
         results, ended = list[T](), SimpleQueue[BaseException | None]()  # a Future's lock may be torn by Ctrl-C
 
         def run() -> None:
@@ -128,8 +128,8 @@ class Loop:
     def _run(self, begun: SimpleQueue[None]) -> None:
         """Run commands and steps, unless another thread does so already.
 
-        There may be such a thread, because a thread may begin although Ctrl-C interrupted its start. begun: gets an
-        item as soon as one of them steps.
+        Another thread may do so, because a thread may have begun although Ctrl-C interrupted its start. begun: a queue
+        that gets an item as soon as a thread runs commands and steps.
         """
         is_first = self._stepping.acquire(blocking=False)
         if is_first:
@@ -148,7 +148,7 @@ class Loop:
                 self._commands.put(None)  # end after the commands posted meanwhile, which started no thread
 
     def _step_on(self) -> None:
-        """Run commands and steps until the command None."""
+        """Run commands and steps until a command is None."""
         while True:
             while not (going := self._unfinished()) or not self._commands.empty():
                 self._is_busy = bool(going)
@@ -171,7 +171,7 @@ class Loop:
             self._call_behind()
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait for a command. If none comes for PAUSE_S, let the engine measure until one does."""
+        """Return the next command. If none comes for PAUSE_S seconds, let the engine measure passes until one comes."""
         try:
             return self._commands.get(timeout=PAUSE_S)
         except Empty:

@@ -1,8 +1,8 @@
 """A target under a configuration, opened once: everything that an engine must know before weights are read.
 
-models/opened.py opens the small files of targets and of draft models. This module answers the questions that only an
-engine asks: which drafter `auto` stands for, which device and dtype are used, and how requests are answered. Drafters
-see an opened target through the interface drafters.Known.
+models/opened.py opens the files of targets and draft models, all but the weights. This module answers questions that
+only an engine has: which drafter `auto` stands for, which device and dtype are used, and how requests are answered.
+Drafters see an opened target through the interface drafters.Known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHIPPED_TARGET, SHIPPED_DRAFT = named.DATA / "target", named.DATA / "draft"
 
 
 def is_shipped(target: str | Path | None) -> bool:
-    """Return whether a target's name means the model that ships with the package."""
+    """Return whether `target` names the model that ships with the package."""
     known = named.find(target)
     return target is not None and (Path(target) if known is None else known.path()) == SHIPPED_TARGET
 
@@ -49,7 +49,7 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
     """Return the drafter that `auto` stands for.
 
     It is a draft model if the caller has loaded one or the target is the shipped model. Otherwise it is the drafter
-    that data/models.toml names for the target, and without such a name the text search, which needs no model.
+    that data/models.toml names for the target. Where the file names none, it is the text search, which needs no model.
     """
     if has_loaded_draft or is_shipped(target):
         return drafters.BY_MODEL
@@ -76,9 +76,10 @@ def torch_device(name: str) -> str:
 class Opened:
     """A target under a configuration. drafters.Known describes the properties that drafters read.
 
-    files: the target's small files. has_loaded_draft: whether the caller has loaded a draft model; `auto` then means
-    it. config_only: whether only config.json was read, so that no tokenizers are compared. beside: the other opened
-    checkpoints, by their place. methods: the parsed specs of drafters. meant: a cache of `resolve`.
+    files: the opened checkpoint of the target, without weights. has_loaded_draft: whether the caller has loaded a draft
+    model, for which `auto` then stands. config_only: whether only config.json was read; tokenizers are then not
+    compared. beside: checkpoints opened so far, by place (`named.place`). methods: the parsed specs of drafters. meant:
+    the cached results of `resolve`.
     """
 
     config: EngineConfig
@@ -91,10 +92,10 @@ class Opened:
 
     @classmethod
     def of(cls, config: EngineConfig, has_loaded_draft: bool = False, *, config_only: bool = False) -> Opened:
-        """Open the target of a configuration; where none is named, the default model.
+        """Open the target that a configuration names, or the default model where it names no target.
 
-        Raises UserError for options that are impossible by themselves, before any file is opened. After that, raises it
-        for options that the small files rule out. config_only: see OpenedCheckpoint.
+        Raises UserError for options that are impossible by themselves, before any file is opened, and later for options
+        that the files rule out. config_only: whether to read only config.json.
         """
         target = config.target or named.default()
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
@@ -105,7 +106,7 @@ class Opened:
 
     @classmethod
     def of_loaded(cls, checkpoint: Checkpoint, config: EngineConfig, has_loaded_draft: bool = False) -> Opened:
-        """Return the description of a target that the caller has loaded, and may have changed. Raises UserError."""
+        """Return the Opened of a target that the caller has loaded, and may have changed. Raises UserError."""
         files = checkpoint.opened.widened(checkpoint.model.config, checkpoint.tokenizer)
         methods = _refuse_options(config, auto_draft(files.asked, has_loaded_draft))
         methods.pop("auto", None)
@@ -128,17 +129,17 @@ class Opened:
 
     @property
     def num_layers(self) -> int:
-        """See drafters.Known."""
+        """The number of the target's blocks."""
         return self.spec.num_layers
 
     @property
     def vocab_size(self) -> int:
-        """See drafters.Known."""
+        """The size of the target's vocabulary."""
         return self.spec.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        """See drafters.Known."""
+        """The width of the target's hidden states."""
         return self.spec.hidden_size
 
     @property
@@ -148,7 +149,7 @@ class Opened:
 
     @property
     def fingerprint(self) -> str | None:
-        """See drafters.Known."""
+        """The tokenizer's fingerprint, which files with token ids must name; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.fingerprint
 
     @property
@@ -165,9 +166,9 @@ class Opened:
     def auto(self) -> str:
         """The drafter that `auto` stands for.
 
-        It is the first of these that there is: a draft model that the caller has loaded, a head that was trained here
-        for the target, the drafter of the target's name, the target's next-token blocks, a drafter in the target's
-        folder, a text search.
+        It is the first of these that exists: a draft model that the caller has loaded, a head that was trained on this
+        machine for the target, the draft model that ships with the target, the drafter that data/models.toml names for
+        the target, the target's next-token blocks, a drafter in the target's folder. Otherwise it is a text search.
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if not (self.has_loaded_draft or self.config_only):
@@ -182,7 +183,7 @@ class Opened:
         return name if beside is None or not self._serves(beside) else beside
 
     def _serves(self, spec: str) -> bool:
-        """Return whether a drafter that was found for the target can draft for it; if not, log why."""
+        """Return whether a drafter that was found for the target can draft for it. Logs the reason if it cannot."""
         try:
             layers = [layer for one in drafters.wanted(spec, self) for layer in one.needs.layers]
             if max(layers, default=0) > self.num_layers:
@@ -194,7 +195,10 @@ class Opened:
 
     @cached_property
     def next_tokens(self) -> NextTokens | None:
-        """See drafters.Known. A hub model's weights are fetched only if config.json mentions next-token blocks."""
+        """The block for multi-token prediction in the target's files; None where the files have no such block.
+
+        The weights of a hub model are fetched only if config.json mentions such a block.
+        """
         files = self.files.original or self.files
         if self.config_only or (files.is_of_hub and not says_next_tokens(files.raw)):
             return None
@@ -203,18 +207,19 @@ class Opened:
 
     @property
     def shipped_draft(self) -> str | None:
-        """The folder of the draft model that ships with the target; None where none does."""
+        """The folder of the draft model that ships with the target; None where no draft model ships with it."""
         return str(SHIPPED_DRAFT) if self.is_shipped else None
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether some of the target's weights will be in memory as the integers of its files."""
+        """Whether some weights of the target stay in memory as the integers of a quantised file."""
         return any(self.packs(scheme) for scheme in self.outline.schemes.values())
 
     def resolve(self, spec: str) -> tuple[str, Any]:
-        """Return the method and the Options that a drafter's spec means; see drafters.resolve. Results are cached.
+        """Return the method and the Options that a drafter's spec stands for. Results are cached.
 
-        The name of a checkpoint that is no complete model means the drafter that runs that checkpoint.
+        A spec is read as drafters.resolve reads it, with one addition. Some checkpoints are no complete models, and
+        only one drafter can run them. The name of such a checkpoint stands for that drafter.
         """
         if spec not in self.meant:
             auto = self.auto if spec == "auto" else drafters.WITHOUT_MODEL
@@ -224,7 +229,7 @@ class Opened:
         return self.meant[spec]
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Open another checkpoint, such as a draft model, once for all callers. Raises like OpenedCheckpoint.of."""
+        """Open another checkpoint, such as a draft model, once for all callers. Raises as OpenedCheckpoint.of does."""
         place = named.place(name)
         if place not in self.beside:
             self.beside[place] = OpenedCheckpoint.of(
@@ -239,7 +244,10 @@ class Opened:
 
     @property
     def device(self) -> str:
-        """The device that LLM chooses. It may be "cuda" where there is no such device and an engine is only planned."""
+        """The device on which LLM will run the target: "cpu" or "cuda".
+
+        Where an engine is only planned, it may be "cuda" although this machine has no such device.
+        """
         return "cpu" if self.config.device == "auto" else self.config.device
 
     @cached_property
@@ -249,14 +257,14 @@ class Opened:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of the target's weights in memory; `auto` depends on the dtype that config.json states."""
+        """The dtype of the target's weights in memory. `auto` depends on the dtype that config.json names."""
         if self.config.dtype != "auto":
             return self.config.dtype
         return self.operators.auto_dtype(self.device, self.files.stored_dtype)
 
     @cached_property
     def packs(self) -> Callable[[Scheme], bool]:
-        """A test of a quantisation scheme: whether its matrices will be in memory as the integers of their files."""
+        """A function of a quantisation scheme: whether its matrices stay in memory as the integers of their files."""
         return packed_schemes(self.operators, self.dtype)
 
     @cached_property
@@ -266,7 +274,7 @@ class Opened:
 
     @cached_property
     def room(self) -> Room:
-        """The most tokens of one sequence, and of the whole cache; see Room.
+        """The largest number of tokens in one sequence, and in the whole cache.
 
         Raises BadOption where the configuration wants more tokens than the model has positions.
         """
@@ -274,12 +282,12 @@ class Opened:
 
     @property
     def max_seq_len(self) -> int:
-        """The most tokens of one sequence."""
+        """The largest number of tokens in one sequence."""
         return self.room.max_seq_len
 
     @property
     def kv_cache_tokens(self) -> int | None:
-        """See Room."""
+        """The number of tokens in the whole cache; None = as many as a whole batch of the longest sequences needs."""
         return self.room.kv_cache_tokens
 
     def load(self) -> Checkpoint:
@@ -298,7 +306,7 @@ class Opened:
 
     @cached_property
     def start_ids(self) -> list[int]:
-        """The ids that the decoder's text begins with in an encoder-decoder; [] for other models."""
+        """In an encoder-decoder, the ids with which the decoder's text begins; [] for other models."""
         return [] if self.spec.encoder is None else start_ids_of(self.files.small, self.files.raw)
 
     @cached_property
@@ -328,11 +336,12 @@ class Opened:
 
     @cached_property
     def usual_fields(self) -> Mapping[str, Any]:
-        """The sampling parameters of requests that do not set them; other fields have SamplingParams' defaults.
+        """The target's default sampling parameters, by name. Other parameters have the defaults of SamplingParams.
 
-        Values of the target's generation_config.json come first. Where no such value is about drawing and the model
-        answers texts, the values of data/models.toml or named.USUAL are added. An unsupported value of the file is left
-        out with a warning; under generation_config='model' it raises UnsupportedModel.
+        The values of the target's generation_config.json come first. Where the file says nothing about drawing, and the
+        model answers texts, the values of data/models.toml or named.USUAL are added. An unsupported value in the file
+        is left out with a warning. With the option generation_config='model', such a value raises UnsupportedModel.
+        With 'none', there are no default parameters.
         """
         if self.config.generation_config == "none":
             return {}
@@ -369,7 +378,7 @@ def disk_limit(config: EngineConfig) -> Limit | None:
 
 
 def _refuse_options(config: EngineConfig, auto: str) -> dict[str, tuple[str, Any]]:
-    """Raise UserError for options that can be refused without a file; return the drafters' parsed specs."""
+    """Raise UserError for options that are impossible whatever the files hold. Returns the drafters' parsed specs."""
     ops.resolve(config.ops, "cuda" if config.device == "cuda" else "cpu")
     pacing.make(config.pacing_spec, config.spec_length)
     disk_limit(config)

@@ -35,7 +35,7 @@ def names_keywords(method: Method) -> Method:
 
 
 def no_keyword(call: str, name: str, value: object, own: Seq[str]) -> str:
-    """Return the error text for a keyword that a call does not take. own: the keywords that it takes."""
+    """Return the error text for a keyword that a call does not take. own: the keywords that the call takes."""
     fields = SamplingParams.__dataclass_fields__
     near = difflib.get_close_matches(name, [*own, *fields], n=1)
     if near and near[0] in fields:
@@ -90,7 +90,8 @@ def conversations(messages: object) -> list[list[Message]]:
 def params_for(num_prompts: int, params: object, default: SamplingParams) -> list[SamplingParams]:
     """Return the parameters of each prompt.
 
-    params: None, one SamplingParams for all prompts, or one for each prompt. Anything else raises BadOption.
+    params: one SamplingParams for all prompts, or one for each prompt; None = `default` for all prompts. Anything else
+    raises BadOption.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * num_prompts

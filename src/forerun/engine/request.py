@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class RequestReport:
     """How speculation went for one request. Tokens are counted before stop conditions cut the output.
 
-    The outputs of a beam search share one report. In it, emitted tokens are the steps of the search, and accepted and
-    tested tokens are levels of its drafts; so the mean accepted length is the number of steps per pass.
+    The outputs of a beam search share one report. In this report, emitted tokens are the steps of the search, and
+    accepted and tested tokens are levels of its drafts. So the mean accepted length is the number of steps per pass.
     docs/exactness.md has the definitions. A rate is None where nothing was counted.
     """
 
@@ -74,7 +74,10 @@ class RequestReport:
 
     @property
     def ended_at_s(self) -> float | None:
-        """When the last token was committed, or the prompt was read where no output is wanted; None before that."""
+        """The time at which the last token was committed; None before that.
+
+        For a request that asks for no output, it is the time at which the prompt was read to its end.
+        """
         return self.last_token_at_s if self.read_at_s is None else self.read_at_s
 
     @property
@@ -99,17 +102,17 @@ class RequestReport:
 
     @property
     def alpha_hat(self) -> float | None:
-        """Accepted / tested tokens: the estimate of alpha that the theory uses."""
+        """Accepted / tested tokens: an estimate of alpha in docs/exactness.md."""
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property
     def tv_price(self) -> float | None:
-        """The mean total variation from the target's distribution at tested tokens; None where no rule measured it."""
+        """The mean total variation between target and output at tested tokens; None where no rule measures it."""
         return sum(self.prices) / len(self.prices) if self.prices else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Rounds that accepted / rounds that drafted, at each position of a draft (in a tree: at each depth)."""
+        """For each position of a draft (in a tree, each depth): rounds that accepted / rounds that drafted there."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def sentence(self) -> str:
@@ -131,8 +134,9 @@ class RequestReport:
     ) -> None:
         """Add the counts of one round.
 
-        depth: the number of nodes on the draft's longest path, and so of its positions. num_rows: how many rows of the
-        target's pass the round took. num_emitted: None = one token more than was accepted.
+        depth: the number of nodes on the draft's longest path, which is the number of its positions. num_rows: the
+        number of rows that the round has in the target's pass. num_emitted: the number of emitted tokens; None = one
+        more than num_accepted.
         """
         self.num_steps += 1
         self.num_rows += num_rows
@@ -152,7 +156,7 @@ class RequestReport:
 @with_fields
 @dataclass
 class RequestOutput:
-    """What the user gets for one prompt."""
+    """One output for one prompt, as the user gets it."""
 
     prompt_ids: list[int] = option(REQUIRED, "ids of the prompt")
     text: str = option(REQUIRED, "what was written, without a stop text; empty where the model has no tokenizer")
@@ -238,9 +242,9 @@ def unheard(request: Request) -> None:
 class Committed(NamedTuple):
     """What one step did for one request.
 
-    kept: the rows of its run to keep in the cache. Their tokens are committed, and at least one more committed token
-    follows them. held: the rows of a beam search that stay pending. num_emitted: the number of emitted tokens, before
-    stop conditions cut the output.
+    kept: the rows of the request's run to keep in the cache. Their tokens are committed, and at least one more
+    committed token follows them. held: the rows of a beam search that stay pending. num_emitted: the number of emitted
+    tokens, before stop conditions cut the output.
     """
 
     step: SequenceStep
@@ -252,11 +256,11 @@ class Committed(NamedTuple):
 class Request:
     """A sequence with its text, report and output. `append` applies stop conditions token by token, in order.
 
-    hear(request): called by the thread that steps, after each step that advanced the request and when it ends.
+    hear(request): called by the thread that steps, after each step that advanced the request and when the request ends.
 
     A step calls `run`, `judge` and `commit` in this order. Their argument `draft` covers all sequences of the step, and
-    this request is sequence b of the draft. A SampledRequest decodes one text, a SearchRequest runs the beams of a beam
-    search, and a plain Request is an output that a beam search fills.
+    this request is sequence b of the draft. A SampledRequest decodes one text. A SearchRequest runs the beams of a beam
+    search. A plain Request is an output that a beam search fills.
     """
 
     hear: Callable[[Request], None] = staticmethod(unheard)
@@ -305,8 +309,9 @@ class Request:
     def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
         """Return the request's run of the next pass: the last committed token, then the draft.
 
-        best_only: whether the pass can return the largest logits alone; the run asks for that if it needs no others.
-        coins: the coins of this round, where the device may draw tokens itself; None = it may not.
+        best_only: whether the pass can return the likeliest token of each row in place of logits. The run asks for this
+        if the request needs no logits. coins: the coins of this round if the device may draw the tokens; None = it may
+        not.
         """
         raise NotImplementedError
 
@@ -319,10 +324,10 @@ class Request:
         raise NotImplementedError
 
     def judged_rows(self) -> Seq[Probs | None]:
-        """Return the target's distributions that the last ruling read.
+        """Return the target's distributions by row; None for each distribution that the last ruling did not read.
 
-        The first one is the distribution after the last committed token; then comes the one after each node. None
-        stands for a distribution that the ruling did not read.
+        The distribution after the last committed token comes first. It is followed by the distributions after the
+        nodes, in the order of the nodes.
         """
         return ()
 
@@ -333,7 +338,7 @@ class Request:
     def detail(
         self, draft: Draft, b: int, verdict: Verdict, granted: int, tosses: Seq[Toss], pacing: Mapping[str, float]
     ) -> RoundDetail:
-        """Return the details of a round that is judged and not yet committed. Nodes are counted within the sequence."""
+        """Return the details of a round that is judged and not yet committed. Nodes are numbered in the sequence."""
         nodes, known = draft.nodes(b), self.judged_rows()
         parents = [p - nodes.start if p >= 0 else -1 for p in draft.parents[nodes.start : nodes.stop]]
         judging = [known[parent + 1] if known else None for parent in parents]
@@ -353,7 +358,7 @@ class Request:
         )
 
     def append(self, tokens: Seq[int], origins: Seq[Origin], logprobs: Seq[TokenLogprob] = ()) -> int:
-        """Append tokens until one ends the output; discard the others. Returns how many tokens were appended."""
+        """Append tokens until a token ends the output, and discard the rest. Returns how many tokens were appended."""
         seq = self.seq
         for i, token in enumerate(tokens):
             reason = seq.commit(token, origins[i])
@@ -402,7 +407,7 @@ class Request:
 
     @property
     def answer_parts(self) -> AnswerParts | None:
-        """The output so far in its parts; None where the text is not split into parts."""
+        """The output so far, split into its parts; None where the text is not split into parts."""
         with self._reading:
             if self._answer_parts is None and (reader := self.parts_reader()) is not None:
                 first = self.seq.num_prompt_tokens
@@ -441,7 +446,7 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether the request waits for rows from disk, or for the first request of its prompt to run the prompt."""
+        """Whether the request waits for rows from disk, or for another request that is to run the same prompt first."""
         leader = self._leader
         if self.num_fetching:
             return True
@@ -453,9 +458,9 @@ class Request:
         return self._leader is None and None in self.seq.prompt_logprobs[1:]
 
     def score_prompt(self, start: int, logits: Rows) -> None:
-        """Note log-probabilities of the prompt's tokens after place `start`.
+        """Record log-probabilities of the prompt's tokens after place `start`.
 
-        logits [n, V]: the logits of the tokens from that place on; each row scores the token that follows.
+        logits [n, V]: the logits at the tokens from place `start` on. Each row scores the token that follows.
         """
         seq, most = self.seq, self.seq.params.prompt_logprobs
         assert most is not None
@@ -496,7 +501,7 @@ class Request:
 class Reader:
     """Makes the chunks of one request from the marks that were set after its steps, in order.
 
-    It runs in the thread that reads the chunks, so that the thread that steps need not decode text for them.
+    A reader runs in the thread that reads the chunks. So the thread that steps need not decode text for the chunks.
     """
 
     def __init__(self, request: Request) -> None:
@@ -505,7 +510,7 @@ class Reader:
         self._last = Mark(0, 0, None)
 
     def chunk(self, mark: Mark) -> Chunk:
-        """Return the output between the last mark and this one. Raises the request's error, if one ended it."""
+        """Return the output between the last mark and this mark. If an error ended the request, raises this error."""
         request, seq, last, text = self._request, self._request.seq, self._last, ""
         self._last, first = mark, seq.num_prompt_tokens
         if mark.finish_reason is not None and request.error is not None:

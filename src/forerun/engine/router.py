@@ -1,9 +1,9 @@
 """Several drafters in one batch: each sequence is served by the drafter that its request chose.
 
-A drafter that raises a UserError does not suit the requests that it was asked about; these requests are decoded plainly
-from then on. A drafter that raises any other error is broken and not asked again. In both cases greedy and `match`
+A drafter that raises a UserError does not suit the requests for which it was called; these requests are decoded plainly
+from then on. A drafter that raises any other error is broken and is not called again. In both cases greedy and `match`
 texts stay the same, and so does the distribution of sampled texts. No drafter may raise an error because of the value
-of a token that it drew: that would change the distribution.
+of a token that it drew, because such an error would change the distribution.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOKUP, PREDICTION = "lookup", "prediction"  # always there, as FORCED is: they 
 
 
 class _Silent(Drafter):
-    """Stands in for a drafter that has failed, or that does not suit a request."""
+    """A drafter that drafts nothing. It replaces a drafter that has failed, or that does not suit a request."""
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         return Draft.empty(len(seqs))
@@ -51,13 +51,13 @@ def _how_to_add(name: str) -> str:
 class Router(Drafter):
     """Hands every sequence to the drafter that `seq.draft` names, and joins the drafts.
 
-    members: the drafters by name; the first one serves requests that choose none. aliases: other names for members.
-    is_auto: whether nobody chose the first drafter. If so, a request whose rule cannot judge the drafts of that drafter
-    is served by `lookup`. shares_s: by sequence, the seconds that catching up took in this step so far. unasked: ids of
-    the sequences whose drafter was not asked in this step, because it does not draft after forced tokens. spares:
-    whether requests go on without a drafter that raises an error; if False, the error is raised. packs_siblings:
-    whether equal siblings of a draft share a row; if False, each node has its own row, which tests use to compare.
-    unwritten: ids that the model never writes; they are cut from all drafts.
+    members: the drafters by name; the first one serves requests that choose no drafter. aliases: other names for
+    members. is_auto: whether draft=auto chose the first drafter. If so, a request whose rule cannot judge the drafts of
+    that drafter is served by `lookup`. shares_s: for each sequence, the seconds that catching up has taken in this step
+    so far. unasked: ids of the sequences whose drafter was not called in this step, because the drafter does not draft
+    after forced tokens. spares: whether requests go on without a drafter that raises an error; if False, the error is
+    raised. packs_siblings: whether equal siblings of a draft share a row; if False, each node has its own row, which
+    tests use to compare. unwritten: ids that the model never writes; they are removed from all drafts.
     """
 
     spares = True
@@ -88,7 +88,7 @@ class Router(Drafter):
 
     @property
     def first(self) -> Drafter:
-        """The drafter that serves requests that choose none."""
+        """The drafter that serves requests that choose no drafter."""
         return self.members[self.main]
 
     def chosen(
@@ -96,9 +96,9 @@ class Router(Drafter):
     ) -> str:
         """Return the name of the drafter that serves a request. Raises BadOption for a drafter that the engine lacks.
 
-        A request that names no drafter is served by the engine's first one, or by `prediction` if the request brings a
-        prediction. An engine whose first drafter is `none` decodes such a request plainly in both cases. acceptance:
-        the request's rule. searches: whether the request is a beam search.
+        A request that names no drafter is served by the engine's first drafter, or by `prediction` if the request
+        brings a prediction. An engine whose first drafter is `none` decodes such a request plainly in both cases.
+        acceptance: the request's verification rule. searches: whether the request is a beam search.
         """
         usual = PREDICTION if has_prediction and self.main != NONE and PREDICTION in self.members else self.main
         name = usual if wanted is None else self._aliases.get(wanted, wanted)
@@ -133,7 +133,7 @@ class Router(Drafter):
         self._unsuited.discard(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        """Return the free tokens of the fullest drafter's cache; None where no drafter has a cache."""
+        """Return the number of free tokens in the fullest cache of the drafters; None where no drafter has a cache."""
         free_by_drafter = []
         for name in self.members:
             with self._spared(name):
@@ -151,7 +151,10 @@ class Router(Drafter):
         return draft.packed() if self.packs_siblings else draft
 
     def _held(self, seqs: Seq[Sequence], budget: Budget) -> dict[int, int]:
-        """Map each sequence on which a grammar may force tokens to its most nodes, whatever pacing has granted."""
+        """Map each sequence whose grammar may force tokens to the largest number of nodes that it may have.
+
+        This number does not depend on what pacing has granted.
+        """
         if FORCED not in self.members or not budget.limits:
             return {}
         held = dict[int, int]()
@@ -164,8 +167,8 @@ class Router(Drafter):
     def _around_forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], held: Mapping[int, int]) -> Draft:
         """Return drafts with forced tokens before and after the drafters' tokens.
 
-        Forced tokens before a draft are never rejected. So the request's drafter drafts as if they were committed, and
-        what it notes about them stays right. held: the result of `_held`.
+        Forced tokens before a draft are never rejected. So the request's drafter drafts as if these tokens were
+        committed, and its records of them stay valid. held: the result of `_held`.
         """
         asked, own_coins, limits = list(seqs), list(coins), [0] * len(seqs)
         runs = self._forced(seqs, coins, held)
@@ -197,11 +200,12 @@ class Router(Drafter):
         return {b: tokens for b, tokens in parts.items() if tokens}
 
     def _with_end(self, part: Draft, seq: Sequence, most: int, carries: Callable[[int, int], bool]) -> Draft:
-        """Append the tokens that a grammar forces after a draft's best path, if all of them have room and pay.
+        """Append the tokens that a grammar forces after a draft's best path, if all of them have room and are worth it.
 
-        If the path is accepted, the target decides the token after the forced ones in the same pass. To append only
-        some of the forced tokens would merely move rows from the next pass to this one. most: the most nodes of the
-        sequence. carries: `Budget.carries` for this sequence.
+        If the path is accepted, the same pass also decides the token after the forced tokens. To append only some of
+        the forced tokens would merely move rows from the next pass to this pass. most: the largest number of nodes of
+        the sequence. carries: `Budget.carries` for this sequence, which tells whether forced tokens are worth their
+        rows.
         """
         tip, path, num_guessed = -1, list[int](), 0
         for node, parent in enumerate(part.parents):
@@ -226,7 +230,7 @@ class Router(Drafter):
     def _joined(
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], groups: Mapping[str, Seq[int]], clock: float
     ) -> Draft:
-        """Join the drafts of several drafters, or of one drafter that does not serve all sequences.
+        """Let several drafters draft, or one drafter that does not serve all sequences, and join the drafts.
 
         clock: the time at which drafting began.
         """
@@ -245,7 +249,10 @@ class Router(Drafter):
         return joined
 
     def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the draft of one drafter; an empty draft where the drafter fails."""
+        """Return the draft of one drafter, without tokens that cannot be accepted.
+
+        Where the drafter fails, the draft is empty.
+        """
         granted = list(budget.num_tokens)
         with self._spared(name, seqs):
             draft = self.members[name].propose(seqs, budget, coins)
@@ -263,9 +270,10 @@ class Router(Drafter):
 
     @contextmanager
     def _spared(self, name: str, seqs: Seq[Sequence] = ()) -> Iterator[None]:
-        """Go on without a drafter that raises an error. After a UserError, it is left out for these sequences alone.
+        """Go on without a drafter that raises an error within this context.
 
-        An AssertionError passes through, because it shows a bug of the program.
+        After a UserError, only these sequences go on without the drafter. An AssertionError passes through, because it
+        shows a bug of the program.
         """
         try:
             yield
@@ -293,7 +301,10 @@ class Router(Drafter):
         self.members[name] = _Silent()
 
     def _add_draft(self, name: str, begun: float, draft: Draft) -> DraftStep:
-        """Add a draft, asked for at the time `begun`, to its drafter's record of this step; return the record."""
+        """Add a draft to its drafter's record of this step, and return the record.
+
+        begun: the time at which the drafter was called.
+        """
         depths = [draft.depth(b) for b in range(draft.num_sequences)]
         step = self._steps.setdefault(name, DraftStep())
         step.num_sequences += sum([depth > 0 for depth in depths])
@@ -344,7 +355,7 @@ class Router(Drafter):
         return num_tokens
 
     def _count(self, name: str, begun: float) -> None:
-        """Add a call of a drafter, begun at the time `begun`, to the drafter's record of this step."""
+        """Add a call of a drafter to the drafter's record of this step. begun: the time of the call."""
         drafter, step = self.members[name], self._steps.setdefault(name, DraftStep())
         caught_up = sum(drafter.caught_up.values())
         step.num_catchup_tokens += caught_up
@@ -394,7 +405,7 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def make(specs: Seq[str], target: Target, own: Callable[[Target], Drafter] | None = None) -> Router:
-    """Make the engine's drafter, the extra drafters, and the free ones: lookup, prediction, forced and none.
+    """Make the engine's drafter, the extra drafters, and the free drafters: lookup, prediction, forced and none.
 
     Each drafter is named by its method. Among several drafters of one method, the first (or the one written without
     options) gets that name; the others are named by their whole spec. own: a function that makes one more drafter,

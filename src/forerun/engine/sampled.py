@@ -1,7 +1,8 @@
 """A request with one text: how a step runs, judges and commits its round.
 
-Each row of its run decides the token that follows: row 0 belongs to the last committed token, and each node's row is
-`Draft.row`. The distribution of a row is computed when the rule asks for it, so rows after a rejection cost nothing.
+Each row of the request's run decides the token that follows it. Row 0 is the row of the last committed token, and
+`Draft.row` gives the row of each node. The distribution of a row is computed only when the verification rule reads it,
+so rows after a rejection cost nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from forerun.verify import Ruling
 
 
 class _LazyRows(Seq[Probs]):
-    """The target's distributions for one sequence, each computed when a rule asks for it.
+    """The target's distributions for one sequence, each computed when a verification rule first reads it.
 
     Item 0 is the distribution after the last committed token, item 1 + i the distribution after node i of the sequence.
-    Where no token can follow a node (a mask leaves none), its item is the point mass of NO_TOKEN. This is no error
+    Where masks leave no token that could follow a node, the node's item is the point mass of NO_TOKEN. This is no error
     unless a ruling accepts the node. logits: the logits of the run's rows.
     """
 
@@ -55,7 +56,7 @@ class _LazyRows(Seq[Probs]):
 
 
 class SampledRequest(Request):
-    """A request whose tokens follow one another, each one drawn or the likeliest."""
+    """A request whose text grows token by token: each token is drawn, or is the likeliest."""
 
     _rows: list[Probs] | _LazyRows = []  # noqa: RUF012 - replaced by each ruling
 
@@ -73,7 +74,11 @@ class SampledRequest(Request):
         return self._drawn(run, coins)
 
     def _drawn(self, run: Run, coins: PhiloxCoins) -> Run:
-        """Add to a run how the device draws from its rows, and which tokens' probabilities the rule will ask for."""
+        """Return a run for which the device draws tokens.
+
+        The returned run has the settings of the draw at each row, and the tokens whose probabilities the verification
+        rule will read.
+        """
         shares_noise = len(run.tokens) == 1 or verify.find(self.seq.acceptance).name == "match"
         filters = sampling.filters_of(self.seq.params, 0)
         depths, asked = [0] * len(run.tokens), [list[int]() for _ in run.tokens]
@@ -101,7 +106,7 @@ class SampledRequest(Request):
         return Run(seq.id, [*tokens, *extra.tokens], "all", parents, only, vectors=vectors or None)
 
     def _may_end_by_force(self, num_nodes: int) -> bool:
-        """Return whether the next pass may decide the output's last token while forced_eos_token_id dictates it."""
+        """Return whether the next pass may decide an output's last token that forced_eos_token_id dictates."""
         left = self.seq.max_len - len(self.seq.tokens)
         return left <= num_nodes + 1 and self.seq.params.forced_eos_token_id is not None
 

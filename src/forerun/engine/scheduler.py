@@ -3,17 +3,18 @@
 Requests are ranked by priority, then by arrival. One pass of the target has `max_num_batched_tokens` rows: one for each
 decoding request, then prompt chunks (at most `prefill_chunk_tokens` rows), then drafts. Among prompts of the same
 priority, the prompt with the fewest unread tokens goes first, so that no request waits for a long prompt. The long
-prompt does not wait for ever either: for every three tokens of other prompts, the first in rank is owed one token.
+prompt does not wait for ever either: for every three tokens of other prompts, the first prompt in rank is owed one
+token.
 
 A request is admitted when the caches have room for its prompt, not for its longest output. When the running requests
-have grown so much that not all of them have room for one more token, the last in rank is preempted. A waiting request
-may also preempt requests of a worse priority, if it then fits. A preempted request loses its cache, keeps its tokens,
-and later runs them again (recomputation); prefix caching makes that cheap where its blocks are still there. Drafts get
+have grown so much that not all of them have room for one more token, the last request in rank is preempted. A waiting
+request may also preempt requests of a worse priority, if it then fits. A preempted request loses its cache, keeps its
+tokens, and later runs them again. This recomputation is cheap where the prefix cache still has the blocks. Drafts get
 only the rows and blocks that remain after all this, so that no draft ever preempts a request.
 
-Rows of a waiting request that are on their way from disk hold blocks, too. They count like the blocks of a running
-request, and are given up by the same rank. A request for which there is no room gives way and comes back later; no
-request is ended for another.
+Rows that are being read from disk for a waiting request take blocks, too. These blocks count like the blocks of a
+running request, and the last request in rank gives up its blocks first in both cases. A request for which there is no
+room is run later. No request is ended to make room for another.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ OVERTAKING_TOKENS = 3  # for so many tokens of other prompts, the first in rank 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step.
+    """The requests and tokens of one step.
 
     prefill: the prompt chunks, each a request and a number of tokens. decode: the requests that decode. draft_limits:
-    the most draft nodes of each of these. sources: the requests whose source the encoder runs first. A request that
-    still waits for the encoder is in no list.
+    the largest number of draft nodes of each decoding request. sources: the requests whose source the encoder runs
+    before the pass. A request that still waits for the encoder is in no list.
     """
 
     prefill: list[tuple[Request, int]]
@@ -55,7 +56,7 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing can run: each request waits for the disk, or has its prompt read and asks for no output."""
+        """Whether nothing can run: each request waits for the disk, or has run its prompt and asks for no output."""
         return not (self.prefill or self.decode or self.sources)
 
 
@@ -63,7 +64,7 @@ _Stand = tuple[Request, Room]  # a running request, and what its cache holds
 
 
 class _Fetching(NamedTuple):
-    """Rows of a waiting request that are on their way from disk."""
+    """Cache rows that are being read from disk for a waiting request."""
 
     request: Request
     cache: BlockCache
@@ -74,9 +75,9 @@ class Scheduler:
     """Admits and preempts requests, and splits prompts into chunks.
 
     A request's slots in the caches of target and drafters are opened and released together. sources: the sources of an
-    encoder-decoder, None for other models. A source runs before its request. A step runs at least one source, and more
-    while their tokens fit the budget of prompt tokens. fair: limits the prompt tokens of steps in which requests
-    decode; such a step may read none. message_end_ids: the ids that end the messages of a chat.
+    encoder-decoder, None for other models. A source runs before its request. A step runs at least one waiting source,
+    and more of them while their tokens fit the budget of prompt tokens. fair: limits the number of prompt tokens in a
+    step; where requests decode, the limit may be 0. message_end_ids: the ids that end the messages of a chat.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_rank)
 
     def plan(self) -> Plan:
-        """Admit and preempt, then share the rows of one pass."""
+        """Plan a step: admit and preempt requests, then share out the rows of one pass."""
         if self._fetching:
             self._collect()
         if self.waiting and not self._is_full:
@@ -137,10 +138,11 @@ class Scheduler:
     def _share(
         self, prompts: Seq[_Stand], allowance: Allowance, blocks: int, *, is_quiet: bool
     ) -> tuple[list[tuple[Request, int]], int]:
-        """Share the prompt tokens of a step among the prompts; return their chunks, and the number of blocks left.
+        """Share the prompt tokens of a step among prompts. Returns their chunks, and the number of remaining blocks.
 
-        prompts: by rank. is_quiet: whether no request decodes. In such a step, a prompt that the step finishes is not
-        slowed down by chunks of unfinished prompts, except for the tokens that the first in rank is owed.
+        prompts: in order of rank. is_quiet: whether no request decodes. In such a step, once a prompt is finished, a
+        prompt that the step cannot finish gets no tokens, so that its chunk delays no first token. Only the tokens that
+        the first prompt in rank is owed are run in any case.
         """
         takes, has_ended, offers = {request: 0 for request, _ in prompts}, False, self._offers(prompts)
         for request, room, most in offers:
@@ -156,9 +158,9 @@ class Scheduler:
         return [(request, take) for request, take in takes.items() if take], blocks
 
     def _offers(self, prompts: Seq[_Stand]) -> list[tuple[Request, Room, int]]:
-        """Return the prompts in reading order, each with the most tokens that it may take.
+        """Return the prompts in the order of prefill, each with the largest number of tokens that it may take.
 
-        Before them comes an entry for the tokens that the first in rank is owed.
+        Before them comes an additional entry, for the tokens that the first prompt in rank is owed.
         """
         offers = []
         for request, room in prompts:
@@ -170,9 +172,9 @@ class Scheduler:
         return [(first, room, min(owed, most)), *offers]
 
     def _note_owed(self, offers: Seq[tuple[Request, Room, int]], takes: Mapping[Request, int]) -> None:
-        """Note how many tokens the first in rank is owed.
+        """Record how many tokens the first prompt in rank is owed.
 
-        The number grows if other prompts ran while the first in rank could have run more tokens.
+        The number grows if other prompts ran although the first prompt in rank could have run more tokens.
         """
         first = offers[0][0]
         most = next(most for request, _, most in offers[1:] if request is first)
@@ -195,7 +197,7 @@ class Scheduler:
         return begun, held_up, max(0, budget)
 
     def finish(self, request: Request) -> None:
-        """Forget a request, waiting or running, and free its cache; unknown requests are ignored."""
+        """Forget a waiting or running request, and free its cache. Unknown requests are ignored."""
         if request in self.waiting:
             self.waiting.remove(request)
             self._give_up(request)
@@ -205,15 +207,21 @@ class Scheduler:
             self._owed = -1, 0.0
 
     def blocks_for(self, seq: Sequence) -> int:
-        """Return the most blocks that a sequence may need: no draft reaches beyond the sequence's longest output."""
+        """Return the largest number of blocks that a sequence may need.
+
+        No draft reaches beyond the sequence's longest output.
+        """
         return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
 
     def _source_blocks(self, seq: Sequence) -> int:
-        """Return how many blocks a sequence's source takes, unless an equal source is in the cache."""
+        """Return how many blocks a sequence's source takes where no equal source is in the cache."""
         return 0 if self.sources is None else self.sources.num_blocks(len(seq.source_ids))
 
     def most_tokens(self, seq: Sequence) -> int:
-        """Return the most tokens that a sequence may hold: the beams of a search may share nothing but the prompt."""
+        """Return the largest number of tokens that a sequence may hold.
+
+        The beams of a search may share nothing but the prompt.
+        """
         num_more = 0 if seq.hypotheses is None else seq.params.num_beams - 1
         return seq.max_len + num_more * (seq.max_len - seq.num_prompt_tokens)
 
@@ -240,13 +248,13 @@ class Scheduler:
             self._start(request)
 
     def _victims(self, request: Request, claims: dict[int, int]) -> Seq[Request] | None:
-        """Return the running requests to preempt so that a waiting request fits: the last in rank, as few as possible.
+        """Return the running requests to preempt so that a waiting request fits.
 
-        Only requests of a worse priority are preempted. Returns None where the waiting request would not fit even
-        without all of them. A request that runs alone always fits. Blocks that are being fetched for another request
-        are taken if that request ranks before this one; otherwise they count as free, because it would give them up.
-        claims: a cache of `_claim` by sequence. It is filled only where the batch has a place, because many requests
-        may wait for one.
+        They are the last in rank, as few as possible. Only requests of a worse priority are preempted. Returns None
+        where the waiting request would not fit even if all of these were preempted. A request that runs alone always
+        fits. Blocks that are being read from disk count as taken where they belong to a request that ranks before the
+        waiting request. Otherwise they count as free, because their request would give them up. claims: a cache of
+        `_claim` by sequence. It is filled only where the batch has a place, because many requests may wait for a place.
         """
         needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         needed += self._source_blocks(request.seq)
@@ -272,7 +280,7 @@ class Scheduler:
         return self.running[len(self.running) - next(filter(fits, range(num_worse + 1))) :]
 
     def _fetch(self, request: Request) -> bool:
-        """Look on disk for rows that the caches lack for a request; return whether any are on their way."""
+        """Start to read rows from disk that the caches lack for a request. Returns whether any rows are being read."""
         request.is_sought = True
         if request.scores_prompt:
             return False
@@ -286,17 +294,17 @@ class Scheduler:
         return request.num_fetching > 0
 
     def await_rows(self) -> None:
-        """Wait for the oldest fetch from disk. The engine does this where a step's plan is empty."""
+        """Wait for the oldest fetch from disk. The engine calls this where a step's plan is empty."""
         if self._fetching:
             self._fetching[0].fetch.wait()
 
     def _collect(self) -> None:
-        """End the fetches that are complete, so that sequences find their rows."""
+        """End the fetches that are complete, so that sequences find the rows in the cache."""
         for one in [one for one in self._fetching if one.fetch.is_over]:
             self._end(one)
 
     def _give_up(self, request: Request) -> None:
-        """Stop fetching rows for a request. It will find the rows that have arrived, and run the remaining tokens."""
+        """Stop fetching rows for a request. It will use the rows that have arrived, and run the remaining tokens."""
         for one in [one for one in self._fetching if one.request is request]:
             one.fetch.give_up()
             self._end(one)
@@ -325,7 +333,10 @@ class Scheduler:
         self.drafter.begin(seq)
 
     def _message_ends(self, seq: Sequence) -> list[int]:
-        """Return where later sequences will probably differ from this one: after each message, and at the end."""
+        """Return the positions at which later sequences will probably begin to differ from this sequence.
+
+        They are the end of each message, and the end of the sequence without its last token.
+        """
         ends = [i for i, token in enumerate(seq.tokens, 1) if token in self.message_end_ids]
         return [*ends, len(seq.tokens) - 1]
 
@@ -339,7 +350,7 @@ class Scheduler:
         self.fair.left(len(self.running))
 
     def give_way(self) -> bool:
-        """Free the blocks of the last in rank that holds any: give up its fetch, or preempt it if it runs.
+        """Free the blocks of the last request in rank that holds any: give up its fetch, or preempt it if it runs.
 
         Returns False where a single running request holds all blocks.
         """
@@ -370,10 +381,10 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- room in caches
 
     def _make_room(self) -> tuple[list[_Stand], list[_Stand], int]:
-        """Return the running requests, the decoding ones among them, and the number of blocks free before they decode.
+        """Make room in the cache for the next rows of every decoding request: one row, or one row for each beam.
 
-        The last in rank gives way until every decoding request has room for its next rows: one row, or one for each
-        beam.
+        The last request in rank gives way until there is room. Returns the running requests, the decoding requests
+        among them, and the number of blocks that are free before these rows are written.
         """
         while True:
             stands = [(request, self.cache.room(request.seq.id)) for request in self.running]
@@ -389,8 +400,8 @@ class Scheduler:
     def _claim(self, request: Request) -> int:
         """Return how many more blocks a running request will take for its prompt, or for the tokens that it recomputes.
 
-        One block is added where the request may grow beyond them. Without it, another request would be admitted only to
-        be preempted soon.
+        One block is added where the request may grow further. Without this block, another request would be admitted
+        only to be preempted soon.
         """
         seq, room = request.seq, self.cache.room(request.seq.id)
         num_remaining = len(seq.tokens) - 1 - room.length
@@ -403,7 +414,10 @@ class Scheduler:
         return 0 if self.sources is None else self.sources.missing_blocks(seq.id)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:
-        """Return how many blocks are free in every cache. without: ids of sequences that count as preempted."""
+        """Return the number of free blocks in the cache that has the fewest.
+
+        without: ids of sequences that count as preempted.
+        """
         slots = without if self.sources is None else self.sources.slots(without)
         target, drafters = self.cache.free_tokens(slots), self.drafter.free_tokens(without)
         return (target if drafters is None else min(target, drafters)) // self.cache.block_tokens
@@ -411,7 +425,7 @@ class Scheduler:
     def _draft_limits(self, decode: Seq[_Stand], num_rows: int, num_blocks: int) -> list[int]:
         """Return how many draft nodes each request may have: an even share of rows and blocks, so that all drafts fit.
 
-        A request that wants no drafter gets 0.
+        A request without a drafter gets 0.
         """
         num = max(1, len(decode))
         most, share = max(0, min(MAX_SPEC_LENGTH, num_rows // num)), max(0, num_blocks) // num
@@ -436,5 +450,5 @@ class Scheduler:
 
 
 def _rank(request: Request) -> tuple[int, int]:
-    """Return the sort key of a request: priority, then arrival; lower comes first."""
+    """Return the sort key of a request: priority, then arrival. A lower key comes first."""
     return request.seq.params.priority, request.seq.id

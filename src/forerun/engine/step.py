@@ -8,8 +8,8 @@ one token, and verification is a run of the last committed token and the draft.
     judge     verify the draft: pure, no model, no cache, no clock
     commit    append the verified tokens, cut at stop conditions, and keep their rows in the cache
 
-A `Request` knows how its round is run, judged and committed (engine/sampled.py, engine/beams.py).
-`forerun.types.Draft` defines the three numberings that meet here: nodes, rows of a run, and rows of the pass.
+A `Request` knows how its round is run, judged and committed (engine/sampled.py, engine/beams.py). `forerun.types.Draft`
+defines three numberings that a step uses: nodes, rows of a run, and rows of the pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from forerun.types import Budget, Coins, Draft, Next, RoundDetail, Sequence, Ste
 
 
 class RequestFailed(Exception):
-    """One sequence cannot go on. Nothing of the step was committed; it can be repeated without that sequence."""
+    """One sequence cannot go on. Nothing of the step was committed; the step can be repeated without the sequence."""
 
     def __init__(self, seq: Sequence, error: Exception) -> None:
         super().__init__(str(error))
@@ -55,7 +55,7 @@ class _Laps:
 
 @dataclass
 class Stepper:
-    """Runs steps of the engine. coins(seq) makes the randomness of one sequence's next round."""
+    """Runs steps of the engine. coins(seq) makes the coins of one sequence's next round."""
 
     runner: Runner
     drafter: Router
@@ -103,7 +103,7 @@ class Stepper:
     def _propose(self, plan: Plan, coins: Seq[Coins]) -> tuple[Draft, list[int]]:
         """Return a draft within the limits of the plan, and the number of nodes that each request was granted.
 
-        Before they draft, drafters run the prompts that the target runs in this step, where that may pay.
+        Drafters first run the prompts that the target runs in this step, where the pacing policy expects this to pay.
         """
         self._catch_up(plan)
         seqs, granted = [request.seq for request in plan.decode], self._granted(plan)
@@ -132,7 +132,7 @@ class Stepper:
     def _granted(self, plan: Plan) -> list[int]:
         """Return the number of nodes that the policy grants to each request.
 
-        0 for a request that paces itself, such as a beam search.
+        The number is 0 for a request that paces itself, such as a beam search.
         """
         paced = [b for b, request in enumerate(plan.decode) if request.is_paced]
         limits = [plan.draft_limits[b] for b in paced]
@@ -145,7 +145,7 @@ class Stepper:
         return granted
 
     def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
-        """Return the drafters' budget; it calls back into the policy only where the policy overrides the default."""
+        """Return the drafters' budget. It calls the policy's `go_on` and `go_behind` only if they are overridden."""
         budget = Budget(list(granted), catchup_tokens)  # a copy, because drafters may count it down
         budget.limits, budget.reads_logits = list(plan.draft_limits), self.pacing.reads_logits
         budget.stops = self.pacing.stops(seqs, granted)
@@ -243,13 +243,16 @@ class Stepper:
                 self.runner.cache.publish(seq.id, seq.tokens)
 
     def _seen(self, seq: Sequence, kept: Seq[int], scores: Scores, run: int) -> Seen:
-        """Return what a drafter sees of a sequence, with rows numbered in the pass. kept: committed rows of its run."""
+        """Return what a drafter sees of a sequence in this pass, with rows numbered in the pass.
+
+        kept: the committed rows of the sequence's run, numbered in the run.
+        """
         rows = scores.rows[run]
         start = self.runner.cache.length(seq.id) - len(kept)
         return Seen(start, [rows.start + row for row in kept], rows, run, scores)
 
     def _conclude(self, plan: Plan, report: StepReport) -> None:
-        """Show the report to everything that learns from steps."""
+        """Complete the report with the drafters' records, and let catch-up and the pacing policy learn from it."""
         if shares_s := self.drafter.shares_s:
             for request in (*plan.decode, *(request for request, _ in plan.prefill)):
                 request.report.draft_prefill_s += shares_s.get(request.seq.id, 0.0)

@@ -1,11 +1,12 @@
-"""The turns of engines on one device: the engines of a process step in turn, and know which of them stream.
+"""The turns of engines on one device: the engines of a process step in turn, and know which of them have streams.
 
-Each engine has a seat, where it says how many streams it has, how long their steps usually are, what they were promised
-and whether it reads prompts. So the prompt chunks of one engine respect the streams of all engines (fair.py).
+Each engine has a seat, which is a record that the other engines read. It has the number of the engine's streams, the
+usual time of the engine's steps, their time limits, and whether the engine has prompts to run. So the prompt chunks of
+one engine respect the streams of all engines (fair.py).
 
-On a CPU all engines share the same threads. Engines step in the order in which they asked, because a lock of the
-operating system might give the next turn to the same engine again and again. On a GPU the steps of several engines
-overlap, and only the seats are shared.
+On a CPU all engines share the same threads. So the engines step one at a time, in the order in which they asked for the
+turn. A lock of the operating system alone might give the next turn to the same engine again and again. On a GPU the
+steps of several engines overlap, and the engines share only the seats.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ LAST_TURNS = 8  # an engine takes another one for absent if that took no turn du
 
 @dataclass(eq=False)
 class Seat:
-    """What other engines know of one engine.
+    """The facts about one engine that other engines read.
 
-    stretch, max_itl_s: the promise to its streams, see Fair. num_streams: how many of its requests decode. usual_s: the
-    usual time of a step in which they decode; None = not known yet. is_reading: whether it has prompts to read.
+    stretch, max_itl_s: the time limits of steps in which the engine's requests decode, as in Fair. num_streams: the
+    number of the engine's requests that decode. usual_s: the usual time of a step with so many streams; None = not
+    known yet. is_reading: whether the engine has prompts to run.
     """
 
     stretch: float | None
@@ -39,7 +41,7 @@ class Seat:
 
     @property
     def promises(self) -> bool:
-        """Whether the steps of its streams have a time limit."""
+        """Whether the engine's decoding steps have a time limit."""
         return self.stretch is not None or self.max_itl_s is not None
 
     def limit_s(self, usual_s: float) -> float:
@@ -62,20 +64,23 @@ class Turns:
         self._waiting, self._is_taken = deque[threading.Lock](), False
 
     def join(self, seat: Seat) -> Seat:
-        """Show an engine's seat to the other engines for as long as the engine refers to it; return the seat."""
+        """Show an engine's seat to the other engines, as long as the engine itself keeps the seat. Returns the seat."""
         with self._lock:
             self._seats.add(seat)
         return seat
 
     def beside(self, seat: Seat) -> Seq[Seat]:
-        """Return the seats of the other engines, except for engines that have taken no turn for long."""
+        """Return the seats of the other engines, except for engines that have taken no turn for a long time."""
         since = seat.turns[0] if len(seat.turns) == LAST_TURNS else 0
         with self._lock:
             return [other for other in self._seats if other is not seat and other.turns and other.turns[-1] >= since]
 
     @contextmanager
     def turn(self, seat: Seat) -> Iterator[None]:
-        """Wait for the engines that asked before, then hold the turn."""
+        """Wait for the engines that asked before, then hold the turn until the context ends.
+
+        Where `is_exclusive` is False, the turn is held without waiting.
+        """
         self._take()
         try:
             seat.turns.append(self._num_turns)
