@@ -24,26 +24,26 @@ BEAM_LEVELS = 2  # levels that a beam search drafts by default
 class Pacing:
     """A policy decides how many tokens to draft, before drafting and before each draw.
 
-    A decision may depend on everything that is known before the token in question is drawn, never on that token;
-    otherwise the output's distribution would change (docs/exactness.md).
+    A decision about a token may depend on everything that is known before the token is drawn, but never on the token
+    itself; otherwise the output's distribution would change (docs/exactness.md).
     """
 
     reads_logits = False  # whether `go_on` and `go_behind` want the drafter's logits, which it must then compute
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
-        """Return the most draft nodes of each decoding sequence of this step, [B].
+        """Return the largest number of draft nodes of each decoding sequence of this step, [B].
 
-        limits [B]: the most nodes that each sequence has room for, before its longest output ends and in the caches.
+        limits [B]: the number of nodes for which each sequence has room, in the caches and up to its longest output.
         """
         wanted = [seq.params.spec_length or self.wanted(seq) for seq in seqs]
         return [min(pair) for pair in zip(wanted, limits, strict=True)]
 
     def wanted(self, seq: Sequence) -> int:
-        """Return the most draft nodes of a sequence. It is asked only where the request sets no `spec_length`."""
+        """Return the largest number of draft nodes of a sequence. Called only if the request sets no `spec_length`."""
         raise NotImplementedError
 
     def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
-        """Return further rules that end chains of guesses, by the index of the sequence: see `Budget.stops`.
+        """Return, by index of the sequence, further rules that end chains of guesses, as in `Budget.stops`.
 
         granted [B]: the number of nodes that each sequence may have.
         """

@@ -1,8 +1,8 @@
 """Estimates of how likely each drafted token is to be accepted: decaying averages, by request and by rank.
 
-The rank of a node is its place in its sequence's draft, best first. In a chain the rank is the depth; in a tree it is
-not, and nothing here assumes a chain. The estimate for a request starts from its drafter's mean, and moves to the
-request's own average with each round.
+The rank of a node is its place in its sequence's draft, best first. In a chain the rank is the depth. In a tree it is
+not, and this module does not assume a chain. The estimate for a request starts from its drafter's mean, and moves to
+the request's own average with each round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Average:
     def shares(self, steps: Seq[float], weight: float) -> Shares:
         """Return P(the node of rank i is accepted), [MAX_RANKS], which never rises with i.
 
-        steps [MAX_RANKS]: the expected ratio of P at rank i to P at rank i - 1. The expectation weighs as much as
+        steps [MAX_RANKS]: the expected ratio of P at rank i to P at rank i - 1. These expected ratios weigh as much as
         `weight` rounds.
         """
         shares, before = [], 1.0
@@ -46,7 +46,7 @@ class Average:
 class Acceptance:
     """The averages of one drafter and of the requests that it serves.
 
-    found_share: the share of granted drafts that had a node.
+    found_share: the share of granted drafts that had at least one node.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,14 @@
 """Draft while an entropy bound on the acceptance stays above a threshold that adapts (AdaEDL, 2410.18351).
 
-Agrawal et al. 2024 bound the acceptance of a token from below by 1 - sqrt(k_e H(q)), where H(q) is the entropy of the
+Agrawal et al. 2024 give a lower bound of a token's acceptance: 1 - sqrt(k_e H(q)), where H(q) is the entropy of the
 draft's distribution in nats (section 3). They stop before a token if this bound is below lambda. lambda follows the
 share of drafted tokens that were accepted, as in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168, equation 6):
 
     share <- 0.5 share + 0.5 accepted / drafted
     lambda <- 0.9 lambda + 0.1 (lambda + 0.01 if share < 0.9, else lambda - 0.01)
 
-A draft that reached its longest length with a good share leaves lambda as it is. Each request has its own lambda and
-share.
+lambda stays unchanged after a draft that reached its longest length with a good share. Each request has its own lambda
+and share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEP, KEEP = 0.01, 0.9  # of the threshold
 
 @dataclass(frozen=True)
 class Options:
-    """The bound, and where its threshold begins."""
+    """The factor of the bound, the first threshold, and the share of accepted tokens that the threshold aims at."""
 
     entropy_factor: float = option(0.2, "k_e of the bound, 1 / nats", min=0.0)
     threshold: float = option(0.4, "first threshold (lambda)", min=0.0, max=1.0)

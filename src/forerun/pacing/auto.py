@@ -1,14 +1,14 @@
 """Draft as far as it pays: choose the plan of most expected tokens per second, which may be plain decoding.
 
 Every few steps the nodes of all requests are sorted by their expected gain, and the first n are drafted. n is chosen
-for the most tokens per second of the whole batch, given the time of a pass by its rows (pass_time.py) and how likely
-each node is to be accepted (acceptance.py). This is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066) with
-measured curves in place of a fitted line. A request whose drafts fail gets none, and is probed with one node after
-pauses that double in length. Where a drafter tells its confidence in each token, this confidence ends the chain of a
-request instead (stopping.py).
+for the most tokens per second of the whole batch. This rate follows from the time of a pass by its rows (pass_time.py)
+and from how likely each node is to be accepted (acceptance.py). It is the goodput of SmartSpec (Liu et al. 2024, arXiv
+2406.14066) with measured curves in place of a fitted line. A request whose drafts fail gets no drafts, and is probed
+with one node after pauses that double in length. Where a drafter tells its confidence in each token, this confidence
+ends the chain of a request instead (stopping.py).
 
 A safety net does not depend on these estimates. Now and then a few plain steps are timed and compared with the drafting
-steps around them. If drafting was slower twice in a row, it pauses.
+steps around them. If drafting was slower twice in a row, drafting pauses.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class Options:
 class _Request:
     """A request that decodes.
 
-    length: how many nodes the plan gives it in each step. probe_at: the step of its next probe. pause: the number of
-    steps between two probes. granted: how many nodes it was granted in this step. pays: whether drafting pays, if its
-    drafter tells its confidence. reading: whether the draft model should read the text. stop: the rule that ends its
-    chain in this step; the drafter adds its confidences. is_decided: whether a first decision about it was made.
+    length: the number of nodes that the plan gives the request in each step. probe_at: the step of the next probe.
+    pause: the number of steps between two probes. granted: the number of nodes granted in this step. pays: whether
+    drafting pays, where the request's drafter tells its confidence. reading: the decision whether the draft model
+    should read the text. stop: the rule that ends the request's chain in this step; the drafter adds its confidences to
+    the rule. is_decided: whether a first decision about the request was made.
     """
 
     seq: Sequence
@@ -72,8 +73,9 @@ class _Request:
 class _SafetyNet:
     """Compares a few plain steps with the drafting steps around them, and pauses drafting where drafting is slower.
 
-    num_left: how many more plain steps the comparison takes; below 0 it counts the drafting steps after them. num_lost:
-    how many comparisons in a row plain decoding has won. plain, drafting: [tokens, seconds].
+    num_left: the number of plain steps that the comparison still needs; below 0, it counts the drafting steps after the
+    plain steps. num_lost: the number of comparisons in a row that plain decoding has won. plain, drafting: the tokens
+    and the seconds of both kinds of steps, [2].
     """
 
     def __init__(self) -> None:
@@ -90,7 +92,7 @@ class _SafetyNet:
         return self.num_left < 0 and step >= self.paused_until
 
     def observe(self, step: int, tokens: int, seconds: float) -> None:
-        """Count a step whose plan had drafts. A few drafting steps after the plain steps, compare the two kinds."""
+        """Count a step whose plan had drafts. A few drafting steps after the plain steps, compare both kinds."""
         if self.num_left >= 0:
             self.plain += (tokens, seconds)
         elif step >= self.paused_until:
@@ -106,7 +108,7 @@ class _SafetyNet:
 class AutoPacing(Pacing):
     """Grants the drafts that make the most expected tokens per second.
 
-    spec_length: the most nodes that are granted to one request.
+    spec_length: the largest number of nodes that one request is granted.
     """
 
     def __init__(self, spec_length: int, costs: Costs) -> None:
@@ -240,7 +242,7 @@ class AutoPacing(Pacing):
             self._choose_at, self._choose_below = self._step + self._choose_pause, len(requests) // 2
 
     def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
-        """Return the ids of the requests whose texts are searched because it pays, and those searched as probes."""
+        """Return two sets of request ids: texts to search because a search pays, and texts to search as probes."""
         paying, probed, others = set[int](), set[int](), dict[str, list[int]]()
         for request in requests:
             seq, traits = request.seq, self.costs.traits_of(request.seq.draft)
@@ -259,7 +261,7 @@ class AutoPacing(Pacing):
         return any(self._searching[name].may_probe() for name in drafters)
 
     def _observe_search(self, request: _Request, stop: Stop, round_: SequenceStep) -> None:
-        """Learn how much a round's text search gained, less the gain that the model would have had."""
+        """Learn how much a round's text search gained, less the gain that the draft model would have had."""
         searched = stop if self.costs.traits_of(request.seq.draft).is_free else stop.search
         if searched is None:
             return
@@ -296,14 +298,14 @@ class AutoPacing(Pacing):
         request.length = self.spec_length if is_searched or request.pays or not stop.is_shut else 0
 
     def _is_told(self, request: _Request) -> bool:
-        """Return whether the drafter tells its confidence, and the request names no length of its own."""
+        """Return whether the request's drafter tells its confidence, and the request sets no length itself."""
         return self.costs.traits_of(request.seq.draft).tells_confidence and request.seq.params.spec_length is None
 
     def _of(self, seq: Sequence) -> Acceptance:
         return self._known.setdefault(seq.draft, Acceptance())
 
     def _meet(self, seq: Sequence) -> _Request:
-        """Begin a request. Until the next plan, its draft length is the longest among its drafter's requests."""
+        """Begin a request. Until the next plan, its draft length is the longest among the drafter's other requests."""
         others = [request for request in self._requests.values() if request.seq.draft == seq.draft]
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
         newcomer = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
@@ -329,7 +331,7 @@ class AutoPacing(Pacing):
         request.probe_at = self._step + request.pause
 
     def _replan(self, requests: Seq[_Request], limits: Seq[int]) -> None:
-        """Choose a draft length for each request that sets none."""
+        """Choose a draft length for each request that sets no length itself."""
         # Plans are made more often at first, when each step still changes the estimates.
         self._replan_at = self._step + min(REPLAN_STEPS, 1 + self._step // 4)
         named = [request.seq.params.spec_length for request in requests]
@@ -353,8 +355,8 @@ class AutoPacing(Pacing):
     def _nodes(self, requests: Seq[_Request], limits: Seq[int], members: Seq[int]) -> Floats:
         """Return every node that one drafter could draft, [5, nodes]: tokens gained, request, rank, rows and seconds.
 
-        Nodes of one rank share a pass of the drafter: the first takes most of its time, and each further one only the
-        time of one more row.
+        Nodes of one rank share a pass of the drafter. The first of them takes the seconds of a pass of one row, and
+        each further node only the seconds of one more row.
         """
         seq = requests[members[0]].seq
         known, cost = self._of(seq), self.costs.draft(seq.draft)
@@ -372,8 +374,8 @@ class AutoPacing(Pacing):
     def _best(self, old: Ints, num_rows: int, nodes: Floats) -> Ints:
         """Return the draft lengths [B] of the plan with the most tokens per second.
 
-        Unless that plan is clearly faster, the old lengths are returned. nodes: the nodes of all drafters, as `_nodes`
-        returns them. num_rows: the rows of the pass without these nodes.
+        Where that plan is not clearly faster than the old lengths, the old lengths are returned. nodes: the nodes of
+        all drafters, as `_nodes` returns them. num_rows: the number of rows of the pass without these nodes.
         """
         gains, owners, ranks, rows, seconds = nodes[:, np.argsort(-nodes[0], kind="stable")]
         owners, one_row_s = owners.astype(int), self.costs.target.one_row_s or 1.0

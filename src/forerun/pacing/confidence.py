@@ -1,7 +1,8 @@
 """Stop after a token that the drafter itself finds unlikely (transformers' assistant_confidence_threshold).
 
-The unlikely token stays in the draft and is verified. So whether a token is drafted depends on the tokens before it
-alone, and the output's distribution stays as it is. To drop the unlikely token would change it (docs/exactness.md).
+The unlikely token stays in the draft and is verified. So whether a token is drafted depends only on the tokens before
+it, and the output's distribution stays as it is. To drop the unlikely token would change the distribution
+(docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from forerun.types import Probs, Sequence
 
 @dataclass(frozen=True)
 class Options:
-    """How likely a token must be for another one to follow."""
+    """How likely a drafted token must be for another token to follow it."""
 
     threshold: float = option(0.4, "probability of the last drafted token, by the drafter", min=0.0, max=1.0)
 
 
 class ConfidencePacing(Pacing):
-    """The policy that grants `spec_length` tokens and ends a draft after the first unlikely one."""
+    """The policy that grants `spec_length` tokens and ends a draft after the first unlikely token."""
 
     reads_logits = True
 

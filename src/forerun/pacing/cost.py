@@ -1,4 +1,4 @@
-"""The times of an engine's passes, the target's and the drafters': measured or default curves, corrected by steps."""
+"""The times of the target's and the drafters' passes: measured or default curves, corrected by the times of steps."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Traits:
 class Costs:
     """The times of an engine's passes, and the traits of its drafters.
 
-    drafts: the time of a pass by drafter; a drafter without a model counts as free until one of its steps is observed.
-    runners: the models to measure when nothing runs, by drafter; the target's are under "". traits: by drafter.
+    drafts: the curve of each drafter's passes, by name. A drafter without a model counts as free until one of its steps
+    is observed. runners: the models that are to be measured when nothing runs, by drafter; the target's models are
+    under "". traits: the traits of each drafter, by name.
     """
 
     target: PassTime = field(default_factory=PassTime)
@@ -50,8 +51,8 @@ class Costs:
     def of(runners: Mapping[str, Seq[Runner]], traits: Mapping[str, Traits], *, measures: bool) -> Costs:
         """Return the first costs of an engine: curves kept on this machine, and default curves for the other models.
 
-        runners: the models by drafter; the target's are under "". measures: whether kept curves are used, and the other
-        models measured when nothing runs.
+        runners: the models of each drafter, by name; the target's models are under "". measures: whether to use kept
+        curves, and to measure the other models when nothing runs.
         """
         costs = Costs(traits=traits)
         for name, models in runners.items():
@@ -75,8 +76,8 @@ class Costs:
     def measure(self, pause: Pause = NOW) -> None:
         """Measure the models that were not measured yet, and the target again if its curve was contradicted.
 
-        When the pause ends, the measurement is given up, to begin anew another time. A model for which the cache has no
-        room now is also left for another time. A model that fails is not measured again.
+        When the pause ends, the measurement is given up, and begins anew at another time. A model for which the cache
+        has no room now is also measured at another time. A model that fails is not measured again.
         """
         for name, models in list(self.runners.items()):
             try:
@@ -102,7 +103,7 @@ class Costs:
         return known or measuring.of_runner(runner, pause)
 
     def draft(self, name: str) -> PassTime:
-        """Return the curve of one drafter's passes; at first a flat one, which counts as free."""
+        """Return the curve of one drafter's passes; at first a flat curve, which counts as free."""
         return self.drafts.setdefault(name, PassTime((1, 2), (1.0, 1.0)))
 
     def traits_of(self, draft: str) -> Traits:
@@ -110,7 +111,10 @@ class Costs:
         return self.traits.get(draft, Traits())
 
     def target_s(self, num_rows: npt.ArrayLike) -> Floats:
-        """Return the seconds of a target pass over so many rows; in passes of one row while their time is unknown."""
+        """Return the seconds of a target pass over `num_rows` rows.
+
+        While the seconds of one row are unknown, the result is in passes of one row.
+        """
         return (self.target.one_row_s or 1.0) * self.target.ratio(num_rows)
 
     def pass_s(self, draft: str, num_sequences: npt.ArrayLike) -> Floats:

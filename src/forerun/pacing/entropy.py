@@ -2,14 +2,15 @@
 
 The proposal names use_egag, gamma_min, gamma_max and egag_ema_beta and gives no formula. The following formula is used
 once per round. H is the entropy of the distribution that the drafter's first pass gives (temperature 1, no filters),
-and V the number of its possible ids:
+and V is the number of ids that can be drawn from it:
 
     Hn = H / ln V,    s <- beta s + (1 - beta) Hn,    z = clip(s / h_ref, 0, 1)
     gamma = gamma_min + floor((gamma_max - gamma_min) (1 - z) + 1/2)
 
-Over a large vocabulary Hn is small even where the drafter is unsure (2 nats over 128,256 ids give 0.17), so with
-h_ref = 1 the length would hardly change. h_ref is the 90th percentile of the last Hn, unless it is given. The decision
-reads the first distribution and the past alone, never a drawn token, so the output's distribution stays as it is.
+Over a large vocabulary Hn is small even where the drafter is unsure (2 nats over 128,256 ids give 0.17). So the length
+would hardly change with h_ref = 1. Unless it is given, h_ref is the 90th percentile of the last values of Hn. The
+length depends on the round's first distribution and on earlier rounds, and never on a drawn token. So the output's
+distribution stays as it is.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class EntropyPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy. gamma_max is the option, else spec_length, else 5; below gamma_min it raises BadOption."""
+    """Return the policy. gamma_max is the option, else spec_length, else 5. Raises BadOption where it is too small."""
     longest = options.gamma_max or spec_length or DEFAULT_SPEC_LENGTH
     if longest < options.gamma_min:
         raise BadOption(

@@ -50,7 +50,7 @@ class HeuristicPacing(Pacing):
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
     """Return the policy. A request begins with spec_length, or 5 where it is not given.
 
-    Its length never exceeds 16, or spec_length where that is larger.
+    A request's length never exceeds 16, or spec_length where spec_length is larger.
     """
     first = spec_length or DEFAULT_SPEC_LENGTH
     return HeuristicPacing(first, max(first, AUTO_SPEC_LENGTH))

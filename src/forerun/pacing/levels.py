@@ -1,9 +1,9 @@
-"""The number of levels that beam searches draft: the one with the most steps per second, given the times of passes.
+"""The number of levels that beam searches draft, chosen for the most steps per second by the times of passes.
 
 A level is accepted where the target's best beams are among the drafted ones. Let a be the share of tested levels that
-are accepted, w the number of beams, and u the number of drafted nodes of a level. A pass with K levels then has
-w + u K rows, and advances the search by (1 - a^(K+1)) / (1 - a) steps on average (docs/methods/beam.md). The choice
-changes no text, so it may look at anything.
+are accepted, w the number of beams, and u the number of drafted nodes of a level. A pass with K levels then has w + u K
+rows, and advances the search by (1 - a^(K+1)) / (1 - a) steps on average (docs/methods/beam.md). The choice changes no
+text, so it may depend on anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Levels:
     def wanted(self, seqs: Seq[Sequence], num_rows: int) -> int:
         """Return how many levels each of these searches drafts.
 
-        num_rows: the rows of other requests in the pass. Each row counts as a token, which a longer pass delays.
+        num_rows: the number of rows of other requests in the pass. Each such row stands for one token, which a longer
+        pass delays.
         """
         keys = [(s.draft, s.params.num_beams, s.params.draft_beams or s.params.num_beams) for s in seqs]
         self._keys |= zip((seq.id for seq in seqs), keys, strict=True)

@@ -1,4 +1,4 @@
-"""The pacing log: one JSON line per round: what was granted, drafted and accepted, and the policy's own numbers."""
+"""The pacing log, one JSON line per round: the tokens granted, drafted and accepted, and the policy's own numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.types import StepReport
 class PacingLog:
     """A listener that appends a line for each sequence of a step. It needs reports with rounds (detail=True).
 
-    Keys: sequence_id, position (absolute index of the round's first token), drafter, spec_length_granted,
+    Keys of a line: sequence_id, position (absolute index of the round's first token), drafter, spec_length_granted,
     spec_length_used (nodes drafted), spec_length_accepted, and the policy's own numbers (`Pacing.facts`), such as
     entropy_normalized and entropy_smoothed. Raises BadOption where the file cannot be written.
     """

@@ -1,8 +1,9 @@
-"""The measurement of a model's passes: how long they take by their number of rows. A file keeps the result.
+"""The measurement of a model's passes: the time of a pass by its number of rows. A file keeps the result.
 
-Drafting pays where a pass over several rows takes little more time than a pass over one row. This ratio depends on the
-machine, the weights and the kernels, not on the text, so it is measured once, while nothing else runs. Until then a
-default curve serves (`usual`). For a mixture of experts the ratio depends on the text, too: see mixing.py.
+Drafting pays where a pass over several rows takes little more time than a pass over one row. The ratio of these times
+depends on the machine, the weights and the kernels, and not on the text. So it is measured once, while nothing else
+runs. Until then a default curve is used (`usual`). For a mixture of experts the ratio depends on the text, too
+(mixing.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CONTEXT_TOKENS = 128  # before the rows of a calibration: attention to them take
 
 
 class Unwanted(Exception):
-    """A calibration was given up, because a request waits."""
+    """A calibration was given up because a request waits."""
 
 
 def _always() -> bool:
@@ -52,7 +53,7 @@ def _always() -> bool:
 class Pause:
     """The time in which passes may be measured: as long as goes_on() is True, each pass within a turn().
 
-    By default all passes may be measured immediately.
+    By default the time does not end, and passes wait for nothing.
     """
 
     goes_on: Callable[[], bool] = _always
@@ -71,7 +72,7 @@ NOW = Pause()
 
 
 def kept(runner: Runner) -> PassTime | None:
-    """Return the curve of a model as it was measured on this machine earlier; None if it was not."""
+    """Return the curve of a model that was measured on this machine earlier; None where no curve was kept."""
     return _read(_path_of(runner), runner.has_experts)
 
 
@@ -111,9 +112,9 @@ def _written(curve: PassTime) -> list[Any]:
 
 
 def _read(path: Path, has_experts: bool) -> PassTime | None:
-    """Return the curve that a file holds; None where there is none that is valid.
+    """Return the curve that a file holds; None where the file holds no valid curve.
 
-    A file may be missing, cut off, too old, or of another version of forerun.
+    A file may be missing, cut off, too old, or written by another version of forerun.
     """
     try:
         widths, ratios, one_row_s, measured_at, *experts = json.loads(path.read_text(encoding="utf-8"))
@@ -129,7 +130,7 @@ def _read(path: Path, has_experts: bool) -> PassTime | None:
 
 
 def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture:
-    """Return the mixture that a file holds. Raises ValueError for numbers that cannot be one."""
+    """Return the mixture that a file holds. Raises ValueError for numbers that are no mixture."""
     alike, unlike, extra = numbers = np.array(columns, dtype=np.float64)
     is_mixture = numbers.shape[1] == len(widths) and np.isfinite(numbers).all() and (numbers >= 0).all()
     if not (is_mixture and alike.min() > 0 and num >= max(alike.max(), unlike.max()) and (np.diff(extra) >= 0).all()):
@@ -138,7 +139,7 @@ def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture
 
 
 def usual(runner: Runner) -> PassTime:
-    """Return the default curve of an unmeasured model: each further row adds the same part of a pass of one row."""
+    """Return the default curve of an unmeasured model: each further row adds the same share of a pass of one row."""
     ratios = [1 + runner.model.ops.extra_row * (rows - 1) for rows in WIDTHS]
     spec = runner.model.config if runner.has_experts else None
     if not isinstance(spec, Spec):
@@ -151,9 +152,9 @@ def usual(runner: Runner) -> PassTime:
 def measured(runner: Runner, num_behind: int = 0, pause: Pause = NOW, **given: Any) -> PassTime:
     """Measure the curve of a model after `num_behind` context tokens.
 
-    Returns the default curve where nothing could be measured. A mixture of experts is measured over equal rows and over
-    unlike rows, together with the number of experts that the rows chose. given: arguments of `calibrated`. Raises
-    Unwanted when the pause ends.
+    A mixture of experts is measured over equal rows and over unlike rows, together with the number of experts that the
+    router chose for these rows. Returns the default curve where nothing could be measured. given: arguments of
+    `calibrated`. Raises Unwanted when the pause ends.
     """
 
     def try_pass(num_rows: int) -> None:
@@ -193,14 +194,15 @@ def calibrated(
     least_limit_s: float = LEAST_LIMIT_S,
     limit_passes: int = LIMIT_PASSES,
 ) -> PassTime:
-    """Measure the curve: run passes of all widths in turn, in several rounds. The first width is one row.
+    """Measure the curve: run passes of all widths in turn, in several rounds. A width is a number of rows.
 
-    In each round the time of a width is divided by the time of one row, so that it does not matter if the machine slows
-    down from round to round. The ratio of a width is the median over the rounds, and at least the previous width's
-    ratio. Wide passes are timed last, and are divided by the time of the widest narrow pass instead. While a wide pass
-    computes, other processes push weights out of the processor's last-level cache. So a pass of one row that follows it
-    would take up to twice as long as in plain decoding. At the time limit rounds are dropped, then widths. A width for
-    which the cache has no room is dropped, too. Where nothing could be measured the built-in curve is returned.
+    The first width is one row. In each round the time of a width is divided by the time of one row, so that it does not
+    matter if the machine slows down from round to round. The ratio of a width is the median over the rounds, and at
+    least the ratio of the width before it. Wide passes are timed last, and are divided by the time of the widest narrow
+    pass instead. While a wide pass computes, other processes push weights out of the processor's last-level cache. So a
+    pass of one row after a wide pass would take up to twice as long as in plain decoding. Where the time limit is too
+    short, rounds are left out first, and then widths. A width for which the cache has no room is left out, too. Where
+    nothing could be measured, the built-in curve is returned.
     """
     rounds = _Rounds(run, clock, least_limit_s, limit_passes)
     try:
@@ -219,7 +221,7 @@ def calibrated(
 
 
 class _Rounds:
-    """Times passes until a limit: `least_limit_s` seconds, or the time of `limit_passes` passes of one row."""
+    """Times passes up to a limit: the longer of `least_limit_s` seconds and `limit_passes` passes of one row."""
 
     def __init__(
         self, run: Callable[[int], Any], clock: Callable[[], float], least_limit_s: float, limit_passes: int
@@ -239,9 +241,10 @@ class _Rounds:
             self.timed(1)
 
     def of(self, widths: Seq[int]) -> tuple[dict[int, float], list[float]]:
-        """Time passes of these widths in rounds; return ratios by width, and the first width's seconds in each round.
+        """Time passes of these widths in rounds. Returns ratios by width, and the first width's seconds in each round.
 
-        The ratio of a further width is the median of its time divided by the first width's time.
+        The ratio of each width after the first is the median over the rounds of its time divided by the first width's
+        time.
         """
         firsts_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
         try:
@@ -268,6 +271,6 @@ class _Rounds:
 
 
 def _agree(found: Seq[float]) -> bool:
-    """Return whether measurements agree. Of four or more, the least and the largest do not count."""
+    """Return whether measurements agree. The least and the largest of four or more measurements do not count."""
     middle = sorted(found)[1:-1] if len(found) > 3 else found
     return not middle or max(middle) <= AGREEMENT * min(middle)

@@ -1,9 +1,9 @@
-"""The pass times of a mixture of experts: they depend on how many experts the rows choose, and so on the text.
+"""The pass times of a mixture of experts: they depend on how many experts are chosen, and so on the text.
 
-Eight rows of the same token choose the experts of one row. Eight unlike rows choose nearly eight times as many experts,
-and each expert has to be read from memory. So passes over equal rows and passes over unlike rows are both calibrated,
-together with the number of experts that they chose. Real rows lie between the two. Where they lie is learned from the
-steps, because each step reports how many experts its rows chose.
+The router chooses the same experts for eight rows of the same token as for one row. For eight unlike rows it chooses
+nearly eight times as many experts, and each expert has to be read from memory. So passes over equal rows and passes
+over unlike rows are both calibrated, together with the number of chosen experts. Real rows lie between equal and unlike
+rows. Where they lie is learned from the steps, because each step reports how many experts were chosen.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Mixture:
     """Where real passes lie between passes over equal rows and passes over unlike rows.
 
     num: the number of experts of a layer, on average. widths [W]: numbers of rows, ascending from 1. alike, unlike [W]:
-    how many experts so many equal or unlike rows choose, on average over layers. extra [W]: how much longer a pass over
-    unlike rows takes than a pass over equal rows, in passes of one row, ascending.
+    for each width, the number of experts chosen for equal rows and for unlike rows, on average over layers. extra [W]:
+    for each width, how much longer a pass over unlike rows takes than a pass over equal rows, in passes of one row,
+    ascending.
     """
 
     num: float
@@ -57,13 +58,16 @@ class Mixture:
 
     @property
     def share(self) -> float:
-        """Where real rows lie: 0 = they choose experts as equal rows do, 1 = as unlike rows do; 1 at the beginning."""
+        """Where real rows lie: 0 = their experts are as few as for equal rows, 1 = as many as for unlike rows.
+
+        The share is 1 at the beginning.
+        """
         return self._seen / self._possible
 
     def extra_passes(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
-        """Return how much longer these rows take than as many equal rows, in passes of one row, elementwise.
+        """Return how much longer a pass takes than a pass over as many equal rows, in passes of one row, elementwise.
 
-        num_experts: how many experts the rows have chosen; None = as many as real rows usually choose.
+        num_experts: the number of experts chosen for the rows; None = as many as are usually chosen for real rows.
         """
         rows = np.asarray(num_rows, dtype=np.float64)
         share: npt.ArrayLike = self.share
@@ -74,7 +78,7 @@ class Mixture:
         return np.asarray(share * np.interp(rows, self._rows, self._extra))
 
     def observe(self, num_rows: int, num_experts: float) -> None:
-        """Learn from a pass over real rows and from the number of experts that they chose."""
+        """Learn from a pass over real rows. num_experts: the number of experts chosen for these rows."""
         least, most = self._bounds(np.asarray(num_rows, dtype=np.float64))
         if self._is_told(least, most):
             keep = 1 - 1 / MEMORY
@@ -82,22 +86,22 @@ class Mixture:
             self._possible = keep * self._possible + float(most - least)
 
     def _bounds(self, rows: Floats) -> tuple[Floats, Floats]:
-        """Return how many experts so many equal rows choose, and how many so many unlike rows choose."""
+        """Return how many experts are chosen for `rows` equal rows, and how many for `rows` unlike rows."""
         return np.asarray(np.interp(rows, self._rows, self._alike)), np.asarray(
             np.interp(rows, self._rows, self._unlike)
         )
 
     def _is_told(self, least: Floats, most: Floats) -> npt.NDArray[np.bool_]:
-        """Return whether equal and unlike rows differ by so much that real rows can be placed between them."""
+        """Return whether `least` and `most` (from `_bounds`) differ enough to place real rows between them."""
         return np.asarray(most - least > LEAST_SPREAD * self.unlike[0])
 
 
 def expected(num: int, chosen: int, part: float, widths: Seq[float]) -> Mixture:
     """Return the mixture that is assumed before anything is measured.
 
-    Unlike rows are assumed to choose their experts independently, and all the time of a pass is assumed to go into
-    reading weights. num: the number of experts of a layer. chosen: how many experts a row chooses. part: the experts'
-    share of the bytes that a pass of one row reads.
+    The assumptions are that the experts of unlike rows are chosen independently, and that all the time of a pass goes
+    into reading weights. num: the number of experts of a layer. chosen: the number of experts for each row. part: the
+    experts' share of the bytes that a pass of one row reads.
     """
     unlike = distinct_experts(num, chosen, widths)
     return Mixture(num, widths, [float(chosen)] * len(widths), unlike.tolist(), (part * (unlike / chosen - 1)).tolist())

@@ -26,10 +26,10 @@ STEEPEST = 8.0  # a curve is at most so many times as steep as the default curve
 class Fit:
     """The time of one row and the steepness of a curve, fitted to the passes of steps by least squares.
 
-    A pass that the curve puts at r passes of one row is expected to take one_row_s (1 + steepness (r - 1)) seconds.
-    Errors are relative to the length of the pass, later passes weigh more, and the steepness is drawn towards 1 with
+    A pass that takes r passes of one row by the curve is expected to take one_row_s (1 + steepness (r - 1)) seconds.
+    Errors are relative to the duration of the pass, and later passes weigh more. The steepness is drawn towards 1 with
     the weight of half a pass over 4 rows. Narrow passes lose weight only with each further narrow pass, and wide passes
-    with each wide one, because a thousand plain steps say nothing about the steepness.
+    only with each further wide pass, because a thousand plain steps tell nothing about the steepness.
     """
 
     def __init__(self, curve: PassTime) -> None:
@@ -61,11 +61,11 @@ class Fit:
 class PassTime:
     """The time of a pass by its rows: `ratios[i]` passes of one row at `widths[i]` rows, linear between and beyond.
 
-    one_row_s: the seconds of a pass of one row, None until one was measured; `observe` updates it. is_steady: whether
-    the rounds of the calibration agreed, so that the curve holds at another hour, too. mixture: what is added to the
-    ratios where rows choose different experts, because the ratios are of rows that all choose the same ones; None = the
-    model has no experts. fit: corrects the steepness of a default curve, or of one that is not steady, by the passes of
-    steps; None = the curve needs no correction.
+    one_row_s: the seconds of a pass of one row, None until such a pass was measured; `observe` updates it. is_steady:
+    whether the rounds of the calibration agreed, so that the curve also holds at other times. mixture: the time that is
+    added to the ratios where rows have different experts, because the ratios hold for rows that all have the same
+    experts; None = the model has no experts. fit: corrects the steepness by the passes of steps, for a default curve
+    and for a curve that is not steady; None = the curve needs no correction.
     """
 
     widths: Seq[float] = WIDTHS
@@ -85,7 +85,7 @@ class PassTime:
     def ratio(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
         """Return the time of a pass over `num_rows` rows, in passes of one row, elementwise.
 
-        num_experts: how many experts the rows have chosen, on average over layers; None = as many as rows usually do.
+        num_experts: the number of experts chosen for the rows, on average over layers; None = as many as usual.
         """
         passes = np.asarray(np.interp(np.asarray(num_rows), self._rows, self._passes))
         if self.mixture is not None:
@@ -93,7 +93,7 @@ class PassTime:
         return passes if self.fit is None else 1 + self.fit.steepness * (passes - 1)
 
     def observe(self, seconds: float, num_ratios: float) -> None:
-        """Update the average by a pass of `seconds`, which should take as long as `num_ratios` passes of one row."""
+        """Update `one_row_s` by a pass of `seconds` that should take as long as `num_ratios` passes of one row."""
         self._num_seen += 1
         had = self.one_row_s or seconds / num_ratios
         row_s = min(seconds / num_ratios, 3 * had)  # another process may have held the pass up
@@ -107,7 +107,7 @@ class PassTime:
     def together(curves: Seq[PassTime]) -> PassTime:
         """Return the curve of a pass of several models, run one after the other.
 
-        If a model was not measured yet, this is the first model's curve, with `one_row_s` None.
+        If a model was not measured yet, the result is the first model's curve, with `one_row_s` None.
         """
         known = [(curve, curve.one_row_s) for curve in curves if curve.one_row_s is not None]
         if len(curves) == 1:
@@ -127,7 +127,10 @@ class Doubt:
         self._logs = {False: 0.0, True: 0.0}  # decaying mean of the logarithm of the seconds of one row
 
     def observe(self, seconds: float, ratio: float) -> bool:
-        """Add a pass; return whether the curve is contradicted. ratio: its expected time, in passes of one row."""
+        """Add a pass. Returns whether the curve is contradicted.
+
+        ratio: the pass's expected time, in passes of one row.
+        """
         is_wide = ratio > WIDE
         self._counts[is_wide] += 1
         weight = 1 / min(self._counts[is_wide], NUM_PASSES)

@@ -1,8 +1,9 @@
 """The decision whether to search a text for guesses: a search takes time even if it finds nothing.
 
 A search of one text takes a tenth of a millisecond. That is nothing beside a pass of a large model, but for a batch it
-adds up to half of a small model's step. So the tokens that searches gain are counted. Where these are worth less than
-the time of the searches, only probes are made: they take so small a share of the time that they need not pay.
+adds up to half of a small model's step. So the tokens that searches gain are counted. Where these tokens are worth less
+than the time of the searches, only a few searches are made as probes. They take so small a share of the time that they
+need not pay.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Searching:
     def probes(self, requests: Iterable[int], step: int) -> set[int]:
         """Choose the requests whose texts are searched as probes, and count the time of these searches.
 
-        Those whose last probe is longest ago come first. requests: the requests whose searches do not pay.
+        The requests whose last probe was longest ago come first. requests: the requests whose searches do not pay.
         """
         num = int(self._spared_s / self.search_s) if self.search_s else MOST_SPARED
         chosen = sorted(requests, key=lambda request: self._last.get(request, -1))[:num]
@@ -70,17 +71,20 @@ class Searching:
     def may_probe(self) -> bool:
         """Return whether enough time is saved up for several probes at once.
 
-        The decision itself takes as long as a probe, so it is not made for a single one.
+        The decision to probe itself takes as long as a probe, so it is not made for a single probe.
         """
         return self._spared_s >= FEW * (self.search_s or 0.0)
 
     def observe(self, request: int, gain: float) -> None:
-        """Add a search. gain: accepted tokens of its guess, less the tokens that it cost."""
+        """Add a search. gain: the number of accepted tokens of the guess, less the guess's cost in tokens."""
         self._all.add(gain)
         self._requests.setdefault(request, _Gains()).add(gain)
 
     def observe_step(self, seconds: float, drafting: DraftStep | None, deciding_s: float) -> None:
-        """Add a step. drafting: what the drafter did in it. deciding_s: the time to decide about a request's draft."""
+        """Add a step.
+
+        drafting: the drafter's work in the step. deciding_s: the seconds to decide about one request's draft.
+        """
         self._spared_s = min(self._spared_s + SHARE * seconds, MOST_SPARED * (self.search_s or 0.0))
         if drafting is not None and drafting.num_searched:
             self._num_seen += 1

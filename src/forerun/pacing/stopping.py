@@ -1,11 +1,11 @@
 """The end of a chain of guesses, for drafters that tell how sure they are of each guess.
 
 A model's guess is right about as often as the model says, but not exactly, and not equally for every text. So the share
-of accepted tokens is counted by the probability that the drafter gave them, for the drafter and for each request. The
-product of these shares over a chain is the probability that the whole chain so far is accepted. One more token is worth
-drafting while its expected gain exceeds its cost. The gain is that product times the usual share; the cost is the time
-of the token, times the present rate of tokens per second. This is optimal stopping for a ratio of two sums: the rate in
-the optimal rule is the rate of the best policy itself.
+of accepted tokens is counted by the probability that the drafter gave the tokens, for the drafter and for each request.
+The product of these shares over a chain is the probability that the whole chain so far is accepted. One more token is
+worth drafting while its expected gain exceeds its cost. The gain is that product times the usual share. The cost is the
+time of the token, times the current rate of tokens per second. This is optimal stopping for a ratio of two sums: the
+rate in the optimal rule is the rate of the best policy itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Counts:
             self.accepted[at] += i < num_accepted
 
     def shares(self, expected: Seq[float], weight: float) -> list[float]:
-        """Return P(a token is accepted) for each bin; the expected shares weigh as much as `weight` tokens."""
+        """Return P(a token is accepted) for each bin.
+
+        expected: the expected shares, which weigh as much as `weight` tokens.
+        """
         return [
             (accepted + weight * share) / (tested + weight)
             for accepted, tested, share in zip(self.accepted, self.tested, expected, strict=True)
@@ -58,7 +61,7 @@ class Counts:
     def mix(self, expected: Seq[float], weight: float) -> list[float]:
         """Return P(a drafted token's probability lies in the bin) for each bin.
 
-        expected: relative frequencies, which weigh as much as `weight` tokens.
+        expected: the expected relative frequencies, which weigh as much as `weight` tokens.
         """
         total = sum(expected)
         counts = [count + weight * each / total for count, each in zip(self.drafted, expected, strict=True)]
@@ -81,7 +84,7 @@ class Round:
 
 
 class Stopping:
-    """Acceptance by confidence, and average rounds, of one drafter and of each request that it serves."""
+    """The acceptance by confidence and the average round of one drafter, and of each request that it serves."""
 
     def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
@@ -91,7 +94,10 @@ class Stopping:
         self._rounds: dict[int, Round] = {}
 
     def observe(self, request: int, confidences: Seq[float], num_accepted: int) -> None:
-        """Add a chain of a request. confidences: its tokens' probabilities; the first `num_accepted` were accepted."""
+        """Add a chain of a request. The first `num_accepted` tokens were accepted.
+
+        confidences: the probabilities that the drafter gave the chain's tokens.
+        """
         bins = [bisect.bisect_right(EDGES, confidence) for confidence in confidences]
         self._mean.add(bins, num_accepted)
         self._requests.setdefault(request, Counts(TOKENS_MEMORY)).add(bins, num_accepted)
@@ -126,8 +132,8 @@ class Prices:
     """What drafting costs in a step.
 
     rate: tokens per second of all requests. rows_s [spec_length]: the seconds that each further row adds to the
-    target's pass. num_going [spec_length]: the number of requests that go on at each depth; these share a pass of their
-    drafter. worth: a cache of `Stop.worth`, by drafter.
+    target's pass. num_going [spec_length]: the expected number of requests that still draft at each depth; these
+    requests share a pass of their drafter. worth: a cache of `Stop.worth`, by drafter.
     """
 
     rate: float
@@ -149,7 +155,7 @@ class Stops:
         self.known: dict[str, Stopping] = {}  # by drafter, and by drafter and SEARCH
 
     def of(self, draft: str, what: str = "") -> Stopping:
-        """Return the record of a drafter, at first a new one. what: SEARCH = only of guesses found in the text."""
+        """Return the record of a drafter, at first a new one. what: SEARCH = the record of guesses from the text."""
         return self.known.setdefault(draft + what, Stopping())
 
     def prices(self, seqs: Seq[Sequence], are_drafting: Seq[bool], num_others: int, num_rows: int) -> Prices:
@@ -177,7 +183,7 @@ class Stops:
         return Prices(rate, rows_s, num_going)
 
     def stop(self, seq: Sequence, prices: Prices) -> Stop:
-        """Return the stop of a request's chain."""
+        """Return the Stop that ends a request's chain."""
         if (worth := prices.worth.get(seq.draft)) is None:
             pass_s = self.costs.pass_s(seq.draft, prices.num_going) / prices.num_going
             worth = np.minimum(prices.rate * (pass_s + prices.rows_s), 2.0).tolist()
@@ -186,7 +192,7 @@ class Stops:
         return Stop(shares, worth, share)
 
     def search(self, seq: Sequence, prices: Prices) -> Stop:
-        """Return the stop of the guess that the drafter finds in the text before it asks its model."""
+        """Return the Stop that ends the guess which the drafter finds in the text before it asks its model."""
         shares, _ = self.of(seq.draft, SEARCH).shares(seq.id)
         return Stop(shares, np.minimum(prices.rows, 2.0).tolist())
 
@@ -207,7 +213,10 @@ class Stops:
 
 
 def promised(stop: Stop) -> tuple[float, float]:
-    """Return the expected tokens of a round that drafts while a usual token pays, and the draft's gain in tokens."""
+    """Return the expected number of tokens of a round, and the gain of its draft in tokens, less the draft's cost.
+
+    The draft ends where one more token of usual acceptance costs more than it gains.
+    """
     survival, tokens, gain = stop.share, 1.0, 0.0
     for worth in stop.worth:
         if survival < worth:

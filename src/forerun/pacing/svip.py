@@ -1,7 +1,7 @@
 """Draft while the square root of the draft's entropy stays below a threshold (SVIP, Zhang et al. 2024, 2411.18462).
 
-By Pinsker's inequality the acceptance of a token falls with the divergence of both models. The drafter knows only one
-part of that divergence: its own entropy, which is read before the token is drawn.
+By Pinsker's inequality, the more the distributions of draft and target diverge, the less likely a token is accepted.
+The drafter knows only one part of that divergence: its own entropy, which is read before the token is drawn.
 """
 
 from __future__ import annotations

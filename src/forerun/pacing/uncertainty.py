@@ -1,8 +1,8 @@
 """How sure a drafter is of its next token: the entropy and the confidence of its distribution.
 
 Policies look at the softmax of the logits, at temperature 1 and without filters. At temperature 0 the drafter draws
-from a point mass, and that has entropy 0 however unsure the model is. A drafter without logits, such as a lookup, has
-only the distribution that it draws from.
+from a point mass, which has entropy 0 however unsure the model is. A drafter without logits, such as a lookup, has only
+the distribution that it draws from.
 """
 
 from __future__ import annotations

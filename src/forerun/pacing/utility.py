@@ -7,18 +7,18 @@ raises the time of the pass:
 
 A length pays if its utility is above 1. Each request goes through test phases of a few trials and set phases of many
 rounds. A trial is `test_rounds` rounds of one length. A test phase begins with the best length of the last test phase.
-If the best length so far pays, the next longer one is tried. If it does not pay, or the longer one was tried before,
-the next shorter one is tried. The phase ends when neither is left to try, and after four trials. The set phase keeps
-the best length for `set_rounds` rounds. If no length paid, the set phase drafts nothing, and lasts twice as long each
-time that this happens again, up to 32 times as long.
+If the best length so far pays, the next longer length is tried. If it does not pay, or the longer length was tried
+before, the next shorter length is tried. The phase ends when neither length is left to try, and after four trials. The
+set phase keeps the best length for `set_rounds` rounds. If no length paid, the set phase drafts nothing. Each time that
+this happens again in a row, the set phase lasts twice as long as the last time, up to 32 times `set_rounds`.
 
 The paper times passes with and without drafts. Here the time of a pass is read from its calibrated curve, for the
-number of experts that its rows chose (cost.py), and the drafter's time is measured. So no pass is run without drafts
+number of experts that were chosen (cost.py), and only the drafter's time is measured. So no pass is run without drafts
 for the comparison. In a batch, a pass is compared with the same pass without the draft of this one request. The draft
 pays if the tokens per second of the pass are higher with it. Which lengths are tried, and in what order, is this file's
 own choice.
 
-A length depends on earlier rounds alone, on their accepted tokens and the time of their passes, and never on the token
+A length depends only on earlier rounds, on their accepted tokens and the time of their passes, and never on the token
 that is drawn. So the output has exactly the target's distribution (docs/exactness.md).
 """
 
@@ -66,9 +66,9 @@ class _Trial:
 class _Request:
     """The phase of a request.
 
-    length: how many tokens it may draft. num_left: the rounds left in the trial or in the set phase. trial: None = it
-    is in a set phase. utilities: the utility of each length that the last test phase has tried. num_failed: how many
-    test phases in a row found no length that pays.
+    length: the number of tokens that the request may draft. num_left: the number of rounds left in the trial or in the
+    set phase. trial: the current trial; None = the request is in a set phase. utilities: the utility of each length
+    that the last test phase has tried. num_failed: the number of test phases in a row that found no length that pays.
     """
 
     length: int
@@ -150,7 +150,7 @@ class UtilityPacing(Pacing):
         trial.plain_s += one_row_s * plain
 
     def _go_on(self, request: _Request) -> None:
-        """Begin the next trial or set phase after one that is over."""
+        """Begin a request's next trial or set phase, once the last one is over."""
         if request.trial is None:
             start = request.best
             request.utilities = {}
@@ -171,7 +171,7 @@ class UtilityPacing(Pacing):
 
 
 def _draft_s(round_: SequenceStep, report: StepReport) -> float:
-    """Return one draft's share of its drafter's time in a step, without the time for catching up."""
+    """Return one draft's share of its drafter's seconds in a step, without the seconds for catching up."""
     step = report.drafts.get(round_.draft)
     return 0.0 if step is None else (step.seconds - step.catchup_s) / max(1, step.num_sequences)
 
