@@ -10,8 +10,8 @@ from pathlib import Path
 def available_bytes(device: str, root: Path = Path("/")) -> int | None:
     """Return the bytes that a new process may take; None where the system does not tell.
 
-    On "cuda" they are the free bytes of the device. Otherwise they are the smallest of the kernel's MemAvailable and
-    the bytes that each control group of this process leaves. root: the folder in which /proc and /sys are.
+    On "cuda" this is the number of free bytes of the device. Otherwise it is the smallest of the kernel's MemAvailable
+    and the bytes that each control group of this process still allows. root: the folder that contains /proc and /sys.
     """
     if device == "cuda":
         import torch
@@ -29,7 +29,10 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """Yield how many bytes each control group of this process leaves, in version 2 or 1 of the kernel's interface."""
+    """Yield how many bytes each control group of this process still allows.
+
+    Versions 1 and 2 of the kernel's interface are read.
+    """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -48,7 +51,7 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
 
 
 def _room(group: Path, limit: str, used: str, cache: str) -> int | None:
-    """Return the limit minus the use of a control group; None without a limit.
+    """Return how many more bytes a control group allows; None where it has no limit.
 
     Cached files, which the kernel can drop, do not count as used.
     """
@@ -69,7 +72,8 @@ def _read(path: Path) -> str:
 def spare_what_is_loaded() -> None:
     """Exempt all objects that are alive now from garbage collection, once the models of a process are loaded.
 
-    Libraries hold up to 180,000 objects (with torch), so a full collection takes 50 to 100 ms, about once in 800
-    requests. Only forerun's own commands call this. LLM does not, because cycles among these objects are never freed.
+    About once in 800 requests, a full collection would pause them for 50 to 100 ms, because libraries hold up to
+    180,000 objects (with torch). Only forerun's own commands call this. LLM does not, because cycles among these
+    objects are never freed.
     """
     gc.freeze()

@@ -1,9 +1,9 @@
 """The memory that a configuration needs, computed from sizes alone before any weight or file is read.
 
 Weights and KV pools are exact to the byte. For the memory that a step allocates (activations, probability rows), the
-plan has upper bounds that follow the allocating code. This file follows drafters/shared/feeding.py and engine/step.py;
-each backend has bounds in its own file (ops/cpu/memory.py, ops/torch_memory.py). Not counted are the interpreter, torch
-where something needs it, tokenizers, and the context of an accelerator.
+plan has upper bounds that follow the allocating code. The bounds in this file follow drafters/shared/feeding.py and
+engine/step.py; the bounds of each backend are in the backend's own file (ops/cpu/memory.py, ops/torch_memory.py). The
+plan does not count the interpreter, torch where something needs it, tokenizers, and the context of an accelerator.
 
 Units: GB = 10^9 bytes, GiB = 2^30 bytes. Weights are usually quoted in GB and KV pools in GiB, often both under the
 name GB: 8 x 4096 tokens of 114,688 bytes are 3.5 GiB and 3.76 GB.
@@ -37,10 +37,11 @@ MIN_SEQ_LEN = PAGED_BLOCK_TOKENS  # tokens; no suggestion goes below it
 class MemoryPlan:
     """The memory that a configuration needs, and options that would make it fit.
 
-    available_bytes: None = unknown. suggestions: sets of options; each set makes the plan fit while every other option
-    stays as it was. There are none where the plan fits, and where nothing would make it fit. later: the memory that a
-    long-running process takes in addition; the total does not include it. extra_drafts: maps the words that begin the
-    names of an extra draft model's parts to the model's name in the configuration.
+    available_bytes: None = unknown. suggestions: sets of options; with each set the plan fits while every other option
+    stays as it was. There are no suggestions where the plan fits, and where no set of options would make it fit. later:
+    the memory that a long-running process takes in addition; the total does not include it. extra_drafts: maps each
+    extra draft model's label to the model's name in the configuration. The names of the model's parts begin with the
+    label.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -51,12 +52,12 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of all parts together."""
+        """The bytes of all parts together."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def fits(self) -> bool:
-        """Return whether the total is within the available bytes; True where the available bytes are unknown."""
+        """Whether the total is within the available bytes; True where the available bytes are unknown."""
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
 
     def bytes_of(self, *names: str) -> int:
@@ -64,7 +65,10 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts if part.name in names)
 
     def bytes_for(self, what: str) -> int:
-        """Return the bytes of one kind, "weights" or "KV cache", of all models."""
+        """Return the bytes that all models together need for their weights, or for their KV caches.
+
+        what: "weights" or "KV cache".
+        """
         return sum(part.bytes for part in self.parts if part.name.endswith(what))
 
     def verdict(self) -> str:
@@ -90,7 +94,7 @@ class MemoryPlan:
         )
 
     def _extra(self) -> str:
-        """Return a sentence on what leaving out the extra draft models would save; empty without any."""
+        """Return a sentence with the memory of the extra draft models; "" where there are no such models."""
         if not self.extra_drafts:
             return ""
         num_bytes = sum(part.bytes for part in self.parts if part.name.startswith(EXTRA_DRAFT))
@@ -121,14 +125,15 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
-    extra_drafts: the models among the extra drafters, by their names in the configuration. dtype: the dtype of all
+    extra_drafts: the draft models of the extra drafters, by their names in the configuration. dtype: the dtype of all
     models' weights; the operators decide the dtypes of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is
     about the device's memory and leaves out the probability rows, which lie on the host. schemes: the quantised
-    matrices of "target", "draft" and the extra drafts, by model name. num_taps: how many inner layers of the target
-    show their hidden states to drafters. made_of_target: the names of drafts that have no weights of their own, or have
-    schemes that round the target's weights. shared: maps a draft to the earlier draft whose weights it uses. beside:
-    the weights of trained heads, by the name of the draft whose cache they use, or by a name of their own. Raises
-    BadOption as the engine itself would for ops, max_seq_len and kv_cache_tokens.
+    matrices of "target", "draft" and the extra drafts, by model name. num_taps: the number of the target's inner layers
+    whose hidden states drafters read. made_of_target: the names of draft models that are made of the target: they use
+    the target's weights as they are, or rounded to the draft model's schemes. shared: maps a draft model to the earlier
+    draft model whose weights it uses. beside: the weights of trained heads, by the name of the draft model whose cache
+    they use, or by a name of their own. Raises BadOption as the engine itself would for ops, max_seq_len and
+    kv_cache_tokens.
     """
     extra = extra_drafts or {}
     labels = [EXTRA_DRAFT if number == 1 else f"{EXTRA_DRAFT} {number}" for number in range(1, len(extra) + 1)]
@@ -146,10 +151,10 @@ def memory_plan(
 
 
 def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: int | None) -> MemoryPlan:
-    """Plan several engines that run at once in one process; they are loaded one after the other.
+    """Plan several engines that run at once in one process. The engines are loaded one after the other.
 
     plans(): each engine's plan, by the engine's name. plans(max_batch_size=...) or plans(max_seq_len=...): the plans
-    with that option as an upper limit for every engine. A suggestion is an option to give to all engines.
+    with that option as an upper limit for every engine. Each suggestion of the result is an option for all engines.
     """
 
     def needed(**options: int) -> int:
@@ -173,7 +178,7 @@ def together(plans: Callable[..., Mapping[str, MemoryPlan]], available_bytes: in
 
 
 class Room(NamedTuple):
-    """The most tokens of one sequence, and of the whole KV cache.
+    """The largest number of tokens in one sequence, and in the whole KV cache.
 
     kv_cache_tokens: None = as many as a whole batch of the longest sequences needs.
     """
@@ -183,10 +188,10 @@ class Room(NamedTuple):
 
 
 def room_of(config: EngineConfig, spec: Spec) -> Room:
-    """Return the context length and the KV tokens: the configured numbers, else defaults.
+    """Return the context length and the number of tokens in the KV cache: as configured, else by default.
 
     By default the cache holds 4,096 tokens for each sequence of a batch, and at least 32,768 in all. One sequence may
-    fill the whole cache, up to the model's positions. A contiguous cache has a place of equal size for each sequence.
+    fill the whole cache, up to the model's positions. In a contiguous cache, all sequences have places of equal size.
 
     Raises BadOption where max_seq_len is more than the model's positions.
     """
@@ -205,7 +210,10 @@ def room_of(config: EngineConfig, spec: Spec) -> Room:
 
 
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
-    """Return how many rows BlockCache.create allocates for a pool, in whole blocks. Raises BadOption for no block."""
+    """Return how many rows BlockCache.create allocates for a pool, in whole blocks.
+
+    Raises BadOption where `num_tokens` is less than one block.
+    """
     block = PAGED_BLOCK_TOKENS if backend == "paged" else max_seq_len
     num_blocks = max_batch_size * -(-max_seq_len // block) if num_tokens is None else num_tokens // block
     if num_blocks < 1:
@@ -239,7 +247,7 @@ class _Needs:
 
     @property
     def spec_length(self) -> int:
-        """Return the length of a request's longest draft; 0 where neither the drafter nor an extra one can draft."""
+        """The length of a request's longest draft; 0 where neither the drafter nor an extra drafter can draft."""
         idle = self.config.draft == "none" and not any(name.startswith(EXTRA_DRAFT) for name in self.drafts)
         return 0 if idle else self.config.longest_draft
 
@@ -279,7 +287,7 @@ class _Needs:
 
     @cached_property
     def backend_of(self) -> Mapping[str, str]:
-        """Map each model to the backend that will run it. Raises BadOption where none does."""
+        """The backend that will run each model, by model name. Raises BadOption where no backend can run a model."""
         option, target = self.config.ops, ops.resolve(self.config.ops, self.device, self.target)
         backends = {"target": target} | dict.fromkeys(self.made, target)
         for name, model in self.drafts.items():
@@ -289,12 +297,12 @@ class _Needs:
 
     @cached_property
     def backends(self) -> Seq[str]:
-        """Return the backends of all models that have passes, the target's first."""
+        """The backends of all models that have passes; the target's backend comes first."""
         return list(dict.fromkeys(self.backend_of[run.name] for run in self._passes()))
 
     @cached_property
     def sizes(self) -> Mapping[str, Sizes]:
-        """Map each backend to the sizes of its operators."""
+        """The sizes of each backend's operators, by backend."""
         rounded = frozenset(name for name in self.made if self.schemes[name])
         in_place = self.config.kv_cache_backend == "contiguous"
         wanted = Wanted(self.dtype, self.device, self.max_seq_len, in_place, self.schemes, rounded)
@@ -306,7 +314,10 @@ class _Needs:
     def _weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return the weight parts of these models. Trained heads are counted with the target's backend."""
+        """Return the parts of the plan for these models' weights.
+
+        beside: trained heads, which are counted with the target's backend.
+        """
         parts = list[MemoryPart]()
         for backend, sizes in self.sizes.items():
             run_here = {name: model for name, model in models.items() if self.backend_of[name] == backend}
@@ -320,7 +331,10 @@ class _Needs:
         return [self._target_pass(), *(self._draft_pass(name, model) for name, model in with_weights.items())]
 
     def _loading(self, models: Mapping[str, Spec], running: list[MemoryPart]) -> list[MemoryPart]:
-        """Return the memory that loading the models one by one takes beyond running them; [] if it takes no more."""
+        """Return the extra memory for loading the models one by one, beyond the memory for running them.
+
+        Returns [] where loading takes no more memory than running.
+        """
         loaded: dict[str, Spec] = {}
         peak = 0
         for name, model in models.items():
@@ -339,7 +353,7 @@ class _Needs:
         return ops.kept_dtype(self.config.kv_cache_dtype, own, shape, dtype, must=name == "target")
 
     def _pools(self, name: str, shape: CacheShape) -> list[MemoryPart]:
-        """Return a model's cache parts: rows of keys and values, and the states of its recurrent layers, if any."""
+        """Return a model's cache as parts of the plan: rows of keys and values, and any states of recurrent layers."""
         room = state_room(shape, self.config.max_batch_size * self.target.num_slots)
         if room is None:
             return [self._pool(name, shape)]
@@ -376,8 +390,8 @@ class _Needs:
     def _target_pass(self) -> Pass:
         """Return the target's largest pass.
 
-        It either runs prompt chunks and verifies the drafts of the other requests, or verifies the drafts of the whole
-        batch.
+        This pass either runs prompt chunks and verifies the drafts of the other requests, or verifies the drafts of the
+        whole batch.
         """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         verified = self.spec_length + 1
@@ -399,7 +413,8 @@ class _Needs:
     def _draft_pass(self, name: str, draft: Spec) -> Pass:
         """Return a draft model's largest pass, over the committed tokens that its cache lacks.
 
-        These are tokens of prompts, within the catch-up budget, and the tokens that each sequence's last round left.
+        These are prompt tokens, as many as the catch-up budget allows, and ROUND_TOKENS tokens that the last round left
+        for each sequence.
         """
         batch, length, pool = self.config.max_batch_size, self.max_seq_len, self.num_pool_tokens
         num_rows = min(self.config.draft_catchup_tokens + batch * ROUND_TOKENS, batch * length, pool)
