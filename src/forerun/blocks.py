@@ -4,7 +4,7 @@ A family's file (`models/families/<model_type>.py`) turns a config.json into a `
 plans, rounds, saves, widens or shards a model reads the spec and `weights(spec)`; no other code lists the matrices of a
 layer. A spec may describe a block that a backend does not compute yet: the backend's `supports(spec)` says why not.
 
-Sizes are in elements, windows and positions in tokens.
+Sizes are numbers of elements. Windows and positions are numbers of tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _above_zero(**numbers: float | None) -> None:
 class Norm:
     """A norm of rows: root mean square (Zhang and Sennrich 2019, eq. 4) or layer norm (Ba et al. 2016, eq. 4).
 
-    offset: what is added to the stored weight (1 in Gemma). weight, bias: whether there is one. span: whether the norm
-    is taken over the whole row, or over each head.
+    offset: the number that is added to the stored weight (1 in Gemma). weight, bias: whether a weight and a bias are
+    stored. span: whether the norm is taken over the whole row, or over each head separately.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -51,11 +51,12 @@ class Rope:
     """Rotary position embedding (Su et al. 2021, eq. 34).
 
     dims: how many dimensions of a head are rotated, None = all. pairs: dimension i is rotated together with i + dims/2
-    ("half"), or 2i with 2i + 1 ("adjacent"). factor: by how much the context is stretched, for all kinds but default.
-    original_max_positions: the length of the longest text in training, for llama3, yarn and longrope. low_freq_factor
-    and high_freq_factor are for llama3; beta_fast, beta_slow, mscale, mscale_all_dim and truncate for yarn;
-    attention_factor for yarn and longrope; short_factor, long_factor and far for longrope. far: whether all positions
-    use long_factor, which is made for texts longer than in training.
+    ("half"), or 2i with 2i + 1 ("adjacent"). factor: the factor by which the context is stretched, for all kinds but
+    default. original_max_positions: the length of the longest text in training, for llama3, yarn and longrope.
+
+    The other fields belong to single kinds. llama3: low_freq_factor and high_freq_factor. yarn: beta_fast, beta_slow,
+    mscale, mscale_all_dim, truncate and attention_factor. longrope: short_factor, long_factor, far and
+    attention_factor. far: whether all positions use long_factor, which is made for texts longer than in training.
     """
 
     theta: float = 10000.0
@@ -91,17 +92,19 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of `heads` query heads over `kv_heads` heads of keys and values, `head_dim` wide each.
+    """Attention with `heads` query heads, and `kv_heads` heads of keys and values. All heads are `head_dim` wide.
 
-    scale: the factor of the scores; None = 1 / sqrt(head_dim). window: how many positions a row sees, its own included;
-    a row that also sees later rows sees as many to either side. None = all positions. softcap: c, with which scores
-    become c tanh(score / c). sinks: whether each head has a learned score without a value, which takes its share of the
-    softmax. gate: whether the output is multiplied by the sigmoid of a projection. sees: the rows that a row attends
-    to: earlier rows, all rows, or the encoder's rows. reads: the width of the projections' input; in encoder attention,
-    of the projections to keys and values only. None = the hidden size. k_is_v: whether values are the keys before their
-    norm. position_scale: (beta, length); q is scaled by 1 + beta log(1 + floor(position / length)). bias: the bias of
-    relative positions; a number is the block whose bias this block shares. shares_kv_of: the block whose keys and
-    values this block reads; this block's own index means keys and values that another model keeps (kv/lent.py).
+    scale: the factor of the scores; None = 1 / sqrt(head_dim). window: the number of positions that a row sees, its own
+    included; a row that also sees later rows sees this number to either side. None = all positions. softcap: the number
+    c with which scores become c tanh(score / c). sinks: whether each head has a learned score without a value, which
+    takes its share of the softmax. gate: whether the output is multiplied by the sigmoid of a projection. sees: the
+    rows that a row attends to: earlier rows, all rows, or the encoder's rows. reads: the width of the rows that are
+    projected; in encoder attention, only of the rows that are projected to keys and values. None = the hidden size.
+    k_is_v: whether the values are the keys before the norm of keys. position_scale: (beta, length); q is scaled by 1 +
+    beta log(1 + floor(position / length)). bias: the bias of relative positions; a number is the index of the block
+    whose bias this block shares. shares_kv_of: the index of the block whose keys and values this block reads; None =
+    its own keys and values. A block with its own index in this field reads keys and values that another model keeps
+    (kv/lent.py).
     """
 
     heads: int
@@ -132,14 +135,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A recurrent layer: it keeps a state in place of keys and values.
+    """A recurrent layer, which keeps a state in place of keys and values.
 
     kind gated_delta: q, k and v are projections, followed by a causal convolution of `conv` inputs and by silu; q and k
     are then scaled to length 1. The state S of a value head is key_dim x value_dim. A token multiplies S by exp(g),
-    adds k times beta (v - k S) to it, and reads q S / sqrt(key_dim). The output is `norm` of that, times silu(z) (Yang
-    et al. 2024, eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are projections,
-    too. grouped: whether consecutive value heads share a key head; if not, value head i reads key head i % key_heads
-    (llama.cpp's files). decay: whether A_log or -exp(A_log) is stored.
+    adds k times beta (v - k S) to S, and reads q S / sqrt(key_dim). The output is `norm` of this product, times silu(z)
+    (Yang et al. 2024, eq. 10). beta is sigmoid(b) and g is -exp(A_log) softplus(a + dt_bias); z, b and a are
+    projections, too. grouped: whether consecutive value heads share a key head; if not, value head i reads key head i %
+    key_heads (llama.cpp's files). decay: whether A_log or -exp(A_log) is stored.
 
     kind short_conv: [B, C, x] are projections, and the output is C times a causal convolution of B x (LFM2). biases:
     whether the convolution and its projections have biases.
@@ -184,11 +187,11 @@ STATE_TOKENS = 16  # a state is written after every so many tokens, as a block o
 
 @dataclass(frozen=True)
 class StateShape:
-    """The sizes of what a cache keeps for a recurrent layer: states, and inputs of tokens that are in no state yet.
+    """The sizes of what a cache keeps for a recurrent layer: states, and inputs of the tokens after the last state.
 
-    conv: how many inputs a convolution reads, the token's own included. width, num_gates: how many numbers of a token's
-    input are convolved, and how many are not. heads, key_dim, value_dim: the sizes of a state; 0 = there is no state,
-    and only the last inputs are kept.
+    conv: the number of inputs that a convolution reads, the token's own included. width, num_gates: how many numbers of
+    a token's input are convolved, and how many are not. heads, key_dim, value_dim: the sizes of a state; 0 = there is
+    no state, and only the last inputs are kept.
     """
 
     conv: int
@@ -214,8 +217,8 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 class Mlp:
     """A feed-forward part of inner width `size`: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
 
-    down: whether there is a last matrix. Without this matrix and without a gate, the part is act(up(x)), and `size` is
-    the width of a row.
+    down: whether there is a last matrix. Without this matrix and without a gate, the output is act(up(x)), and `size`
+    is the width of its rows.
     """
 
     size: int
@@ -229,12 +232,12 @@ class Mlp:
 class Experts:
     """A mixture of `num` feed-forward experts; each row runs through `chosen` of them (Shazeer et al. 2017, eq. 1).
 
-    shared: an expert that every row runs through. shared_gate: whether its output is weighted by a sigmoid.
-    reads_stream: whether the router reads rows before the norm that comes before the experts. router_norm: the norm of
-    the router's input. score_scale: the factor of the router's outputs; `score` then turns them into scores. normalise:
-    whether the chosen scores are divided by their sum plus sum_eps. scale: the factor of the resulting shares.
-    choice_bias: whether a stored number is added to each score, for the choice of experts only. scaled: whether each
-    expert's share is also multiplied by a stored number.
+    shared: an expert that every row runs through. shared_gate: whether the shared expert's output is weighted by a
+    sigmoid. reads_stream: whether the router reads rows as they are before the norm of the experts' input. router_norm:
+    the norm of the router's input. score_scale: the factor of the router's outputs; `score` then turns them into
+    scores. normalise: whether the chosen scores are divided by their sum plus sum_eps. scale: the factor of the
+    resulting shares. choice_bias: whether a stored number is added to each score, for the choice of experts only.
+    scaled: whether each expert's share is also multiplied by a stored number.
     """
 
     num: int
@@ -258,7 +261,7 @@ class Experts:
 class LayerInput:
     """A second input of a block beside the residual stream (Gemma 3n, Gemma 4): `size` numbers for each token.
 
-    They are (sqrt(size) e + norm(p / sqrt(hidden size))) / sqrt(2), where e is the token's row of an embedding that
+    These numbers are (sqrt(size) e + norm(p / sqrt(hidden size))) / sqrt(2). e is the token's row of an embedding that
     belongs to the block, and p is a projection of the token's embedding. After its feed-forward part, a block adds
     norm(up(act(gate(x)) * inputs)) to the stream. norm: the kind of both norms in these formulas.
     """
@@ -272,11 +275,12 @@ class LayerInput:
 class Block:
     """One layer: attention or a recurrence, then a feed-forward part, experts, both or neither.
 
-    pre_*, post_*: the norms before and after a part. Where experts run beside a feed-forward part, the latter has the
-    norms pre_mlp and post_dense, the experts have pre_experts and post_experts, and the sum of both has post_mlp.
-    norm_at: whether post-norms apply to a branch before it is added, or to the sum. parallel: whether both parts read
-    the same rows. branch_scale: the factor of what a part adds. out_scale: whether the block's output is multiplied by
-    a stored number. per_layer_input: the input that the block reads beside the residual stream.
+    pre_*, post_*: the norms before and after a part. Where experts run beside a feed-forward part, the feed-forward
+    part has the norms pre_mlp and post_dense, the experts have pre_experts and post_experts, and the sum of both has
+    post_mlp. norm_at: whether a post-norm applies to a part's output before it is added to the stream, or to the sum.
+    parallel: whether both parts read the same rows. branch_scale: the factor of a part's output. out_scale: whether the
+    block's output is multiplied by a stored number. per_layer_input: the input that the block reads beside the residual
+    stream.
     """
 
     pre_attention: Norm | None = None
@@ -301,8 +305,8 @@ class Block:
 class Positions:
     """An embedding of each position, added to the token's embedding. offset: the index of the row for position 0.
 
-    kind: learned, or sinusoidal: first sines, then cosines, of positions times falling frequencies (Vaswani et al.
-    2017, 3.5).
+    kind: "learned", or "sinusoidal": the sines and then the cosines of positions times falling frequencies (Vaswani et
+    al. 2017, 3.5).
     """
 
     num: int
@@ -316,21 +320,22 @@ class Features:
 
     They are made from hidden states of the target, and after drafted tokens from the head's own hidden states.
 
-    num_ids: rows of the embedding, which is the target's. num, size: how many hidden states of the target are read for
-    a token, and their width. joined: whether a matrix turns these hidden states into features; if not, there is one
-    hidden state, and it is the feature as it is. act: None, or features are fc(rows) + act(fc_act(rows)) instead of
-    fc(rows). row_norms: whether each hidden state has a norm before that. whole_norm: whether all hidden states side by
-    side have one. side_norms: whether embedding and features have norms.
+    num_ids: the number of input ids, which are the target's ids. num: the number of the target's hidden states that are
+    read for a token. size: the width of these hidden states. joined: whether a matrix turns these hidden states into
+    features; if not, there is one hidden state, and it is used as the features. act: the activation with which features
+    are fc(rows) + act(fc_act(rows)); None = they are fc(rows). row_norms: whether each hidden state has a norm before
+    the matrix. whole_norm: whether all hidden states of a token, side by side, have a common norm. side_norms: whether
+    the embedding and the features have a norm each.
 
     input: how the residual stream begins. "product": with a matrix product of embedding and features. "read": with the
     features; the first block's attention reads embedding and features in place of the stream. "features": with the
     features alone. "context": with the embedding alone; every block also keeps keys and values of earlier tokens'
     features, after context_norm. normed_stream: for "read", whether the stream begins with the normed features.
 
-    feeds: the features of the next step. "stream": the residual stream. "normed": the rows after the final norm.
-    "projected": these rows times a matrix that makes them as wide as the target's. eps: the eps of all other norms,
-    which are RMS norms. largest: the limit to which the target's hidden states are clipped, because an infinity would
-    turn all later values into NaN.
+    feeds: the head's hidden states that are the features of the next step. "stream": the residual stream. "normed": the
+    rows after the final norm. "projected": these rows times a matrix that makes them as wide as the target's. eps: the
+    eps of row_norms, whole_norm and side_norms, which are RMS norms. largest: the limit to which the target's hidden
+    states are clipped, because an infinity would turn all later values into NaN.
     """
 
     num_ids: int
@@ -355,12 +360,13 @@ class Features:
 class Spec:
     """A whole model: everything that decides what the model computes.
 
-    model_type: the name of the family's file. max_positions: the most tokens of a text. head: whether there is an LM
-    head. tied: whether the LM head is the embedding. embed_scale: the factor of embeddings, rounded to the compute type
-    as in published code. positions: position embeddings, which are added to the token embeddings; rotary ones are in
-    the blocks. logit_softcap: c, with which logits become c tanh(logit / c). logit_scale: the factor of logits.
-    encoder: the encoder of an encoder-decoder; it has no LM head, and shares the decoder's token embedding unless the
-    encoder's spec has own_embedding. next_tokens: the blocks that guess further tokens (MTP).
+    model_type: the name of the family's file. max_positions: the largest number of tokens in a text. head: whether
+    there is an LM head. tied: whether the LM head is the embedding. embed_scale: the factor of embeddings, rounded to
+    the compute type as in published code. positions: position embeddings, which are added to the token embeddings;
+    rotary embeddings are in the blocks. logit_softcap: the number c with which logits become c tanh(logit / c).
+    logit_scale: the factor of logits. encoder: the encoder of an encoder-decoder; it has no LM head, and shares the
+    decoder's token embedding unless the encoder's spec has own_embedding. next_tokens: the blocks that guess further
+    tokens (MTP).
 
     features: the features that a trained head reads. The input ids of such a head are the target's, and its vocabulary
     is the ids that it drafts. It uses the target's embedding unless it has own_embedding, and the target's LM head
@@ -406,17 +412,17 @@ class Spec:
 
     @property
     def has_experts(self) -> bool:
-        """Whether rows choose experts in some block."""
+        """Whether some block has a mixture of experts."""
         return any(block.experts is not None for block in self.blocks)
 
     @property
     def has_windows(self) -> bool:
-        """Whether a block sees no further than a window."""
+        """Whether the attention of some block has a window."""
         return any(block.attention is not None and block.attention.window is not None for block in self.blocks)
 
     @property
     def has_states(self) -> bool:
-        """Whether a block keeps a state in place of keys and values."""
+        """Whether some block keeps a state in place of keys and values."""
         return any(block.recurrence is not None for block in self.blocks)
 
     @property
@@ -452,7 +458,7 @@ class Spec:
     def only(self, layers: Seq[int]) -> Spec:
         """Return the spec with these layers alone, ascending.
 
-        A layer that reads the keys and values of a layer left out gets keys and values of its own.
+        A layer may read the keys and values of a layer that is left out. It then gets keys and values of its own.
         """
         place = {layer: i for i, layer in enumerate(layers)}
 
@@ -466,7 +472,7 @@ class Spec:
 
     @property
     def layer_input(self) -> LayerInput | None:
-        """The second input that blocks read; None where no block does. Raises UnsupportedModel if blocks differ."""
+        """The second input of all blocks; None where they have none. Raises UnsupportedModel where blocks differ."""
         inputs = {block.per_layer_input for block in self.blocks}
         if len(inputs) > 1:
             raise UnsupportedModel(f"model_type={self.model_type!r} has blocks that read different inputs of their own")
@@ -474,7 +480,7 @@ class Spec:
 
 
 def _cached_windows(found: Seq[Attention | None]) -> tuple[int | None, ...]:
-    """Return how far back the keys of each layer are read, by that layer or another one; None = to the beginning."""
+    """Return how far back each layer's keys are read, by that layer or by another one; None = to the beginning."""
     windows = [None if a is None or a.sees != "past" else a.window for a in found]
     for a, window in zip(found, list(windows), strict=True):
         if a is not None and a.shares_kv_of is not None:
@@ -486,9 +492,9 @@ def _cached_windows(found: Seq[Attention | None]) -> tuple[int | None, ...]:
 def reaching(spec: Spec, num_tokens: int | None) -> Spec:
     """Return the spec for texts of at most `num_tokens` tokens; None = as many as longrope's short factors serve.
 
-    Published code takes longrope's short factors until a text is longer than the texts of training. Then it takes the
-    long factors, and computes the whole text again. Here a model has one list of factors for all texts, because the
-    bits of a row may not depend on the tokens that follow it. The list is the short one where no text can be longer
+    Published code uses longrope's short factors until a text is longer than the texts of training. Then it uses the
+    long factors, and computes the whole text again. forerun uses one list of factors for all texts of a model, because
+    the bits of a row may not depend on the tokens that follow it. The list is the short one where no text can be longer
     than the texts of training, else the long one.
     """
     lengths = {rope.original_max_positions for rope in _ropes(spec) if rope.kind == "longrope"}
@@ -526,12 +532,12 @@ ITEMSIZES = {
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one number of a type, named as in torch, safetensors and config.json."""
+    """Return the bytes of one number of a dtype. The dtype is named as in torch, safetensors and config.json."""
     return ITEMSIZES[dtype]
 
 
 def inputs_of(dtype: str) -> str:
-    """Return the type of recurrent layers' inputs in a cache of type `dtype`: only keys and values can be in 8 bits."""
+    """Return the dtype of recurrent layers' inputs in a cache of this dtype. Only keys and values can be in 8 bits."""
     return "bfloat16" if dtype == "int8" else dtype
 
 
@@ -545,11 +551,11 @@ class CacheShape:
     """The sizes that decide how much cache a token takes: 2 x num_kv_heads x head_dim numbers in each kept layer.
 
     layers: the layers whose keys and values are kept, ascending; None = all. The other layers do not run, or read the
-    keys and values of a kept layer. sizes: num_kv_heads and head_dim of each layer, where layers differ; the two fields
-    of these names are then the largest. windows: how many positions a row sees in each layer, its own included; None in
-    place of a number = all positions, None in place of the tuple = all positions in every layer. refined_keys: whether
-    keys in 8 bits have second codes where a bias makes some dimensions large, see kv/rounded.py. states: the recurrent
-    layers, ascending, with the shapes of their states.
+    keys and values of a kept layer. sizes: num_kv_heads and head_dim of each layer, where layers differ; the fields
+    num_kv_heads and head_dim are then the largest. windows: for each layer, the number of positions that a row sees,
+    its own included; None in place of a number = all positions, None in place of the tuple = all positions in every
+    layer. refined_keys: whether keys in 8 bits have second codes where a bias makes some dimensions large
+    (kv/rounded.py). states: the recurrent layers, ascending, with the shapes of their states.
     """
 
     num_layers: int
@@ -579,7 +585,7 @@ class CacheShape:
         return range(self.num_layers) if self.layers is None else self.layers
 
     def size_of(self, layer: int) -> tuple[int, int]:
-        """Return the number of key and value heads of a layer, and their size."""
+        """Return the number of a layer's key and value heads, and the width of a head."""
         return (self.num_kv_heads, self.head_dim) if self.sizes is None else self.sizes[layer]
 
     def only(self, layers: Iterable[int]) -> CacheShape:
@@ -589,11 +595,11 @@ class CacheShape:
         return replace(self, layers=tuple(layer for layer in layers if layer in self.kept), states=states)
 
     def state_bytes(self, dtype: str) -> int:
-        """Return the bytes of one state over all recurrent layers, for a cache of this type."""
+        """Return the bytes of one state over all recurrent layers, in a cache of this dtype."""
         return sum(shape.state_bytes(inputs_of(dtype)) for _, shape in self.states)
 
     def input_bytes(self, dtype: str) -> int:
-        """Return the bytes of the inputs of one token over all recurrent layers, for a cache of this type."""
+        """Return the bytes of one token's inputs over all recurrent layers, in a cache of this dtype."""
         return sum(shape.input_bytes(inputs_of(dtype)) for _, shape in self.states)
 
     def bytes_per_token(self, dtype: str, kind: int | None = None) -> int:
@@ -602,7 +608,7 @@ class CacheShape:
         return itemsize(dtype) * sum(self.size_of(layer)[0] * sum(self.widths_of(layer, dtype)) for layer in layers)
 
     def widths_of(self, layer: int, dtype: str) -> tuple[int, int]:
-        """Return how many numbers of this type a key head and a value head take; in 8 bits, scales are included."""
+        """Return how many numbers of this dtype a key head and a value head take. In 8 bits, scales are included."""
         dim = self.size_of(layer)[1]
         if dtype != "int8":
             return dim, dim
@@ -610,7 +616,10 @@ class CacheShape:
         return key_dim + 2 * -(-key_dim // KEY_GROUP), dim + 2 * -(-dim // VALUE_GROUP)
 
     def within(self, num_tokens: int) -> CacheShape:
-        """Return the cache shape for texts of at most `num_tokens` tokens. Windows of at least that are dropped."""
+        """Return the cache shape for texts of at most `num_tokens` tokens.
+
+        Windows of at least `num_tokens` positions are dropped.
+        """
         if self.windows is None:
             return self
         windows = tuple(None if window is None or window >= num_tokens else window for window in self.windows)
@@ -621,8 +630,8 @@ class CacheShape:
 class Weight:
     """One stored tensor of a spec, under the name that published checkpoints usually give it.
 
-    product: a name; matrices with the same name have the same input, and may be joined. least_bits: the fewest bits to
-    which the tensor may be rounded. split: the side that tensor parallelism cuts.
+    product: the name of a matrix product; matrices of the same product have the same input, and may be joined.
+    least_bits: the fewest bits to which the tensor may be rounded. split: the side that tensor parallelism cuts.
     """
 
     name: str
@@ -675,7 +684,7 @@ def weights(spec: Spec) -> list[Weight]:
 
 
 def _features(features: Features, hidden: int) -> Iterator[Weight]:
-    """Yield the tensors that a head has before its first block."""
+    """Yield the tensors of a head that are used before its first block."""
     whole = features.num * features.size
     if features.row_norms:
         yield from (Weight(f"fc_norm.{i}.weight", (features.size,), "vector") for i in range(features.num))
@@ -695,15 +704,18 @@ def _features(features: Features, hidden: int) -> Iterator[Weight]:
 
 
 def missing_keys(spec: Spec, layers: Seq[int]) -> dict[int, int]:
-    """Map each layer in `layers` that reads the keys of a layer outside `layers` to that layer."""
+    """Map each layer that lacks its keys to the layer that has them.
+
+    The first is a layer in `layers`. It reads the keys of the second, which is not in `layers`.
+    """
     sources = {i: a.shares_kv_of for i in layers if (a := spec.blocks[i].attention) is not None}
     return {i: other for i, other in sources.items() if other is not None and other not in layers}
 
 
 def read_share(spec: Spec, name: str) -> float:
-    """Return the share of a weight or a product that a pass over one row reads on average: 1, or an expert's share.
+    """Return the average share of a weight or a product that a pass over one row reads.
 
-    An embedding that is only looked up has share 0.
+    The share is 1, or chosen / num for experts. An embedding that is only looked up has share 0.
     """
     if name in (LAYER_EMBEDDING, LAYER_PRODUCTS[0]):
         return 0.0
@@ -720,7 +732,7 @@ def of_encoder(name: str) -> str:
 def block_weights(block: Block, hidden: int, at: str) -> list[Weight]:
     """Return the tensors of one block of hidden size `hidden`; their names begin with `at`.
 
-    Norms of rows come first, then matrices, then everything small. Random weights are drawn in this order, so another
+    Norms of rows come first, then matrices, then all other tensors. Random weights are drawn in this order, so another
     order would make another model from the same seed.
     """
     tensors: list[Weight] = []
@@ -761,7 +773,7 @@ def pre_mlp_name(block: Block) -> str:
 
 
 def beside_norms(block: Block) -> dict[str, Norm | None]:
-    """Return, by name, the norms of experts that run beside a feed-forward part, and the post-norm of that part."""
+    """Return, by name, the norms of experts that run beside a feed-forward part, and the post-norm of this part."""
     return {
         "post_feedforward_layernorm_1": block.post_dense,
         "pre_feedforward_layernorm_2": block.pre_experts,
@@ -886,8 +898,8 @@ def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
 class Plain:
     """A decoder like Llama, given by the numbers of its config.json. Its blocks differ only in their windows.
 
-    This is a short way to write such a spec, and to read one. windows: the window of each block; () = no block has one.
-    qk_norm: whether queries and keys have norms, over each head.
+    This is a short form for writing and reading such a spec. windows: the window of each block; () = no block has a
+    window. qk_norm: whether queries and keys have norms, over each head.
     """
 
     model_type: str
@@ -935,7 +947,10 @@ class Plain:
 
     @classmethod
     def of(cls, spec: Spec) -> Plain:
-        """Read the spec of a model like Llama. Raises UnsupportedModel for others, naming what Llama does not have."""
+        """Read the spec of a model like Llama.
+
+        Raises UnsupportedModel for any other spec. The message names what Llama does not have.
+        """
         norm = spec.final_norm or Norm()
         first = Block(norm, Attention(1, 1, 2, rope=Rope()), pre_mlp=norm, mlp=Mlp(1))  # where there is no block
         first = spec.blocks[0] if spec.blocks else first
@@ -973,7 +988,10 @@ def resized(spec: Spec, **sizes: Any) -> Spec:
 
 
 def difference(a: Any, b: Any, at: str = "") -> str | None:
-    """Return the first field in which two specs, or parts of them, differ, with b's value; None if they are equal."""
+    """Return the first field in which two specs, or parts of specs, differ; None if they are equal.
+
+    The result has the field's path and its value in `b`.
+    """
     if a == b:
         return None
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
