@@ -1,10 +1,10 @@
 """The registry of methods: finds them by name, makes their options, and tells what would work for an unknown name.
 
-The methods of one kind are the files of a package, their room; a scan of the package's folder finds them.
-`name:option=value,...` becomes the validated Options of a method. A field of an Options dataclass carries
-`metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). For an option's name in another engine, the
-error message gives the name here: data/peers.json is the table, docs/coming-from.md shows it, and a test compares the
-two. Nothing here imports numpy.
+The methods of one kind are the files of one package, which is called their room. A scan of the package's folder finds
+the files. `name:option=value,...` becomes the validated Options of a method. A field of an Options dataclass carries
+`metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). Where a caller gives an option by its name in
+another engine, the error message gives forerun's name. These names come from data/peers.json. docs/coming-from.md shows
+them, and a test compares the two. This module does not import numpy.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ REQUIRED: Any = dataclasses.MISSING  # in the place of a default: the option mus
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """Return a field of a dataclass of options or results. help: what the field is, in words.
+    """Return a field of a dataclass of options or results. help: the meaning of the field, in words.
 
-    about: the range of the value, or of each entry where there are several (`check_range`); unit, of numbers; and how a
-    command shows the option, where that does not follow from the field (cli/signatures.py). The latter are flag,
-    aliases, takes (a type), envvar, panel (of the help text), methods (the room of the methods that it names),
-    is_written (the option names a file to write), usual (what help calls the default), and everyday (the option is
-    among those that `chat` and `lab` have).
+    about: further metadata. Some say what values are allowed: the range, which applies to each entry if there are
+    several (`check_range`), and the unit of numbers. Others say how a command shows the option, where this does not
+    follow from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the help text), methods
+    (the room of the methods that the option names), is_written (the option names a file to write), usual (the default
+    as help shows it), and everyday (`chat` and `lab` have the option).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
 
 
 def inherited(cls: type[Any], name: str, default: Any, **about: Any) -> Any:
-    """Return the option `name` of a base class with another default. about: what else differs, see `option`."""
+    """Return the option `name` of a base class with another default.
+
+    about: further metadata that differ from the base class's, as in `option`.
+    """
     return dataclasses.field(default=default, metadata={**cls.__dataclass_fields__[name].metadata, **about})
 
 
@@ -88,15 +91,18 @@ def names(package: str) -> tuple[str, ...]:
 
 @functools.cache
 def _names(folders: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Return the names of the methods in folders. Results are cached by a folder's time of change."""
+    """Return the names of the methods in folders. folders: pairs of a path and the folder's modification time.
+
+    Results are cached until a folder changes.
+    """
     files = [file for folder, _ in folders for file in Path(folder).glob("*.py") if not file.name.startswith("_")]
     return tuple(sorted(file.stem for file in files if "\nclass Options" in file.read_text(encoding="utf-8")))
 
 
 def stated(package: str, constant: str) -> dict[str, str]:
-    """Map each file or folder of a room that states a constant to the constant's value. No file is imported.
+    """Map each file or folder of a room that defines a constant to the constant's value. No file is imported.
 
-    Backends are found in this way: they are the files and folders of ops/ that state a NAME.
+    Backends are found in this way: they are the files and folders of ops/ that define a NAME.
     """
     spec = importlib.util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
@@ -119,7 +125,7 @@ def load(package: str, name: str, what: str) -> types.ModuleType:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the sentence for a name that does not exist, with the nearest name that does."""
+    """Return the error sentence for a name that does not exist, with the most similar name that exists."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_GUESSED else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -153,8 +159,8 @@ def parse_list(text: str) -> list[str]:
 def parse_specs(texts: Iterable[str]) -> list[str]:
     """Return the specs of a repeated flag. A text may hold several: 'auto,svip:h=0.3,x=2' is auto and svip:h=0.3,x=2.
 
-    A part after a comma that has an = before any colon is a further option of the spec before it. Each spec is returned
-    once.
+    Texts are split at commas. A part with an = before any colon is a further option of the spec before it. Equal specs
+    are returned once.
     """
     specs = list[str]()
     for text in texts:
@@ -167,7 +173,7 @@ def parse_specs(texts: Iterable[str]) -> list[str]:
 
 
 def _split(text: str, separator: str, whole: str) -> list[str]:
-    """Split a text at the separators outside of parentheses. whole: the text that an error shows."""
+    """Split a text at the separators outside of parentheses. whole: the text that an error message shows."""
     parts, start, depth = [], 0, 0
     for match in re.finditer(f"[(){re.escape(separator)}]", text):
         character = match[0]
@@ -227,7 +233,7 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    """Return the value in the type of its field. A text is parsed; None stays None where the hint has None."""
+    """Return the value in the type of its field. A text is parsed. None stays None where the type allows None."""
     kinds = typing.get_args(hint) or (hint,)
     kind = next(k for k in kinds if k is not type(None))
     if value is None and type(None) in kinds:
@@ -251,7 +257,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def check_fields(options: Any) -> None:
-    """Raise BadOption for a field of a dataclass whose value is outside of its range, or none of its choices.
+    """Raise BadOption for a field of a dataclass whose value is outside of the field's range or choices.
 
     The message names the field's flag. Each entry of a tuple is checked.
     """
@@ -269,7 +275,8 @@ def check_fields(options: Any) -> None:
 def check_range(value: Any, about: Mapping[str, Any], said: str, option: str | None = None) -> None:
     """Raise BadOption for a value outside of its field's range.
 
-    about: the field's metadata. said: the name and the value, with which the message begins. option: see BadOption.
+    about: the field's metadata. said: the name and the value, with which the message begins. option: the name of the
+    option, if the message begins with that name (BadOption).
     """
     low, above, high = about.get("min"), about.get("above"), about.get("max")
     if value is None or (low is None and above is None and high is None) or value in about.get("also", ()):
@@ -281,7 +288,7 @@ def check_range(value: Any, about: Mapping[str, Any], said: str, option: str | N
 
 
 def _range(value: Any, low: Any, above: Any, high: Any) -> str:
-    """Return the words for a range: an interval if a bound is excluded, or if a float has an integer as lower bound."""
+    """Return a range in words, as an interval if a bound is excluded or a float has an integer as lower bound."""
     if high is None:
         return f"at least {low}" if above is None else f"above {above}"
     if above is not None or (isinstance(value, float) and isinstance(low, int)):
@@ -300,9 +307,9 @@ _HOMES = {"prompt": "LLM.generate", "prompt_file": "forerun generate", "system":
 class PeerOption:
     """One option of another engine.
 
-    theirs: the option's spellings there. ours: its replacements here, () = there are none. Each entry is a name (of
-    EngineConfig, SamplingParams or a command's parameter), a name with the value to give, or a command. note: what
-    differs; may be empty.
+    theirs: the option's spellings in that engine. ours: what to use in forerun; () = forerun has no counterpart. Each
+    entry of ours is a name (of EngineConfig, SamplingParams or a command's parameter), a name with the value to give,
+    or a command. note: the difference between both; may be empty.
     """
 
     peer: str
@@ -325,17 +332,20 @@ def peer_options() -> list[PeerOption]:
 
 
 def peer_values() -> list[list[str]]:
-    """Return other engines' values of options that have the same name here, each as [option, pattern, answer]."""
+    """Return values that only other engines have for an option, each as [option, pattern, answer].
+
+    Options of these names exist in forerun, too.
+    """
     values: list[list[str]] = _peers()["values"]
     return values
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place where one of our options is given.
+    """The place where one of forerun's options is given.
 
-    text: the option as it is written there. home: the class or command that has the option; "" = the one to which the
-    unknown name was given.
+    text: the option as it is written at that place. home: the class or command that has the option; "" = the class or
+    command to which the unknown name was given.
     """
 
     text: str
@@ -343,16 +353,16 @@ class Place:
 
 
 def normal(spelling: str) -> str:
-    """Return `--max-model-len`, `max-model-len` and `max_model_len` in the last form; short flags like `-md` stay."""
+    """Return `--max-model-len`, `max-model-len` or `max_model_len` as `max_model_len`; short flags like `-md` stay."""
     is_short = spelling.startswith("-") and not spelling.startswith("--")
     return spelling if is_short else spelling.removeprefix("--").replace("-", "_")
 
 
 def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
-    """Say in one sentence what another engine's option is called here, or that it does not exist here.
+    """Return a sentence: what another engine's option is called in forerun, or that forerun has no such option.
 
-    Returns None where no other engine has an option of this name. find: returns the place of our option, which is given
-    as a name or as name=value. Engines with the same answer are named together.
+    Returns None where no other engine has an option of this name. find: returns the place of one of forerun's options,
+    from its name or name=value. Engines with the same answer are named together.
     """
     agreeing: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for row in peer_options():
@@ -371,9 +381,9 @@ def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
 
 
 def by_name(name: str, known: Collection[str], home: str, variable_prefix: str = "") -> str | None:
-    """Return the answer to an unknown keyword or key; None where no other engine has it.
+    """Return the answer to an unknown keyword or key; None where no other engine has an option of this name.
 
-    known: the names that are possible in the place where it was given; our other names belong to `home`.
+    known: the names that are possible where the unknown name was given. Forerun's other names belong to `home`.
     variable_prefix: the prefix of environment variables, which are written in capitals.
     """
 
@@ -388,7 +398,7 @@ def by_name(name: str, known: Collection[str], home: str, variable_prefix: str =
 
 
 def by_value(name: str, value: str) -> str | None:
-    """Return the answer to an option's value that only other engines have; None where no engine has it."""
+    """Return the error message for an option's value that only other engines have; None where no engine has it."""
     for option, pattern, text in peer_values():
         if option == name and re.fullmatch(pattern, value, re.IGNORECASE):
             return f"{name}={shown(value)} is not possible: {text.format(value=value)}"
