@@ -56,7 +56,7 @@ class Quantization:
 
     @classmethod
     def parse(cls, text: str) -> Quantization:
-        """Read int8 or int4, which :group=N and :again may follow. Raises BadOption."""
+        """Parse int8 or int4, optionally followed by :group=N and :again. Raises BadOption for any other text."""
         match = re.fullmatch(r"int([48])(?::group=(\d{1,4}))?(:again)?", text)
         if match is None or (match[2] is not None and int(match[2]) not in GROUPS[int(match[1])]):
             raise BadOption(
@@ -264,7 +264,7 @@ class EngineConfig:
 
     @property
     def longest_draft(self) -> int:
-        """The most tokens drafted per step. Memory is planned for so many; a request may still ask for more."""
+        """The number of drafted tokens per step for which memory is planned. A request may still ask for more."""
         return self.spec_length or (AUTO_SPEC_LENGTH if self.pacing_spec.startswith("auto") else DEFAULT_SPEC_LENGTH)
 
     @property
@@ -297,7 +297,7 @@ class EngineConfig:
     def from_sources(
         cls, flags: Mapping[str, Any], config_file: str | None = None, usual: Mapping[str, Any] | None = None
     ) -> EngineConfig:
-        """Merge flags (None = not given), FORERUN_* variables, a file, `usual` and the defaults; earlier ones win.
+        """Merge flags (None = not given), FORERUN_* variables, a file, `usual` and the defaults; earlier sources win.
 
         usual: a command's own defaults for some options. The file is TOML, or JSON where its name ends in .json.
         Without `config_file`, FORERUN_CONFIG names the file.
@@ -317,11 +317,12 @@ class EngineConfig:
     def several(
         cls, targets: Seq[str], flags: Mapping[str, Any], config_file: str | None = None
     ) -> list[EngineConfig | tuple[str, EngineConfig]]:
-        """Make one configuration per engine; see `from_sources`.
+        """Make one configuration per engine, from the sources of `from_sources`.
 
-        There is an engine for each of `targets`, or for each table [models.NAME] of the file; an engine of a table is
-        returned with its name. The rest of the file holds for all engines, and a table overrides it. Without targets
-        and tables there is one engine, and other sources name its target. Raises BadOption and NotFound.
+        There is an engine for each of `targets`, or for each table [models.NAME] of the file. The result for a table is
+        a pair: NAME and the configuration. The rest of the file holds for all engines, and a table overrides it.
+        Without targets and tables there is one engine, and other sources name its target. Raises BadOption and
+        NotFound.
         """
         given, file, variables = _read_sources(flags, config_file)
         models = _models_of(file)
@@ -346,7 +347,7 @@ class EngineConfig:
 
     @classmethod
     def _merged(cls, sources: Seq[Mapping[str, Any]]) -> EngineConfig:
-        """Merge sources; later ones override earlier ones."""
+        """Merge sources. Later sources override earlier sources."""
         merged, needs_draft = dict[str, Any](), False
         for source in sources:
             values = _resolve_aliases(source)
@@ -421,10 +422,11 @@ _METHOD_OPTIONS = {  # by our name of a method: vLLM's name of each option, and 
 
 
 def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one source's options, with draft_model, num_speculative_tokens and speculative_config turned into ours.
+    """Return one source's options under forerun's names.
 
-    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft. Other
-    engines' options that have only one possible value here are checked and taken out.
+    draft_model, num_speculative_tokens and speculative_config are replaced by forerun's options.
+    use_speculative_decoding=False becomes draft="none"; True is kept, because another source may name the draft. Some
+    options of other engines have only one possible value in forerun. They are checked and removed.
     """
     may_be_none = {"draft", "speculative_config", *_ALIASES, *_AS_IT_IS}
     given = {k: v for k, v in options.items() if v is not None or k not in may_be_none}
@@ -452,9 +454,10 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(config: Any) -> dict[str, Any]:
-    """Return speculative_config as options. The option `draft` is its model, or its method where it names no model.
+    """Return speculative_config as options. Raises BadOption.
 
-    vLLM's options of the methods lookup and suffix become options of the drafter. Raises BadOption.
+    The option `draft` is the config's model, or its method where it names no model. vLLM's options of the methods
+    lookup and suffix become options of the drafter.
     """
     if not isinstance(config, Mapping):
         raise BadOption(f"speculative_config={shown(config)} is not possible: it must be a dictionary")
@@ -477,7 +480,7 @@ def _flatten(config: Any) -> dict[str, Any]:
 
 
 def _with_own_options(method: str, options: dict[str, Any]) -> str:
-    """Return the spec of a method with its options, which are taken out of `options`; min_n without max_n sets both."""
+    """Return the spec of a method with its options, and remove these from `options`. min_n without max_n sets both."""
     given = {ours: options.pop(theirs) for theirs, ours in _METHOD_OPTIONS[method].items() if theirs in options}
     if "min_n" in given:
         given = {"max_n": given["min_n"], **given}
@@ -495,7 +498,7 @@ def _set(options: dict[str, Any], name: str, value: Any, alias: str) -> None:
 def _read_sources(
     flags: Mapping[str, Any], config_file: str | None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """Return three sources: the given flags, the file and the variables."""
+    """Return three sources: the given flags, the config file and the environment variables."""
     variables = _read_environment()
     file = variables.pop("config", None) if config_file is None else config_file
     given = {k: v for k, v in flags.items() if v is not None}
@@ -503,7 +506,10 @@ def _read_sources(
 
 
 def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the tables [models.NAME] of a file; None where it has none. Raises BadOption for anything else."""
+    """Return the tables [models.NAME] of a file; None where the file has no `models`.
+
+    Raises BadOption where `models` is anything but such tables, or where a table has no target.
+    """
     if _MODELS not in file:
         return None
     models: Any = file[_MODELS]
@@ -520,7 +526,7 @@ def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | Non
 
 
 def _read_environment() -> dict[str, Any]:
-    """Return the FORERUN_* variables by option name. Raises BadOption for a variable that nothing here reads."""
+    """Return the FORERUN_* variables by option name. Raises BadOption for one that forerun does not know."""
     known = [*EngineConfig.__dataclass_fields__, *_ALIASES, *_AS_IT_IS, _USE, "config"]
     names = {f"FORERUN_{name.upper()}": name for name in known}
     allowed = [*names, *VARIABLES, *COMMAND_VARIABLES]
