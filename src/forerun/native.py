@@ -1,7 +1,7 @@
 """The native extension, or the reason why there is none, and its number of threads.
 
-No other file imports forerun._native. Environment variables that are read here: FORERUN_ISA, FORERUN_NUM_THREADS and
-FORERUN_CACHE_DIR. A further one, FORERUN_REQUIRE_NATIVE, is read when forerun is installed (pyproject.toml).
+No other file imports forerun._native. This module reads the environment variables FORERUN_ISA, FORERUN_NUM_THREADS and
+FORERUN_CACHE_DIR. A further variable, FORERUN_REQUIRE_NATIVE, is read when forerun is installed (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SOURCES = {".cpp", ".h", ".inc"}
 
 
 def needs_torch(what: str, extra: str = "torch") -> str:
-    """Return the error message for a feature that needs torch, where torch is missing. what: the feature."""
+    """Return the error message that a feature needs torch, and how to install torch. what: the feature."""
     command = pip(f"install '.[{extra}]'")
     return f"{what} needs torch: {command} in the folder of forerun's sources"
 
 
 def torch_version() -> str | None:
-    """Return the version of the installed torch, without importing it; None where there is none."""
+    """Return the version of the installed torch, without importing it; None where torch is not installed."""
     from importlib import metadata  # whose own imports take time, and most commands say nothing of torch
 
     try:
@@ -50,7 +50,7 @@ def torch_version() -> str | None:
 
 
 def extension() -> Any:
-    """Return the module forerun._native; None where there is none (`why_not` says why)."""
+    """Return the module forerun._native; None where it is missing (`why_not` returns the reason)."""
     return _load()[0]
 
 
@@ -92,8 +92,8 @@ def available_isas() -> list[str]:
 def known_isas() -> dict[str, str]:
     """Map the instruction sets that kernels were compiled for, best first, to the features that a processor needs.
 
-    The features of a set are one text, separated by spaces. The last set is portable C++ and needs none. Empty without
-    the extension.
+    The features of a set are one text, separated by spaces. The last set is portable C++ and needs no features. Empty
+    where there is no extension.
     """
     module = extension()
     return {} if module is None else dict(module.known_isas())
@@ -111,7 +111,7 @@ def processor_name(root: Path = Path("/")) -> str:
 
 
 def has_card(root: Path = Path("/")) -> bool:
-    """Return whether a driver of CUDA devices has made its device file. To ask torch instead would take a second."""
+    """Return whether a driver of CUDA devices has made its device file. Asking torch would take a second."""
     return any((root / "dev" / name).exists() for name in ("nvidiactl", "dxg"))  # the second under WSL
 
 
@@ -133,7 +133,10 @@ def why_not() -> str | None:
 
 
 def source_hash(folder: Path) -> str:
-    """Return the SHA-256 over all files of the extension, which csrc/CMakeLists.txt writes into it."""
+    """Return the SHA-256 over all source files of the extension.
+
+    csrc/CMakeLists.txt writes this hash into the extension.
+    """
     paths = [path for path in folder.rglob("*") if path.suffix in _SOURCES or path.name == "CMakeLists.txt"]
     names = sorted(path.relative_to(folder).as_posix() for path in paths)
     listing = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()} {name}\n" for name in names)
@@ -142,7 +145,11 @@ def source_hash(folder: Path) -> str:
 
 @cache
 def _load() -> tuple[Any, str | None]:
-    """Return the module and None, or None and the dynamic linker's message about a file that exists."""
+    """Return the extension, and the error of loading it. One of both is None, or both are.
+
+    The error is the dynamic linker's message where a file exists but cannot be loaded. Where there is no file, both are
+    None.
+    """
     try:
         return importlib.import_module("forerun._native"), None
     except ImportError as error:
@@ -158,7 +165,7 @@ def _why_stale(module: Any) -> str | None:
 
 
 def _checkout() -> Path | None:
-    """Return the folder that contains csrc/ where this package is run from its sources, else None."""
+    """Return the folder that contains csrc/; None where this package is not run from its sources."""
     root = PACKAGE.parents[1]
     return root if (root / "csrc" / "CMakeLists.txt").is_file() else None
 
@@ -258,7 +265,7 @@ def _quotas(root: Path) -> Iterator[float]:
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
     """Yield the folder of each control group of this process, outermost first, and its version (1 or 2).
 
-    controller: "cpu" or "memory". A folder need not exist.
+    controller: "cpu" or "memory". The folders need not exist.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -271,7 +278,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
 
 
 def _field(name: str, root: Path) -> str:
-    """Return the value of the first line of /proc/cpuinfo with this name; empty without such a line."""
+    """Return the value of the first line of /proc/cpuinfo with this name; "" where there is no such line."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
