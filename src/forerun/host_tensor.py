@@ -77,23 +77,23 @@ class HostTensor:
 
     @classmethod
     def joined(cls, parts: Seq[HostTensor], axis: int = 0) -> HostTensor:
-        """Return tensors of one type side by side along an axis."""
+        """Return tensors of one type joined along an axis."""
         (dtype,) = {part.dtype for part in parts}
         return parts[0] if len(parts) == 1 else cls(np.concatenate([part.values for part in parts], axis), dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes of all dimensions."""
+        """The sizes of all dimensions."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """Return the number of dimensions."""
+        """The number of dimensions."""
         return self.values.ndim
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all numbers."""
+        """The bytes of all numbers."""
         return self.values.nbytes
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class HostTensor:
 
     @property
     def T(self) -> HostTensor:  # noqa: N802 - numpy's word
-        """Return a view with the dimensions in reverse order."""
+        """A view with the dimensions in reverse order."""
         return replace(self, values=self.values.T)
 
     def reshape(self, *shape: int) -> HostTensor:
@@ -113,7 +113,7 @@ class HostTensor:
         return replace(self, values=self.values.reshape(shape))
 
     def contiguous(self) -> HostTensor:
-        """Return a tensor with the numbers back to back in memory: the tensor itself if they are so already."""
+        """Return a tensor with the numbers back to back in memory; the tensor itself where they are so already."""
         return self if self.values.flags.c_contiguous else replace(self, values=np.ascontiguousarray(self.values))
 
     def copy(self) -> HostTensor:
@@ -123,9 +123,10 @@ class HostTensor:
         return copied
 
     def to(self, dtype: str) -> HostTensor:
-        """Return the numbers in another type, rounded to nearest, ties to even; the tensor itself if it has the type.
+        """Return the numbers in another type. Returns the tensor itself if it has the type.
 
-        Narrower floats are rounded from float32. Integers are converted by numpy.
+        Floats are rounded to nearest, ties to even; narrower types are rounded from float32. Integers are converted by
+        numpy.
         """
         if dtype == self.dtype:
             return self
@@ -155,7 +156,10 @@ class HostTensor:
 
 
 def empty(shape: Seq[int], dtype: npt.DTypeLike) -> Array:
-    """Return an array that is not written yet. A large one lies in memory of the extension. Raises MemoryError."""
+    """Return an array that is not written yet. Raises MemoryError.
+
+    Where there is an extension, a large array lies in the extension's memory.
+    """
     held, extension = np.dtype(dtype), native.extension()
     num_bytes = math.prod(shape) * held.itemsize
     if extension is None or num_bytes < ALIGNED_BYTES:
@@ -173,7 +177,10 @@ def address(values: Array | None) -> int:
 
 
 def _converted(tensor: HostTensor, dtype: str) -> Array:
-    """Return floats as another type of floats, converted by the kernels where there are any. numpy gives equal bits."""
+    """Return floats as another type of floats.
+
+    Kernels convert them where there are kernels, else numpy. Both give the same bits.
+    """
     if dtype == "float8_e4m3fn":
         raise InternalError("numbers are not rounded to floats of 8 bits")
     if native.isa() == "reference":
