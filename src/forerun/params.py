@@ -33,7 +33,7 @@ def _integer(value: Any) -> int:
 
 
 def _wide(value: Any) -> int:
-    """Return an integer that native code can take. Raises OverflowError for a wider one."""
+    """Return an integer of at most 64 bits, as native code takes it. Raises OverflowError for a wider integer."""
     number = _integer(value)
     if not -(2**63) <= number < 2**63:
         raise OverflowError
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 class Kind:
     """The kind of value that a field takes.
 
-    convert: turns a value into plain Python. what: the words for what the value must be.
+    convert: turns a value into plain Python. what: the words that say what the value must be.
     """
 
     convert: Callable[[Any], Any]
@@ -114,11 +114,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Thinking:
-    """A limit of reasoning, which a chat gives in place of a grammar. Its tokens are counted; it needs no rules.
+    """A limit on the number of reasoning tokens. A chat gives it in place of a grammar.
 
-    opening: the ids that begin the reasoning; () where the prompt has begun it. closing: the id that ends it. most: how
-    many tokens may stand between them. rules: a grammar for the output from the closing id on, and for an output
-    without reasoning; "" = any text.
+    The tokens are counted, and no grammar rules are needed for that. opening: the ids that begin the reasoning; ()
+    where the prompt has begun it. closing: the id that ends the reasoning. most: the largest number of tokens between
+    opening and closing. rules: a grammar for the output from the closing id on, and for an output without reasoning; ""
+    = any text.
     """
 
     opening: tuple[int, ...]
@@ -533,7 +534,7 @@ class SamplingParams:
     def constraint(self) -> tuple[str, str] | None:
         """The grammar that the output must follow, as its kind and its text; None where the output may be any text.
 
-        The kind is the name of the field; for JSON, a colon and the kind of white space follow the name.
+        The kind is the name of the field, such as regex. For JSON, a colon and the kind of white space follow the name.
         """
         if self.json_schema is not None:
             return f"json_schema:{self.json_whitespace}", str(self.json_schema)
@@ -549,7 +550,7 @@ class SamplingParams:
 
     @property
     def thinking(self) -> Thinking | None:
-        """The limit of the request's reasoning; the grammar holds after the reasoning. None where there is no limit."""
+        """The limit of the request's reasoning; None where there is no limit. A grammar applies after reasoning."""
         return self.grammar if isinstance(self.grammar, Thinking) else None
 
     @property
@@ -559,7 +560,7 @@ class SamplingParams:
 
     @property
     def searches(self) -> bool:
-        """True where the output comes from a beam search: several beams, or one with draft_beams given."""
+        """True where the output comes from a beam search: several beams, or a single beam with draft_beams given."""
         return self.num_beams > 1 or self.draft_beams is not None
 
 
@@ -573,7 +574,7 @@ def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a JSON schema that restrict a text.
 
     Formats that JSON Schema does not define are left out, and so are maxima that no text reaches. A minimum that no
-    text reaches becomes NO_LIMIT, so that it can still be counted.
+    text reaches becomes NO_LIMIT, because larger numbers could not be counted.
     """
     kept = dict[str, Any]()
     for key, value in schema.items():
