@@ -76,7 +76,7 @@ def echoing_json() -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """Return a caller's value as messages echo it. A value that is a text always stands in Python's quotes."""
+    """Return a caller's value as messages show it. A text always stands in Python's quotes."""
     words = _IN_PYTHON if isinstance(value, str) else _WORDS.get()
     text = " ".join(words.repr(value).splitlines())
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
@@ -97,7 +97,7 @@ class UserError(ForerunError):
 class BadOption(UserError, ValueError):
     """An option, parameter or value that cannot be honoured. It is a ValueError, too, as in other libraries.
 
-    option: the name of the option, where the message begins with that name and the value.
+    option: the name of the option, if the message begins with that name and the value.
     """
 
     def __init__(self, message: str, option: str | None = None) -> None:
@@ -128,7 +128,7 @@ class CapacityError(ForerunError):
 
 
 class InternalError(ForerunError):
-    """A broken promise of forerun's own; please report it."""
+    """A fault in forerun itself. Please report it."""
 
 
 def pip(arguments: str) -> str:
@@ -139,10 +139,11 @@ def pip(arguments: str) -> str:
 
 
 def not_installed(what: str, extra: str, package: str | None) -> BadOption:
-    """Return the error for missing packages. what: the feature that needs them. extra: its extra in pyproject.toml.
+    """Return the error for missing packages.
 
-    package: a missing package. The message names the checkout, because forerun itself is on no package index yet, and
-    anyone could take its name there.
+    what: the feature that needs the packages. extra: the extra in pyproject.toml that has them. package: a missing
+    package. The message names the checkout, because forerun itself is on no package index yet, and anyone could take
+    its name there.
     """
     return BadOption(
         f"{what} needs packages that are not here ({package}): "
