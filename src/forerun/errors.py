@@ -13,8 +13,11 @@
 Each message says what is wrong, the value, and what would work, in one sentence.
 """
 
+import errno
 import itertools
 import json
+import os
+import re
 import reprlib
 import shlex
 import shutil
@@ -23,7 +26,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))  # numbers of errors that mean: there is no room
 _SHOWN_CHARS = 120
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as libraries written in Rust end their messages
 
 
 class _Short(reprlib.Repr):
@@ -129,6 +134,21 @@ class CapacityError(ForerunError):
 
 class InternalError(ForerunError):
     """A fault in forerun itself. Please report it."""
+
+
+@contextmanager
+def raising_os_errors() -> Iterator[None]:
+    """Raise OSError where a library that writes a file hides it: tokenizers, safetensors and torch have other types."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        if (match := _OS_ERROR.search(str(error))) is None:
+            raise
+        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
 
 
 def pip(arguments: str) -> str:

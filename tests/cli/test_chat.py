@@ -17,11 +17,14 @@ from typing import Any
 import pexpect
 import pyte
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 import processes
 from forerun import LLM, SamplingParams
-from forerun.cli import conversations
+from forerun.cli import chat as chat_command, conversations
 from forerun.cli.chat import KEPT, LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
 from forerun.cli.conversations import Conversations
 from forerun.cli.page import page
@@ -154,6 +157,16 @@ def test_what_is_typed_during_an_answer_waits_for_the_prompt(terminal: Any, talk
     child.send("\x15")  # as nothing
     child.sendeof()
     child.expect(pexpect.EOF)
+
+
+def test_a_history_that_cannot_be_written_ends_no_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE_DIR", str(tmp_path))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        session = chat_command._session()
+        (tmp_path / "chat-history").unlink()
+        (tmp_path / "chat-history").mkdir()
+        session.history.append_string("hello")
+        assert session.history.get_strings() == ["hello"]
 
 
 def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -> None:

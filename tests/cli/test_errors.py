@@ -4,10 +4,14 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forerun.errors import raising_os_errors
 
 LLAMA = ("generate", "--target", "llama", "x")
 CASES = {
@@ -178,3 +182,44 @@ def test_the_same_from_a_shell(process: Any, case: str) -> None:
 
 def test_version(cli: Any) -> None:
     assert cli("--version").stdout.startswith("forerun 0.")
+
+
+# The limit on the size of files stands for a disk that is full.
+NO_ROOM = """
+import resource
+import sys
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from forerun.errors import raising_os_errors
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+numbers, path = np.zeros(1 << 16), sys.argv[1]
+for write in (
+    lambda: open(path, "wb").write(numbers.tobytes()),
+    lambda: Tokenizer(BPE({str(i): i for i in range(2000)}, [])).save(path),
+    lambda: save_file({"numbers": numbers}, path),
+    lambda: torch.save(torch.from_numpy(numbers), open(path, "wb")),
+):
+    try:
+        with raising_os_errors():
+            write()
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_no_room_is_an_os_error_in_every_library(tmp_path: Path) -> None:
+    """The command line and the caches tell these in one sentence."""
+    command = [sys.executable, "-c", NO_ROOM, str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["File too large"] * 4, done.stderr
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="something else"), raising_os_errors():
+        raise RuntimeError("something else")

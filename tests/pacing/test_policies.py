@@ -166,6 +166,14 @@ def test_the_log_has_a_line_for_each_round(tmp_path: Path):
     assert out.token_ids == plain.token_ids
 
 
+def test_a_log_on_a_full_disk_ends_in_one_sentence(caplog: pytest.LogCaptureFixture):
+    with LLM("shipped", pacing_log="/dev/full") as llm, caplog.at_level("WARNING"):
+        assert len(llm.generate("def fib(n):", SamplingParams(max_tokens=24, temperature=0))[0].token_ids) == 24
+    assert [record.getMessage() for record in caplog.records] == [
+        "pacing_log='/dev/full' ends here (No space left on device): make room there, and start again"
+    ]
+
+
 def test_a_log_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path: Path):
     with pytest.raises(BadOption, match=r"pacing_log=.* cannot be written"):
         LLM("no-such-model", pacing_log=str(tmp_path / "none" / "log"))

@@ -280,6 +280,7 @@ def test_killed_and_started_again_and_ended_twice() -> None:
             second.process.send_signal(signal.SIGINT)
             assert second.process.wait(60) == 0
             assert "ended by a second signal" in second.log
+            assert "Traceback" not in second.log
 
 
 def _ask_and_lose(url: str) -> None:

@@ -590,6 +590,11 @@ def _session() -> Any:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
 
+    class History(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a disk that fills up ends no conversation
+                super().store_string(string)
+
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -608,7 +613,7 @@ def _session() -> Any:
     return PromptSession(
         multiline=True,
         key_bindings=keys,
-        history=InMemoryHistory() if (file := _history_file()) is None else FileHistory(str(file)),
+        history=InMemoryHistory() if (file := _history_file()) is None else History(str(file)),
         prompt_continuation=MORE,
         enable_suspend=True,
         output=None if sys.stdout.isatty() else create_output(sys.stderr),

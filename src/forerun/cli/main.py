@@ -39,7 +39,7 @@ from forerun.cli.signatures import Given
 from forerun.cli.theory import theory
 from forerun.cli.train import app as train_app
 from forerun.cli.tune import tune
-from forerun.errors import BadOption, ForerunError, UserError, not_installed
+from forerun.errors import FULL, BadOption, ForerunError, UserError, not_installed
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -509,7 +509,8 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
         raise
     except OSError as error:
         about = f"{str(error.filename)!r}: " if error.filename else ""
-        return _fail(f"{about}{error.strerror or error}: name a file or folder that can be used", 2)
+        way_out = "make room there, or name" if error.errno in FULL else "name"
+        return _fail(f"{about}{error.strerror or error}: {way_out} a file or folder that can be used", 2)
     except (typer.Abort, KeyboardInterrupt):
         return ABORTED
     except _USAGE_ERROR as error:

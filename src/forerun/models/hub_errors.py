@@ -9,9 +9,8 @@ import errno
 import re
 from collections.abc import Iterator
 
-from forerun.errors import CapacityError, ForerunError, NotFound, shown
+from forerun.errors import FULL, CapacityError, ForerunError, NotFound, shown
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 TRANSPORT = {"TransportError", "RequestException", "ConnectionError", "TimeoutError"}
 FULL_IN_WORDS = re.compile(r"No space left on device|os error 28|quota exceeded", re.IGNORECASE)  # hf-xet has no errno

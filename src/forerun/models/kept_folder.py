@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 
-from forerun.errors import CapacityError
+from forerun.errors import CapacityError, raising_os_errors
 from forerun.native import cache_folder
 
 LOG = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        write(started)
+        with raising_os_errors():
+            write(started)
         started.chmod(0o755)
         try:
             started.rename(folder)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from forerun.errors import BadOption, shown
 from forerun.types import StepReport
+
+LOG = logging.getLogger(__name__)
 
 
 class PacingLog:
@@ -42,4 +47,11 @@ class PacingLog:
                 "spec_length_accepted": len(round_.accepted),
                 **round_.pacing,
             }
-            self._file.write(json.dumps(line) + "\n")
+            try:
+                self._file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                name, reason = shown(str(self._file.name)), error.strerror
+                LOG.warning("pacing_log=%s ends here (%s): make room there, and start again", name, reason)
+                with suppress(OSError):  # what the file could not take is lost
+                    self._file.close()
+                self._file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as above

@@ -7,7 +7,6 @@ contains the digest of its request, so that a later run sees which requests have
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from forerun.errors import BadOption, CapacityError, shown
+from forerun.errors import FULL, BadOption, CapacityError, shown
 
 ID_PREFIX = "batch_req_"
 _BEGINNING = f'{{"id": "{ID_PREFIX}'.encode()  # of every line: only a torn line that begins so is cut off
@@ -166,7 +165,7 @@ class AnswerFile:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in FULL:
                 raise
             raise CapacityError(
                 f"the output file {str(self.path)!r} cannot grow ({error.strerror}): make room and run the same "

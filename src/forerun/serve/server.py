@@ -321,6 +321,7 @@ async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
     again, empty = asyncio.create_task(signals.get()), asyncio.create_task(services.gate.is_empty.wait())
     await asyncio.wait((again, empty), return_when=asyncio.FIRST_COMPLETED)
     if not empty.done():
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it calls each ended answer an exception
         LOG.warning("ended by a second signal: %d choices were not made", services.gate.num_taken)
         server.force_exit = True
     server.should_exit = True

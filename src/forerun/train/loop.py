@@ -22,7 +22,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from forerun.errors import BadOption, shown
+from forerun.errors import BadOption, raising_os_errors, shown
 from forerun.train.config import LoopConfig
 
 LOG_EVERY_STEPS = 10
@@ -225,7 +225,8 @@ def save_state(run: Run) -> None:
         "rng": torch.get_rng_state(),
     }
     partial = run.config.out / "state.pt.partial"
-    torch.save(state, partial)
+    with raising_os_errors(), partial.open("wb") as file:
+        torch.save(state, file)
     partial.replace(run.config.out / "state.pt")
 
 

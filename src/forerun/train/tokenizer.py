@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from forerun.errors import NotFound
+from forerun.errors import NotFound, raising_os_errors
 from forerun.models.saving import TOKENIZER_FILES
 
 END_OF_TEXT = "<|endoftext|>"
@@ -56,7 +56,8 @@ def save_tokenizer(
     special: the tokens that a text begins and ends with, by transformers' names.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with raising_os_errors():
+        tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from forerun.errors import BadOption, NotFound, shown
+from forerun.errors import BadOption, NotFound, raising_os_errors, shown
 from forerun.text.files import unreadable
 from forerun.text.tokenizer import Tokenizer
 
@@ -35,7 +35,8 @@ def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[s
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {**(facts or {}), "forerun": kind, "tokenizer": tokenizer}
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
+    with raising_os_errors():
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
 
 
 def load(path: str, kind: str, tokenizer: str | None) -> tuple[dict[str, npt.NDArray[np.generic]], dict[str, str]]:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.drafters.shared.head_files import CONFIG, PICKLES, WEIGHTS
-from forerun.errors import BadOption, NotFound, UnsupportedModel, shown
+from forerun.errors import BadOption, NotFound, UnsupportedModel, raising_os_errors, shown
 from forerun.text.files import unreadable
 
 
@@ -38,7 +38,8 @@ def convert_head(folder: Path, out: Path) -> int:
                 raise UnsupportedModel(f"{file} has the tensor {shown(name)} of another file, too: take one away")
             tensors[name] = tensor.contiguous().clone()  # names that share memory cannot be saved
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / WEIGHTS, {"format": "pt"})
+    with raising_os_errors():
+        save_file(tensors, out / WEIGHTS, {"format": "pt"})
     shutil.copyfile(folder / CONFIG, out / CONFIG)
     return len(tensors)
 
