@@ -29,10 +29,10 @@ def source_slot(slot: int) -> int:
 
 
 class Room(NamedTuple):
-    """How much a slot holds, and how much more it may take.
+    """The length of a slot, and its room for more rows.
 
-    length: the number of kept tokens. slack: the number of free rows in the slot's own blocks, after all rows that the
-    slot holds. It is below 0 where the slot must copy its last block before it may write. next_blocks: the number of
+    length: the number of kept tokens. slack: the number of free rows in the slot's own blocks, after its kept and
+    pending rows. It is below 0 where the slot must copy its last block before it may write. next_blocks: the number of
     blocks that one more token takes.
     """
 
@@ -44,8 +44,8 @@ class Room(NamedTuple):
 class Held(NamedTuple):
     """Rows that stay pending while other rows are kept.
 
-    rows: their indices, as in `KVCache.keep`; they ascend, and come after the rows that are kept. parents: the parent
-    of each row, as an index into `rows`; -1 = the kept rows.
+    rows: the indices of these rows, ascending and after the indices of the kept rows; an index counts as in
+    `KVCache.keep`. parents: the parent of each row, as an index into `rows`; -1 = the kept rows.
     """
 
     rows: Seq[int]
@@ -73,7 +73,10 @@ class KVCache(Protocol):
         """
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another one. Both may go on. Raises CapacityError without room."""
+        """Begin a sequence in `new_slot` with the kept rows of `slot`. Both sequences may go on.
+
+        Raises CapacityError without room.
+        """
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Let later sequences find the kept rows of `tokens`. A cache that shares nothing does nothing.
@@ -90,7 +93,7 @@ class KVCache(Protocol):
         """Return the number of kept tokens of the slot; 0 for a slot that is not open."""
 
     def pending(self, slot: int) -> Seq[int]:
-        """Return the parent of each pending row: an index among the pending rows, -1 = the kept rows."""
+        """Return the parent of each pending row, as an index among the pending rows; -1 = the kept rows."""
 
     def room(self, slot: int) -> Room:
         """Return how much an open slot holds, and how much more it may take."""
@@ -99,7 +102,7 @@ class KVCache(Protocol):
         """Return how many tokens fit into the blocks that no slot uses. Slots in `without` count as released."""
 
     def missing_blocks(self, slot: int, num_tokens: int) -> int:
-        """Return how many blocks `reserve` would take."""
+        """Return how many blocks `reserve` would take for these arguments."""
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for a run of `num_tokens` rows.
@@ -132,4 +135,4 @@ class KVCache(Protocol):
         """
 
     def check_integrity(self) -> None:
-        """Raise InternalError where the cache has broken one of its own promises."""
+        """Raise InternalError where the data of the cache contradict each other."""

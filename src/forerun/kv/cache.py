@@ -3,9 +3,9 @@
 Layers with the same window are of one *kind* and share block tables. A kind with a window gives old blocks back.
 
 The widest kind alone decides how many tokens fit, because no other kind runs out of blocks before it. Each other kind
-has as many blocks as the widest, and some more for each sequence: two sequences may share the blocks of a common
-beginning in one kind, and hold separate ones in another. Most blocks of a kind with a window are never written. On a
-CPU such memory takes no room.
+has as many blocks as the widest kind, and some more for each sequence. These are needed where two sequences share the
+blocks of a common beginning in the widest kind, but hold separate blocks for it in another kind. Most blocks of a kind
+with a window are never written. On a CPU, memory that is never written takes no room.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class HasShape(Protocol):
 
 
 class BlockCache(BlockTables):
-    """The keys and values of all sequences of one model, in blocks; for the paged and the contiguous backend alike.
+    """The keys and values of all sequences of one model, in blocks, for both the paged and the contiguous backend.
 
     pools: the rows of each layer, see kv/pool.py. kinds: the block tables of each kind of layers, the widest kind
     first. The tables of the widest kind are this cache itself. states: the states of recurrent layers; None = the model
-    has none. max_batch_size: how many sequences run at once. It decides how many blocks of kinds with windows are
-    written, and how many states there are.
+    has none. max_batch_size: how many sequences run at once. This number decides how many blocks of kinds with windows
+    are written, and how many states there are.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class BlockCache(BlockTables):
     ) -> BlockCache:
         """Allocate a model's cache in the pools of the model's backend. shape, dtype: None = the model's own.
 
-        The other parameters are those of `create`.
+        For the other parameters, see `create`.
         """
         return cls.create(
             shape or model.config.cache_shape,
@@ -189,15 +189,16 @@ class BlockCache(BlockTables):
         return self._counted(slot, len(tokens))
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
-        """Let later sequences begin at these positions of an open slot, or up to a block before each position.
+        """Let later sequences begin at or shortly before these positions of an open slot.
 
-        Only recurrent layers need marks. In a model without such layers, sequences may begin after any block.
+        For each position, this is the end of the last whole block up to it. Only recurrent layers need marks. In a
+        model without such layers, sequences may begin after any block.
         """
         if self.states is not None and self.prefix_caching:
             self.states.mark(slot, positions)
 
     def keep_on_disk(self, keeper: Keeper) -> None:
-        """Write published blocks to the keeper's shelf on disk from now on, and fetch blocks from there."""
+        """From now on, write published blocks to the keeper's folder on disk, and fetch blocks from there."""
         for number, kind in enumerate(self.kinds):
             kind.keeper, kind.kind = keeper, number
         if self.states is not None:
@@ -205,7 +206,7 @@ class BlockCache(BlockTables):
 
     @property
     def record_bytes(self) -> list[int]:
-        """The bytes of the records on a shelf: of a block, for each kind of layers, and of a state if there are any."""
+        """The bytes that a block of each kind of layers takes on disk, then the bytes of a state if there are any."""
         return [self.pools.record_bytes(kind) for kind in range(len(self.kinds) + (self.states is not None))]
 
     def fetch(self, slot: int, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
@@ -251,7 +252,10 @@ class BlockCache(BlockTables):
         return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
 
     def arrived(self, fetch: Fetch) -> int:
-        """Publish the rows that a fetch has read, once it is over or given up, and return their number of tokens."""
+        """Publish the rows that a fetch has read, and return their number of tokens.
+
+        The fetch must be over or given up.
+        """
         for number, kind in enumerate(self.kinds):
             kind.publish_awaited(fetch.slot, {one.key: one.block for one in fetch.loaded if one.kind == number})
         if self.states is not None:
@@ -262,7 +266,7 @@ class BlockCache(BlockTables):
     def _beginning(self, keys: list[Key], others: Seq[Collection[Key]] | None = None) -> list[Key]:
         """Return the leading keys whose blocks a sequence can begin with: no layer lacks a block that it needs.
 
-        others: further keys that count as present, for each kind of layers, and then for states.
+        others: further keys that count as present, one collection for each kind of layers and then one for states.
         """
         num, more = None, others or [()] * (len(self.kinds) + 1)
         while num != len(keys):
@@ -352,7 +356,10 @@ class BlockCache(BlockTables):
         return self.states.cut_length(slot, length, self._keys(slot), can_cut)
 
     def check_integrity(self) -> None:
-        """Check every promise about the blocks of each kind, and that no kind has less room than the widest."""
+        """Check the blocks of each kind and the states, and that no kind has less room than the widest kind.
+
+        Raises InternalError where one of these checks fails.
+        """
         super().check_integrity()
         for kind in self.kinds[1:]:
             kind.check_integrity()
@@ -392,8 +399,8 @@ class BlockCache(BlockTables):
 def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
     """Return the room for the states and inputs of recurrent layers; None where the model has no such layers.
 
-    Each sequence needs two states, the state that it continues from and the state that its pass writes. A measuring
-    pass needs two, too.
+    Each sequence needs two states: the state that it continues from and the state that its pass writes. A pass that
+    only measures needs two states as well. Further states are for later sequences to begin with.
     """
     if not shape.states:
         return None
@@ -402,7 +409,10 @@ def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
 
 
 def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> CacheShape:
-    """Return the shape of the cache that `BlockCache.create` makes: without windows if no block is given back."""
+    """Return the shape of the cache that `BlockCache.create` makes.
+
+    It has no windows where no block is given back.
+    """
     if backend == "paged" and device == "cpu":
         return shape.within(max_seq_len)
     return replace(shape, windows=None)  # a block is a whole sequence, or kernels read one table for all layers
@@ -411,12 +421,12 @@ def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> 
 def written_blocks(
     window: int | None, block_tokens: int, num_blocks: int, max_batch_size: int, pass_tokens: int = 0
 ) -> int:
-    """Return how many blocks of one kind of layers are ever written; all blocks where the kind has no window.
+    """Return how many blocks of one kind of layers are ever written. Without a window, these are all blocks.
 
-    These are the blocks that running sequences see, and blocks that are kept for later sequences that begin alike. A
-    sequence that runs more than WRITTEN_TOKENS tokens of its prompt in a pass takes blocks of the second sort first.
-    The count assumes that no beam search has many rows pending. pass_tokens: the number of tokens in the largest pass;
-    0 = no sequence runs more than WRITTEN_TOKENS in a pass.
+    With a window, they are the blocks that running sequences see, and the blocks that are kept for later sequences that
+    begin alike. Where a pass runs more than WRITTEN_TOKENS tokens of one prompt, the prompt takes the blocks that are
+    kept for later sequences before it takes others. The count assumes that no beam search has many rows pending.
+    pass_tokens: the number of tokens in the largest pass; 0 = no sequence runs more than WRITTEN_TOKENS in a pass.
     """
     if window is None:
         return num_blocks

@@ -1,15 +1,15 @@
 """Blocks of KV caches in a folder, so that a prompt that one process has run need not be run by the next process.
 
-A folder belongs to one user and may serve several processes. It holds a secret, and one *shelf* for each model. The
-shelf's name is a hash of everything that decides the bits of the model's cache rows. A shelf has segments
-(kv/segments.py). A process writes only to its own segments, and reads all segments. It may be killed at any moment:
-only the block that it was writing is lost. A full segment is not written to again. Where the folder has outgrown its
-limit, the segment that was written longest ago is removed. Before that, those of its blocks that were used since (read
-from the folder or found in memory) are carried to another segment. So the common beginning of many texts outlives their
-different ends.
+A folder belongs to one user and may serve several processes. It holds a secret, and one *shelf* for each model: a
+folder whose name is a hash of everything that decides the bits of the model's cache rows. A shelf has segments
+(kv/segments.py). A process writes only to its own segments, and reads all segments. A process that is killed loses only
+the block that it was writing. A full segment is not written to again. Where the folder has outgrown its limit, the
+segment that was written longest ago is removed. Before that, its used blocks are carried to another segment. A block is
+used when it is read from the folder, or found in memory by another sequence. So the common beginning of many texts
+outlives their different ends.
 
 A block is found under a keyed BLAKE2b hash of the salt and of all tokens up to the block's end (kv/prefix.py has the
-chain). The block's tokens are compared, too. Whoever can read the folder can learn what was asked, so only its owner
+chain). The block's tokens are compared, too. Whoever can read the folder can learn what users asked, so only its owner
 can read it.
 
 Rows are read by `preadv` and not through a memory map, because a file that is cut while it is mapped ends the process
@@ -75,7 +75,7 @@ class Limit(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read '20GB' or '20GB:PATH'. Raises BadOption."""
+        """Read '20GB' or '20GB:PATH'. Raises BadOption for other texts, and for a size that is too small."""
         amount, _, where = text.partition(":")
         match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", amount)
         try:
@@ -98,7 +98,7 @@ def default_path() -> Path:
 class Place:
     """Where a block lies on disk: its segment, the number of its entry there, and the entry itself.
 
-    uses: the number of known uses, including those that are not written to disk yet.
+    uses: the number of known uses, including uses that are not written to disk yet.
     """
 
     segment: Segment
@@ -109,7 +109,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Kept:
-    """The contents of a shelf. used_at: the time of the last use, in seconds since 1970.
+    """The contents of a model's shelf. used_at: the time of the last use, in seconds since 1970.
 
     num_damaged: the number of damaged blocks; 0 where the rows were not read.
     """
@@ -148,7 +148,10 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
 
 
 def clear(path: Path, model: str | None = None) -> int:
-    """Remove the shelves of a model, and return how many bytes they had. Raises as `kept`. model: None = all models."""
+    """Remove the shelves of a model, and return how many bytes they had. model: None = all models.
+
+    Raises BadOption where the folder is not a folder of kv_disk.
+    """
     num_bytes = 0
     for one in kept(path):
         if model is None or one.model == model:
@@ -164,10 +167,10 @@ def _shelves(path: Path) -> list[Path]:
 
 
 class Folder:
-    """A folder of shelves, no larger than `num_bytes`, and the thread that writes there.
+    """A folder with the shelf of each model, no larger than `num_bytes`, and the thread that writes to it.
 
     Raises BadOption for a folder that other users can read, or that holds other files. Where writing fails later, the
-    folder is still read, and a warning says so once.
+    folder is still read, and a warning is logged once.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -234,7 +237,7 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def add(self, job: Callable[[], bool]) -> None:
-        """Let the writing thread call `job` when it is woken, again and again until `job` returns False."""
+        """Let the writing thread call `job` whenever the thread is woken, again and again until `job` returns False."""
         self._jobs.append(job)
 
     def wake(self) -> None:
@@ -270,10 +273,11 @@ class Folder:
     # ------------------------------------------------------------------------------------------------- what there is
 
     def segments(self) -> list[tuple[Path, int, float]]:
-        """Return each segment's path without ending, its bytes, and the time of its last write, longest ago first.
+        """Return the segments, sorted by the time of their last write, the oldest first.
 
-        A time in the future comes from a wrong clock and counts as 0. Otherwise such a segment would stay for ever, and
-        new segments would be removed in its place.
+        Each is given by its path without ending, its number of bytes, and this time. A time in the future comes from a
+        wrong clock and counts as 0. Otherwise such a segment would stay for ever, and new segments would be removed in
+        its place.
         """
         segments, latest = [], time.time() + AHEAD_S
         for rows in self.path.glob(f"*/*{ROWS}"):  # a killed process may have left rows without entries
@@ -288,7 +292,8 @@ class Folder:
     def shrink(self, room: int = 0) -> None:
         """Remove the segments that were written longest ago, until `room` more bytes fit into the folder.
 
-        Their used blocks are first carried to new segments, at most as many blocks as one segment holds.
+        Before that, the used blocks of these segments are carried to new segments, at most as many as fit into one
+        segment.
         """
         segments = self.segments()
         excess = sum(size for _, size, _ in segments) + room - self.num_bytes
@@ -306,9 +311,9 @@ class Folder:
 
 
 class Shelf:
-    """The blocks of one model on disk, found by their kind of layers and their key.
+    """The blocks of one model on disk. A block is found by its kind of layers and its key.
 
-    Any thread may look blocks up; one thread writes.
+    Any thread may look blocks up, but only one thread writes.
     """
 
     def __init__(self, folder: Folder, path: Path, record_bytes: list[int], model: str = "") -> None:
@@ -325,11 +330,11 @@ class Shelf:
         return len(self._places)
 
     def key(self, chain: bytes) -> bytes:
-        """Return the key of a block on disk. Without the secret, nobody can tell from a key which text is here."""
+        """Return the key of a block on disk. Only with the folder's secret can one tell which text a key belongs to."""
         return blake2b(chain, key=self.folder.secret, digest_size=32).digest()
 
     def use(self, kind: int, chain: bytes) -> bool:
-        """Count one use of a block if it is on the shelf, and return whether it is."""
+        """Count one use of a block if the block is on the shelf, and return whether it is there."""
         place = self._places.get((kind, self.key(chain)))
         if place is None:
             return False
@@ -386,7 +391,7 @@ class Shelf:
                 self._places[entry.kind, entry.key] = Place(segment, number, entry, entry.uses)
 
     def _can_read(self, entry: Entry, end: int) -> bool:
-        """Return whether an entry's rows have the length of their kind, and lie before the end of their file."""
+        """Return whether an entry's rows are as long as a block of their kind, and lie before the end of their file."""
         is_known = entry.kind < len(self.record_bytes) and entry.num_bytes == self.record_bytes[entry.kind]
         return is_known and entry.start + entry.num_bytes <= end
 
@@ -450,7 +455,7 @@ class Shelf:
         return writer
 
     def write_uses(self) -> None:
-        """Write the blocks' numbers of uses to disk, for other processes and later ones."""
+        """Write to disk how often each block was used, for other processes and for later ones."""
         entries = dict[Segment, dict[int, bytes]]()
         while self._used:
             place = self._used.popleft()
@@ -464,7 +469,7 @@ class Shelf:
 
 
 def weights_digest(weights: Iterable[tuple[str, HostTensor]]) -> str:
-    """Return a hash of named weights in memory; it takes as long as reading them."""
+    """Return a hash of named weights in memory. This takes as long as reading the weights."""
     digest = xxhash.xxh3_128()
     for name, weight in sorted(weights, key=lambda one: one[0]):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} ".encode())

@@ -1,9 +1,9 @@
 """The link between a KV cache and its shelf on disk: writes published blocks, and fetches blocks before a request runs.
 
-When a block is published, this is noted here. The folder's thread copies the block's rows and writes them later,
-because the rows of a published block do not change. Where the block is withdrawn before that (evicted, or made
-private), its rows are copied at once. Later uses of a published block are noted, too, because used blocks stay on disk.
-If a used block is no longer on disk, it is written again.
+A cache notifies its `Keeper` of each block that it publishes. The folder's thread copies the block's rows and writes
+them later, because the rows of a published block do not change. Where the block is withdrawn before that (evicted, or
+made private), its rows are copied at once. The keeper is also notified of later uses of a published block, because used
+blocks stay on disk longer. If a used block is no longer on disk, it is written again.
 
 A *fetch* takes blocks of the cache for the rows that are on disk and not in memory. Threads read the rows into these
 blocks while steps go on. Then the cache publishes the blocks, so that `open` finds them as if another sequence had
@@ -40,9 +40,9 @@ class _Waiting(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A block to be fetched. block: the block of the cache that takes its rows. place: where its rows are on disk.
+    """A block to be fetched. block: the block of the cache that takes the rows. place: where the rows are on disk.
 
-    A state of recurrent layers is fetched like a block of one more kind, after the last kind of layers.
+    A state of recurrent layers is fetched in the same way. Its `kind` is the number after the last kind of layers.
     """
 
     kind: int
@@ -52,10 +52,10 @@ class Missing(NamedTuple):
 
 
 class Fetch:
-    """Blocks on their way from disk.
+    """A read of blocks from disk by several threads.
 
     slot: the slot in which the cache holds the blocks until their rows are read. loaded: the blocks whose rows were
-    read. readers: the reads that run, one for each thread.
+    read. readers: the running reads, one for each thread.
     """
 
     def __init__(self, slot: int, pools: Pools) -> None:
@@ -84,7 +84,8 @@ class Fetch:
     def give_up(self) -> None:
         """Write to no block from now on.
 
-        Threads that are reading are not waited for, because each thread reads to memory of its own.
+        This waits for blocks that are just being written, but not for threads that are reading, because each thread
+        reads into memory of its own.
         """
         self._is_given_up = True
         for lock in self._loading:
@@ -147,7 +148,7 @@ class Keeper:
     def _next(self) -> tuple[int, _Waiting, memoryview] | None:
         """Return the kind, the description and the rows of the next block to write; None where no block waits.
 
-        Blocks that the cache has withdrawn come first.
+        Blocks that the cache has withdrawn are returned first.
         """
         if self._copied:
             kind, waiting, rows = self._copied.popleft()

@@ -1,8 +1,9 @@
 """A target's KV cache, lent to a drafter whose layers keep no keys and values of their own.
 
-A token that the drafter runs comes after all tokens that its target has run, and attends to them. Nothing is written:
-the token poses as the last kept row, so that a pass may read blocks that requests share. The token's position is given
-separately (RaggedBatch), so its rotary position is that of the token that it stands for.
+A token that the drafter runs comes after all tokens that its target has run, and attends to them. The drafter writes
+nothing to the cache, so it may also read blocks that requests share. In the drafter's batch, each run is one row, at
+the index of the last kept row of its slot. The position of the drafter's token is given separately (RaggedBatch), so
+its rotary position is right.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class LentCache:
-    """The target's cache as another model reads it.
+    """The target's cache, as another model reads it.
 
-    cache: the target's cache. layers: for each layer of the reading model, the target's layer that lends its keys and
-    values.
+    cache: the target's cache. layers: for each layer of the reading model, the target's layer whose keys and values it
+    reads.
     """
 
     states = None
@@ -35,9 +36,9 @@ class LentCache:
         self.kinds = [_LentTables(cache, kind) for kind in range(len(cache.kinds))]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the cache rows that a pass reads, and the last kept rows in place of rows to write.
+        """Return the view of a pass: all rows of its slots to read, and in place of rows to write the last kept rows.
 
-        Raises InternalError for a run that is not a single row posing as the last kept row.
+        Raises InternalError where a run is not one row at the index of the last kept row.
         """
         self.kinds[kind].tables(batch)
         reads = [self._cache.rows(slot, 0, batch.end(b), kind) for b, slot in enumerate(batch.slots)]
@@ -50,14 +51,17 @@ class LentCache:
         return seen
 
     def behind(self, slots: Seq[int], tokens: Seq[int], positions: Seq[int]) -> RaggedBatch:
-        """Return a pass with one token for each slot. Each token attends to all kept rows of its slot."""
+        """Return the batch of a pass with one token for each slot. Each token attends to all kept rows of its slot."""
         cached = [self._cache.length(slot) - 1 for slot in slots]
         return RaggedBatch(list(tokens), list(positions), list(range(len(slots) + 1)), list(slots), cached)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The cache's shape for the model that reads it: the kind of the target layer that each of its own layers reads."""
+    """The cache's shape for the model that reads it.
+
+    layers: for each layer of that model, the target's layer whose keys and values it reads.
+    """
 
     cache: BlockCache
     layers: Seq[int]
@@ -75,7 +79,7 @@ class _LentTables:
     def tables(self, batch: RaggedBatch) -> list[list[int]]:
         """Return the block table of each run's slot.
 
-        Raises InternalError for a run that is not a single row posing as the last kept row.
+        Raises InternalError where a run is not one row at the index of the last kept row.
         """
         for b, slot in enumerate(batch.slots):
             if batch.end(b) != self._cache.length(slot) or len(batch.run(b)) != 1:

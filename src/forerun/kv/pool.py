@@ -65,14 +65,14 @@ class Pools(Protocol):
         """
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
-        """Copy the rows of a block into `out`, record_bytes in all: of each layer of the kind keys, then values.
+        """Copy the rows of a block into `out`: for each layer of the kind its keys, then its values.
 
-        Where `kind` is the number after the last kind, `block` is a state. Then each recurrent layer's state is copied,
-        and the last inputs before it.
+        `out` has as many bytes as `record_bytes` returns. Where `kind` is the number after the last kind, `block` is a
+        state. Then the state of each recurrent layer is copied, and the inputs of its last tokens.
         """
 
     def load(self, kind: int, block: int, rows: memoryview) -> None:
-        """Fill a block with bytes that `save` has copied."""
+        """Fill a block with the bytes that `save` has copied."""
 
     def __getitem__(self, layer: int) -> Any:
         """Return the pool of a layer, which has write(rows, keys, values) and read(rows)."""
@@ -89,8 +89,8 @@ MakePools = Callable[[CacheShape, int, Seq[int], str, StateRoom | None], Pools]
 class Pool:
     """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the dtype of the cache.
 
-    In 8 bits, the last size is larger than head_dim, because heads are stored as in kv/rounded.py. head_dim and refined
-    are only set for such a pool, and mean the same as in that file.
+    In 8 bits, the last dimension is larger than head_dim, because heads are stored as in kv/rounded.py. Only then are
+    head_dim and refined set. That file explains both.
     """
 
     keys: HostTensor
@@ -110,8 +110,8 @@ class Pool:
     def read(self, rows: Rows) -> tuple[Array, Array]:
         """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; float32 for bfloat16 and 8 bits.
 
-        The dimensions of keys in 8 bits have their stored order, see kv/rounded.py. Where nothing is converted, a slice
-        is not copied.
+        Keys in 8 bits have the order of dimensions in which they are stored, see kv/rounded.py. Where nothing is
+        converted, a slice is not copied.
         """
         if self.keys.dtype == "int8":
             keys = plain_keys(self.keys.values[rows], self.head_dim, refined=self.refined)
@@ -130,7 +130,7 @@ def _plain(numbers: HostTensor) -> Floats | Array:
 
 @dataclass(frozen=True)
 class StatePool:
-    """The states of one recurrent layer, and the inputs of tokens after them. kv/states.py knows where each of them is.
+    """The states of one recurrent layer, and the inputs of tokens after each state. kv/states.py assigns their places.
 
     states [states, heads, key_dim, value_dim]: float32. history [states, conv - 1, width]: the inputs of the last
     tokens in each state. inputs [rows, width], gates [rows, num_gates]: a row for each token after a state. gates are
@@ -156,8 +156,8 @@ def state_sizes(shape: StateShape, room: StateRoom) -> tuple[tuple[int, ...], ..
 class LayerPools:
     """The base of all backends' pools: a map from layers to pools.
 
-    pools: the pools of the layers that keep keys and values (CacheShape.kept), in order. Any other layer must not be
-    run; it maps to the first of these pools. states: the states of recurrent layers, by layer.
+    pools: the pools of the layers that keep keys and values (CacheShape.kept), in order. Any other layer is mapped to
+    the first of these pools, and must not be run. states: the states of recurrent layers, by layer.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ def _places(pool: StatePool) -> tuple[list[int], list[int]]:
 def pool_sizes(
     shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
-    """Yield, for each layer that keeps keys and values, their shapes and the size of a head."""
+    """Yield, for each layer that keeps keys and values, the shapes of its keys and values, and the size of a head."""
     for layer in shape.kept:
         rows, (heads, dim) = block_tokens * num_blocks[shape.kind_of(layer)], shape.size_of(layer)
         keys, values = shape.widths_of(layer, dtype)
@@ -321,7 +321,7 @@ def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype
 
 
 def _allocated_states(shape: CacheShape, room: StateRoom | None, dtype: str) -> dict[int, StatePool]:
-    """Allocate the states and inputs of recurrent layers. Raises as `_allocated`."""
+    """Allocate the states and inputs of recurrent layers. Raises CapacityError without enough memory."""
     if room is None:
         return {}
     kinds = ("float32", inputs_of(dtype), inputs_of(dtype), "float32")

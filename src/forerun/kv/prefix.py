@@ -1,14 +1,14 @@
 """The prefix index finds full blocks by the tokens that they hold and by all tokens before them.
 
 The key of a block is a SHA-256 digest of its tokens and of the key of the block before it. The chain begins with a key
-of the request's salt. So a key means one salt and one chain of tokens, whatever became of the earlier blocks, and
+of the request's salt. So a key means one salt and one chain of tokens, even where the earlier blocks are gone, and
 nobody can find two chains with the same key. A cache with several kinds of layers (kv/cache.py) has an index for each
 kind, and looks for the same keys in all of them.
 
 A published block that no sequence uses is *evictable*: it can be found until its rows are needed. The longest unused
-block is evicted first, and among the blocks of one sequence the deepest block. Blocks that a window has passed wait in
-a second queue, and the longer queue loses its first block. With a single queue, one long text would evict the ends of
-all other texts, although the last few blocks are enough to continue a text of any length.
+block is evicted first, and among the blocks of one sequence the deepest block. There is a second queue for blocks that
+a window has passed. The next block to evict is the first of the longer queue. With a single queue, one long text would
+evict the ends of all other texts, although the last few blocks are enough to continue a text of any length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def extended(before: Key, tokens: Seq[int]) -> Key:
 
 
 def keys_of(tokens: Seq[int], salt: str | None, block_tokens: int) -> list[Key]:
-    """Return the key of each full block of `tokens`, not counting the last token.
+    """Return the key of each full block of `tokens[:-1]`.
 
     The last token must be run in any case, because a cache does not hold the logits after it.
     """
@@ -69,9 +69,9 @@ class PrefixIndex:
         return self._block_of.get(key)
 
     def publish(self, key: Key, block: int) -> bool:
-        """Let later sequences find a block under a key. Returns False where another block has the key already.
+        """Let later sequences find a block under a key, and return True.
 
-        The block then stays private.
+        Where another block has the key already, return False; the block then stays private.
         """
         if key in self._block_of:
             return False
@@ -85,9 +85,9 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------------------ use and eviction
 
     def rest(self, block: int, *, is_passed: bool = False) -> bool:
-        """Make a block without users evictable, as the last of its queue. Returns False where it is not published.
+        """Make a block without users evictable, as the last of its queue. Returns False if the block is not published.
 
-        is_passed: whether its last user goes on without the block, because a window has passed it.
+        is_passed: whether the block's last user goes on without the block, because a window has passed it.
         """
         if block not in self._key_of:
             return False
@@ -100,9 +100,9 @@ class PrefixIndex:
         self._passed.pop(block, None)
 
     def touch(self, key: Key) -> None:
-        """Count the block of a key as used just now, if it is evictable.
+        """Count the block that is published under a key as used just now, if the block is evictable.
 
-        A sequence calls this at its end, for tokens that it held in a private block equal to the published one.
+        A sequence calls this at its end, because its own block may be private and equal to the published block.
         """
         block = self._block_of.get(key, -1)
         if block in self._evictable or block in self._passed:
@@ -131,7 +131,7 @@ class PrefixIndex:
                 raise InternalError(f"block {block} of the KV cache is published under a key that is not its own")
 
     def check_keys(self, keys: Seq[Key], table: Seq[int]) -> None:
-        """Raise InternalError where a block of a table is published under another key than the sequence has for it."""
+        """Raise InternalError where a block of `table` is published under another key than its key in `keys`."""
         for key, block in zip(keys, table, strict=False):
             if self._key_of.get(block, key) != key:
                 raise InternalError(f"block {block} of the KV cache is published as other tokens than it holds")

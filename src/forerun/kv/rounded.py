@@ -4,10 +4,10 @@ A head is stored as int8 codes, followed by the bfloat16 scale of each group of 
 scale; in values, 64 do. A number is scale * code. The scale is the largest magnitude of the group / 127, and the code
 is the nearest integer, ties to even.
 
-Keys of models with a bias have a few dimensions that are a hundred times as large as the others. Dimensions that share
-a scale with them would lose their bits (KIVI, Liu et al. 2024, finds such channels). So the kernels put dimensions with
-biases of similar size side by side, and store the rounding error of the first 32 dimensions as a further group of codes
-(`CacheShape.refined_keys`). In this file, dimensions are in their stored order.
+In models whose keys have a bias, a few dimensions of the keys are a hundred times as large as the other dimensions.
+Dimensions that share a scale with them would lose precision (KIVI, Liu et al. 2024, finds such channels). So the
+kernels put dimensions with biases of similar size side by side, and store the rounding error of the first 32 dimensions
+as a further group of codes (`CacheShape.refined_keys`). In this file, dimensions are in their stored order.
 
 The kernels do the same operations (csrc/rounding.h).
 """
@@ -58,7 +58,7 @@ def _bytes_of(scales: HostTensor) -> Stored:
 
 
 def _groups(x: Floats, group: int) -> tuple[HostTensor, Stored]:
-    """Return the scales of float32 numbers, bfloat16 [..., groups], and their codes, int8 [..., dim].
+    """Round float32 numbers. Returns their scales, bfloat16 [..., groups], and their codes, int8 [..., dim].
 
     The scale is NaN for a group with a number that is not finite.
     """

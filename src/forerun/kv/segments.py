@@ -4,9 +4,8 @@ An entry has 128 bytes. It is written after its rows, and holds their hash. So a
 leaves nothing that could be read as another block. An entry also counts how often its block was *used*: by sequences
 that began with the block, or that ran the same tokens again.
 
-A segment is removed as a whole. Before that, its used blocks are *carried* to another segment. Their number of uses is
-then halved, and rounded down. So a carried block that is not used again is lost together with its next segment, or with
-the one after that.
+A segment is removed as a whole. Before that, its used blocks are *carried* to another segment. The number of uses of a
+carried block is halved, and rounded down. So a block that is not used again is carried once or twice, and then lost.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def entries_in(data: bytes) -> Iterator[Entry | None]:
 
 @dataclass(eq=False)
 class Segment:
-    """A file of rows and the file of their entries, and how many entries were read."""
+    """The file of the rows of some blocks, and the file of their entries. num_read: how many entries were read."""
 
     path: Path  # without an ending
     rows: int  # a file descriptor, which is closed when no reference to the segment is left
@@ -84,9 +83,10 @@ class Segment:
         return self.path.with_suffix(ENTRIES)
 
     def rewrite(self, entries: Mapping[int, bytes]) -> None:
-        """Overwrite entries, given by number, where their file still exists and may be written to.
+        """Overwrite entries in their file. entries: the new bytes, by number of the entry.
 
-        This sets the file's time, which counts as the last use, even where no entry changes.
+        Does nothing where the file no longer exists or may not be written to. The time of the file is set as well, even
+        without entries, because it counts as the last use of the segment.
         """
         with suppress(OSError), open(self.entries, "r+b") as file:
             for number, entry in entries.items():
@@ -148,10 +148,10 @@ def used_blocks(path: Path) -> list[Carried]:
 
 
 def carry(blocks: Iterable[Carried], num_bytes: int) -> None:
-    """Write blocks to new segments of their shelves, as many as fit into `num_bytes` bytes in all.
+    """Write blocks to new segments, as many as fit into `num_bytes` bytes in all.
 
-    The blocks that were used most often come first, and among these the blocks that were written first. So the
-    beginning of a text stays at least as long as its continuation.
+    A block stays in the folder (shelf) of its model. Blocks with the most uses come first, and among blocks with
+    equally many uses the oldest. So a block of a text is never dropped before its continuation.
     """
     writers = dict[Path, Writer]()
     for block in sorted(blocks, key=lambda block: -block.entry.uses):

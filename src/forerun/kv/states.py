@@ -1,19 +1,20 @@
-"""The places of recurrent layers' states: which state a sequence stands on, and which rows hold the inputs after it.
+"""The places of recurrent layers' states: the state that a sequence continues from, and the rows of the later inputs.
 
 A recurrent layer cannot be cut back, because the effect of a token on a state cannot be undone. So a state is only
-written when its tokens are known to stay. The inputs of later tokens are kept raw, in a row for each token. A pass
-begins with the state that its sequence *stands on*, runs these inputs again in order, and then runs its own rows. A
-rejection only forgets rows. States are written at whole blocks of STATE_TOKENS tokens. A pass that sees one more block
-of committed tokens writes the state at the end of that block on its way. So a state is read once a pass and written
-once a block, whatever was drafted.
+written when its tokens are known to stay. The inputs of later tokens are kept raw, one row for each token. A sequence
+*stands on* a state: each of its passes begins with this state, runs the kept inputs again in order, and then runs its
+own rows. A rejection only drops rows. States are written at whole blocks of STATE_TOKENS tokens. Once one more block of
+tokens is committed, the next pass writes the state at the end of the block while it runs the block's inputs again. So a
+pass reads one state, and each block's state is written once, however many tokens were drafted.
 
     [0, start)                          in the state
-    [start, length)                     rows of kept tokens: less than a block, and the tokens that one pass has kept
+    [start, length)                     rows of kept tokens: an incomplete block, and the tokens of the last pass
     [length, length + p), then the run  as in kv/tables.py
 
-A run whose rows nobody will judge, such as a prompt's, writes the state at the end of its last whole block at once, and
-only the inputs after that state get rows. A state is always written to an unused place. The sequence stands on the new
-state when the rows of that pass are kept. So a pass that fails, or whose rows nobody keeps, has changed nothing.
+A run in which no token can be rejected, such as a prompt's run, writes the state at the end of its last whole block in
+the same pass. Only the inputs after that state get rows. A state is always written to an unused place. The sequence
+moves to the new state when the rows of that pass are kept. So a pass has changed nothing if it fails or if none of its
+rows are kept.
 
 States that other sequences may begin with are *published* under the key of their tokens' last block (kv/prefix.py).
 These are the states at marked positions, such as the ends of messages, and the last state of a sequence that ends. When
@@ -49,9 +50,10 @@ class StateRun(NamedTuple):
 
     first: the state that the run begins with; NOWHERE = zeros. before: the rows of the kept tokens after that state, in
     order. pending: the rows of the pending tokens. rows: the rows that the run's inputs are written to; NOWHERE = the
-    input is not kept. paths: for each row of a tree, the tokens before it on its path, as indices that count the
-    pending tokens first, and then the run (as in RaggedBatch.ancestors); () = the run is a chain after all other
-    tokens. saves: for each state that is written on the way, its number of tokens after `first`, and its place.
+    input is not kept. paths: for each row of a tree, the tokens before it on its path. A token is given by an index
+    that counts the pending tokens first, and then the tokens of the run (as in RaggedBatch.ancestors). () = the run is
+    a chain after all other tokens. saves: for each state that the run writes, the state's number of tokens after
+    `first`, and its place.
     """
 
     first: int
@@ -63,7 +65,7 @@ class StateRun(NamedTuple):
 
 
 def runs_alone(batch: RaggedBatch) -> list[StateRun]:
-    """Return the StateRuns of a pass without a cache. Each run begins without earlier tokens, and leaves no state."""
+    """Return the StateRuns of a pass without a cache. Each run begins without earlier tokens, and no state is kept."""
     return [StateRun(NOWHERE, (), (), [NOWHERE] * len(batch.run(b)), (), ()) for b in range(len(batch.slots))]
 
 
@@ -72,10 +74,10 @@ class _Line:
     """The states and rows of one sequence.
 
     state: the state that the sequence stands on. start: the number of tokens in that state. rows: the rows of kept
-    tokens after `start`. pending: the rows of pending tokens. run: the rows of the run that is being written. saves: by
-    position, the states that the run writes. snapshots: by position, the states that wait for the keys of their blocks.
-    marks: the positions whose states are to be published. sure: how many tokens are known to stay, in whole blocks.
-    ends: for the positions `start` and `sure`, the tokens of the block that ends there.
+    tokens after `start`. pending: the rows of pending tokens. run: the rows of the run that is being written. saves:
+    the states that the run writes, by position. snapshots: the states that wait for the keys of their blocks, by
+    position. marks: the positions whose states are to be published. sure: the number of tokens that are known to stay,
+    in whole blocks. ends: for the positions `start` and `sure`, the tokens of the block that ends there.
     """
 
     state: int = NOWHERE
@@ -96,7 +98,7 @@ class _Line:
 
 
 class StateTables:
-    """The places of the states and input rows of all sequences of one model. All of it is on the host, without tensors.
+    """The places of the states and input rows of all sequences of one model, kept on the host without tensors.
 
     copy: copies input rows to other rows, in all recurrent layers. block_tokens: the number of tokens of a block;
     states are published under the keys of blocks. keeper: is notified of states that are published, found and
@@ -124,7 +126,8 @@ class StateTables:
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
         """Return how many of these keys, from the first on, have blocks that a sequence can begin with.
 
-        A state must be published after the last of these blocks. others: further keys whose states count as published.
+        A state must be published for the end of the last of these blocks. others: further keys whose states count as
+        published.
         """
         for num in range(len(keys), 0, -1):
             if keys[num - 1] in self._state_of or keys[num - 1] in others:
@@ -132,9 +135,9 @@ class StateTables:
         return 0
 
     def begin(self, slot: int, keys: Seq[Key], tokens: Seq[int] = ()) -> None:
-        """Begin a sequence of these tokens with the published state after the blocks of these keys.
+        """Begin a sequence with the published state at the end of the blocks with these keys.
 
-        Without keys, the sequence begins without a state.
+        Without keys, the sequence begins without a state. tokens: the tokens of the sequence.
         """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
@@ -147,7 +150,7 @@ class StateTables:
             self._used(state, keys[-1], line.ends[line.start])
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
-        """Have states published near these positions, once the sequence has passed them.
+        """Let the states near these positions be published, once the sequence has passed them.
 
         For each position, this is the state at the end of the last whole block up to the position.
         """
@@ -156,7 +159,10 @@ class StateTables:
         line.marks |= {position for position in whole if position > line.start}
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the state and the kept rows of another one. Raises CapacityError without free rows."""
+        """Begin a sequence in `new_slot` with the state and the kept rows of `slot`.
+
+        Raises CapacityError where too few rows are free.
+        """
         line = self._lines[slot]
         copies = self._take_rows(len(line.rows))
         self.begin(new_slot, ())
@@ -167,7 +173,7 @@ class StateTables:
             self._copy(line.rows, copies)
 
     def publish(self, slot: int, tokens: Seq[int], keys: Seq[Key]) -> None:
-        """Count these tokens as known to stay, and let other sequences find the states that were reached within them.
+        """Note that these tokens stay, and publish the marked states among them, for other sequences to begin with.
 
         tokens: the committed tokens, from the beginning. keys: the keys of the sequence's published blocks, from the
         first block on.
@@ -184,7 +190,7 @@ class StateTables:
                 line.ends[position] = tokens[position - self.block_tokens : position]
 
     def _publish(self, state: int, num_tokens: int, keys: Seq[Key], last: Seq[int]) -> None:
-        """Publish a state of `num_tokens` tokens, if its blocks have known keys. last: the tokens of its last block."""
+        """Publish a state of `num_tokens` tokens if its blocks have known keys. last: the tokens of its last block."""
         num_blocks = num_tokens // self.block_tokens
         if num_tokens % self._unit or not 0 < num_blocks <= len(keys):
             return
@@ -227,9 +233,10 @@ class StateTables:
         return bool(self._free or self._evictable)
 
     def await_state(self, slot: int, key: Key) -> int | None:
-        """Hold the state of a key in a slot. If the state is not published, return a place that was taken for it.
+        """Let a slot hold the state that is published under a key, and return None.
 
-        The caller writes the state there, then calls `publish_awaited`. Returns None for a published state.
+        Where no such state is published, take a place for it and return the place. The caller writes the state to this
+        place, then calls `publish_awaited`.
         """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
@@ -241,9 +248,9 @@ class StateTables:
         return line.state
 
     def publish_awaited(self, slot: int, states: Mapping[Key, int]) -> None:
-        """Publish the state that `await_state` took a place for, if it was written, and end the slot.
+        """Publish the state for which `await_state` took a place, if the state was written, and end the slot.
 
-        states: the written state, by key; empty where it was not written.
+        states: the written state, by key; empty where no state was written.
         """
         for key, state in states.items():
             if key not in self._state_of:
@@ -255,9 +262,9 @@ class StateTables:
     def plan(self, batch: RaggedBatch, counts: Seq[int] | None = None) -> list[StateRun]:
         """Return what each run reads and writes. Raises CapacityError where rows or states run out.
 
-        Rows that an earlier run of the same slot has written are forgotten, unless they were kept. counts: where a
-        model drafts several tokens in one call, how many rows each run begins with. These rows stay. Of the drafted
-        rows after them, the first ones may stay.
+        Rows that an earlier run of the same slot has written are dropped, unless they were kept. counts: for a model
+        that drafts several tokens in one call, the number of given tokens at the beginning of each run, before the
+        drafted tokens. The rows of given tokens are kept. Drafted tokens may be rejected.
         """
         for slot in batch.slots:
             self._forget_run(self._line(slot))
@@ -291,7 +298,7 @@ class StateTables:
     def _save(self, line: _Line, end: int) -> None:
         """Take places for the states that a pass writes: at position `end`, and at each mark before that position.
 
-        A mark for which no place is left gets no state.
+        Where places run out, the remaining marks get no state.
         """
         if end <= line.start:
             return
@@ -337,7 +344,7 @@ class StateTables:
         return reached
 
     def _arrive(self, line: _Line) -> None:
-        """Let a line stand on the last state that its pass wrote, and hold the states of marks, which wait for keys."""
+        """Move a sequence to the last state that its pass wrote, and hold the states of marks, which wait for keys."""
         for position, state in sorted(line.saves.items()):
             if position in line.marks:
                 line.marks.discard(position)
@@ -363,7 +370,7 @@ class StateTables:
         self._arrive(line)
 
     def cut_length(self, slot: int, length: int, keys: Seq[Key], can_cut: Callable[[int], bool]) -> int:
-        """Return `length` if a slot can be cut to it; otherwise the largest length with a published state, or 0.
+        """Return `length` if a slot can be cut to it, else the next smaller length with a published state, or 0.
 
         keys: the keys of the slot's published blocks. can_cut: returns whether the other layers can be cut to a length.
         """
@@ -427,7 +434,7 @@ class StateTables:
             self._free.append(state)
 
     def _stand(self, line: _Line, state: int, start: int) -> None:
-        """Let a line stand on a state of `start` tokens, and leave the state that it stood on before."""
+        """Move a sequence to a state of `start` tokens. The state gains a user, and the earlier state loses one."""
         before, line.state, line.start = line.state, state, start
         if state != NOWHERE:
             self._num_users[state] += 1
@@ -435,7 +442,7 @@ class StateTables:
         self._leave(before)
 
     def _leave(self, state: int) -> None:
-        """Remove one user of a state. Without users, a published state becomes evictable, any other becomes free."""
+        """Remove one user of a state. A state without users becomes evictable if it is published, else free."""
         if state == NOWHERE:
             return
         self._num_users[state] -= 1

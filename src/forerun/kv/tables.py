@@ -1,4 +1,4 @@
-"""The block tables of a KV cache: which physical rows hold which tokens. All of it is on the host, without tensors.
+"""The block tables of a KV cache: which physical rows hold which tokens. The tables are on the host, not in tensors.
 
 A slot owns a table of blocks. Its logical position j lives in this physical row of a pool (kv/pool.py):
 
@@ -7,18 +7,18 @@ A slot owns a table of blocks. Its logical position j lives in this physical row
 In the backend "paged", a block has 16 tokens. In the backend "contiguous", a slot has one block, as long as the longest
 sequence. Operators see physical rows only, so they need not know the backend.
 
-All ranges are half-open. A slot with `length` kept rows and p pending rows, which runs n rows, has these:
+All ranges are half-open. A slot with `length` kept rows and p pending rows, which runs n rows, has these ranges:
 
     [0, length)                     kept rows, read by every run of the slot
     [length, length + p)            pending rows: nodes of a tree, read by their descendants
-    [length + p, length + p + n)    the run being verified, owned by the step
+    [length + p, length + p + n)    rows of the run that the current step verifies
     [.., len(table)*block)          reserved, unused
 
 Sequences that begin with the same tokens share blocks (kv/prefix.py). `publish` lets other sequences find the full
 blocks of committed tokens, `open` finds them, and `fork` shares a slot's blocks with another slot. Each block is in one
 of three states: free (used by no slot, and not findable), evictable (used by no slot, but findable) or referenced by
 one or more slots. A block is only written to if one slot refers to it and it is not published. `view` and `keep` assert
-this. Two cases look as if they could break the rule:
+this. Three cases need an explanation:
 
 *A slot is cut inside a block that is published or shared.* `truncate_to` leaves the block as it is, because its rows
 are still right, and other slots may be reading them. A slot must call `reserve` before it writes after the cut.
@@ -26,8 +26,9 @@ are still right, and other slots may be reading them. A slot must call `reserve`
 copied into a new block. So a cut never needs memory and cannot fail, and a slot that is cut again or released copies
 nothing.
 
-*Two slots computed the same block.* Later sequences find the block that was published first, and the other block stays
-private. Blocks that its slot publishes later are found after the first block, until that block is evicted.
+*Two slots computed the same block.* Later sequences find the block that was published first, and the second slot's
+block stays private. Blocks that the second slot publishes later are found as continuations of the first block, until
+the first block is evicted.
 
 *Layers with a window.* Where all layers of the tables have a window, no later row of a slot sees the slot's old blocks.
 The slot gives them back when it reserves its next rows. It keeps the blocks of the last SPARE_TOKENS tokens before the
@@ -60,9 +61,9 @@ SPARE_TOKENS = 128  # two tiles of keys: a pass may read masked lanes of one til
 class _Slot:
     """The blocks and rows of one sequence.
 
-    table: its blocks. Those before index `first` were given back. root: the key before the first block. keys: the keys
-    of its published blocks, or of equal blocks that other slots have published. length: the number of kept rows.
-    pending: the parents of the pending rows.
+    table: the sequence's blocks. The blocks before index `first` were given back. root: the key before the first block.
+    keys: the keys of the leading blocks that are published, by this slot or as equal blocks by other slots. length: the
+    number of kept rows. pending: the parents of the pending rows.
     """
 
     table: list[int]
@@ -88,9 +89,10 @@ class BlockTables:
 
     copy: copies physical rows, sources [n] to targets [n], one after the other, in every layer of these tables.
     prefix_caching: whether sequences share blocks. window: how many positions a row sees, its own included; None = all.
-    touched_blocks: once so many blocks have been written, a block is evicted before a fresh block is taken, because the
-    operating system has given no memory yet to a block that was never written; None = num_blocks.
-    prefix_queries_tokens, prefix_hit_tokens: how many tokens `open` was asked for in all, and how many it found.
+    touched_blocks: once this number of blocks has been written, an evictable block is taken before a block that was
+    never written, because the operating system gives memory to a block only when it is written; None = num_blocks.
+    prefix_queries_tokens, prefix_hit_tokens: how many tokens `open` has looked up in all, and for how many it found
+    rows.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class BlockTables:
             self._used(block, keys[i], tokens[i * self.block_tokens : (i + 1) * self.block_tokens])
 
     def _counted(self, slot: int, num_tokens: int) -> int:
-        """Count the tokens that `open` was asked for and the tokens that it found; return how many it found."""
+        """Add the numbers of tokens that `open` looked up and found to the totals. Returns the number that it found."""
         num_hits = self._slots[slot].length
         if self.prefix_caching:
             self.prefix_queries_tokens += num_tokens
@@ -178,9 +180,10 @@ class BlockTables:
         return max(0, min((length + 1 - self.window - spare) // self.block_tokens, length // self.block_tokens - 1))
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a sequence with the kept rows of another one. Full blocks are shared, and the last block's rows copied.
+        """Begin a sequence in `new_slot` with the kept rows of `slot`.
 
-        Raises CapacityError, and begins nothing, where there is no block for the copy.
+        Full blocks are shared, and the rows of an incomplete last block are copied. Raises CapacityError, and begins
+        nothing, where there is no block for the copy.
         """
         if new_slot in self._slots:
             raise InternalError(f"cache slot {new_slot} is open already")
@@ -198,9 +201,9 @@ class BlockTables:
     def publish(self, slot: int, tokens: Seq[int]) -> None:
         """Let other sequences find the slot's full blocks. This costs nothing where no block was filled (see `keep`).
 
-        tokens: the committed tokens, from the beginning. The kept rows below len(tokens) must belong to these tokens,
-        so a drafter's cache must first be cut to the accepted tokens. Rows after the last committed token may hold
-        anything. Raises InternalError for a slot that is not open.
+        tokens: the committed tokens, from the beginning. The kept rows at positions below len(tokens) must belong to
+        these tokens, so a drafter's cache must first be cut to the accepted tokens. Rows after the last committed token
+        may hold anything. Raises InternalError for a slot that is not open.
         """
         entry = self._slots.get(slot)
         if entry is None:
@@ -231,13 +234,13 @@ class BlockTables:
     def absent(self, keys: Seq[Key]) -> list[int]:
         """Return the indices of the keys whose blocks are not published.
 
-        Blocks that the row after the last block does not see are left out.
+        Blocks before the window of the sequence's next row are left out.
         """
         first = self._first_seen(len(keys) * self.block_tokens)
         return [i for i in range(first, len(keys)) if self._prefixes.find(keys[i]) is None]
 
     def lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many more blocks `await_blocks` would need than there are; 0 where there are enough."""
+        """Return how many blocks are lacking for a call of `await_blocks` with these keys."""
         first = self._first_seen(len(keys) * self.block_tokens)
         found = [self._prefixes.find(key) for key in keys[first:]]
         unused = sum(block is not None and self._num_users[block] == 0 for block in found)
@@ -305,7 +308,7 @@ class BlockTables:
     def free_tokens(self, without: Collection[int] = ()) -> int:
         """Return how many tokens fit into the blocks that no slot uses, evictable blocks included.
 
-        without: slots that count as released. Blocks that they share with other slots stay in use. Unknown slots are
+        without: slots that count as released. Blocks that other slots use as well stay in use. Unknown slots are
         ignored.
         """
         released = Counter(block for slot in without if slot in self._slots for block in self._slots[slot].live)
@@ -400,8 +403,8 @@ class BlockTables:
     def _take(self) -> int:
         """Take a free block for one user. Where no block is free, evict the longest unused one.
 
-        A block is evicted, too, where the next free block was never written and `touched_blocks` blocks have been
-        written.
+        A block is also evicted where the next free block was never written, and `touched_blocks` blocks have been
+        written already.
         """
         is_new = bool(self._free) and self._free[-1] >= self._num_touched
         spares = is_new and self._num_touched >= self.touched_blocks and self._prefixes.num_evictable > 0
@@ -420,7 +423,7 @@ class BlockTables:
             self.keeper.withdrawn(self.kind, block)
 
     def _drop(self, block: int, *, is_passed: bool = False) -> None:
-        """Remove one user of a block. Without users, a published block becomes evictable, any other becomes free.
+        """Remove one user of a block. A block without users becomes evictable if it is published, else free.
 
         is_passed: whether the user goes on without the block, because the user's window has passed it.
         """
@@ -441,7 +444,8 @@ class BlockTables:
     def _checked(self, batch: RaggedBatch, b: int) -> _Slot:
         """Return the slot of run b.
 
-        Raises InternalError where its length is not the batch's, or the rows of the run may not be written.
+        Raises InternalError where the slot has another length than in the batch, or the rows of the run may not be
+        written.
         """
         slot, end = batch.slots[b], batch.end(b)
         entry, start = self._slots.get(slot), end - len(batch.run(b))
@@ -539,7 +543,7 @@ class BlockTables:
     def _set_length(self, own: _Slot, length: int, pending: Seq[int] = ()) -> None:
         """Set the kept length and the parents of pending rows, and give back the blocks after these rows.
 
-        A caller that sets less than the published length cuts `keys`, too.
+        Where this cuts published blocks, the caller must cut `keys`, too.
         """
         own.length, own.pending = length, list(pending)
         needed = -(-own.end // self.block_tokens)
@@ -554,7 +558,7 @@ class BlockTables:
     # ------------------------------------------------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        """Check every promise about blocks, and raise InternalError where one is broken. The time grows with the pool.
+        """Raise InternalError where the data of the blocks contradict each other. Takes longer for a larger pool.
 
         Each block is free, evictable or used, and its count of users agrees with the tables. The index has each
         published block under the tokens that it holds. Tables are long enough for their slots. No slot can write into a
@@ -581,6 +585,6 @@ class BlockTables:
         if len(own.keys) * self.block_tokens > length:
             raise InternalError(f"slot {slot} published more blocks than it filled")
         self._prefixes.check_keys(own.keys[own.first :], own.live)
-        # The next `reserve` makes the block that the slot ends inside of private; the blocks behind it must be already.
+        # The next `reserve` makes the block private in which the slot ends. The blocks after it must be so already.
         num_filled = -(-length // self.block_tokens)
         self._check_private(slot, table, num_filled * self.block_tokens, len(table) * self.block_tokens)
