@@ -1,6 +1,6 @@
 """Token streams, and the batches that are cut from them. A batch depends on (seed, step) alone.
 
-So a resumed run equals an uninterrupted one: the position in the data is the step number.
+So a resumed run equals an uninterrupted run: the position in the data is the step number.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Batches of `num_rows` windows; `num_sample_rows` of them come from a second stream (a target's own text).
+    """Batches of `num_rows` windows. `num_sample_rows` of these come from samples, a stream of a target's own texts.
 
-    text: None where all rows come from the second stream.
+    text: None where all rows come from samples.
     """
 
     text: Rows | None
@@ -157,7 +157,7 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
 def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool = False) -> Tokens:
     """Read a file of `forerun train sample` as one stream, with the id `end` after each text, [N].
 
-    held_out: read the texts that training must not see. Raises BadOption for a file with ids of another tokenizer.
+    held_out: whether to read the texts that are held out from training. Raises BadOption for ids of another tokenizer.
     """
     file = read_samples(path)
     if file.options["tokenizer"] != text_tokenizer.Tokenizer(tokenizer, path).fingerprint:
@@ -194,6 +194,6 @@ def load_rows(path: Path, vocab_size: int, seq_len_tokens: int) -> NDArray[np.in
 
 
 def split_rows(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that training sees, and the held-out rows: every HELD_OUT_EVERYth, as for samples."""
+    """Return the rows that training sees, and the held-out rows: the first of every HELD_OUT_EVERY rows."""
     is_held_out = np.arange(len(ids)) % HELD_OUT_EVERY == 0
     return ids[~is_held_out], ids[is_held_out]

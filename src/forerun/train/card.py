@@ -72,7 +72,7 @@ def write_card(
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Read run.json of an out folder, with the lines of its log under "log"."""
+    """Return the content of run.json in an out folder, with the lines of the run's log added under the key "log"."""
     if not (folder / "run.json").exists():
         raise NotFound(f"there is no run.json in {folder}: name an out folder of `forerun train lm`")
     run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
 
 
 def model_table(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Return the rows of the table under the introduction: shapes, parameters, bytes, tokens, losses, date."""
+    """Return the rows of the table after the introduction: shapes, parameters, bytes, tokens, losses, date."""
     stages = [[read_run(folder) for folder in folders] for folders in (target_stages, draft_stages)]
     runs = [runs_of_model[-1] for runs_of_model in stages]
     shapes = [run["options"]["shape"] for run in runs]
@@ -141,7 +141,7 @@ def pair_section(numbers: Path) -> str:
 
 
 def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: Path) -> str:
-    """Return the section on the data, with the hashes to check it by."""
+    """Return the section on the data, with the hashes by which a reader can check the data."""
     listed = "; ".join(f"{name} {n} modules, {chars:,} characters" for name, (n, chars) in counts.items())
     return (
         f"## Data\n\nThe standard library of CPython {run['python']}, without tests, tables and machine-dependent "
@@ -153,7 +153,7 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 
 
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Return the section with options and losses of each run. Stages before the last may have been stopped early."""
+    """Return the section with options and losses of each run. Runs before the last may have been stopped early."""
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "

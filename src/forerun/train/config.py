@@ -1,4 +1,4 @@
-"""The options of training runs, as frozen records that are written beside their results. Nothing here imports torch."""
+"""The options of training runs. Each run's options are written beside its results. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LossName = Literal["ce", "kl", "alpha"]
 class LoopConfig:
     """The length and the learning rate of a run. Sizes are in tokens, times in seconds.
 
-    weight_decay: of matrices; norms have none. grad_clip: the largest norm of the gradient.
+    weight_decay: applies to matrices only, not to norms. grad_clip: the largest norm that the gradient may have.
     """
 
     out: Path = option(REQUIRED, "folder for log, curves, state and what was learned (out/model, of a head out/head)")
@@ -55,7 +55,10 @@ class LoopConfig:
         return self.tokens_per_step // self.seq_len_tokens
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of step 0 .. steps-1: linear warm-up, constant, linear decay to (nearly) 0."""
+        """Return the learning rate of a step: first a linear warm-up, then constant, then linear decay to nearly 0.
+
+        step: 0 .. steps - 1.
+        """
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         decay_steps = max(1, round(self.steps * self.decay_share))
         return self.lr * min(warm, (self.steps - step) / decay_steps)
@@ -104,7 +107,7 @@ class TrainConfig(LoopConfig):
 
     @property
     def num_sample_rows(self) -> int:
-        """The number of rows in a batch that the target wrote, where samples are given."""
+        """The number of rows of a batch that come from the samples, where samples are given. The target wrote these."""
         return round(self.rows_per_step * self.samples_share)
 
     @property
@@ -117,7 +120,7 @@ class TrainConfig(LoopConfig):
 class HeadConfig(LoopConfig):
     """One run of `forerun train head`.
 
-    fit_tokens: the number of tokens that the head's first weights are fitted to, before any step.
+    fit_tokens: the number of tokens to which the head's first weights are fitted before the first step.
     """
 
     method: str = option(

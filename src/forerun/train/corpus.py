@@ -1,9 +1,9 @@
 """The text that the shipped pair is trained on: the source of the Python standard library, cut into three splits.
 
-Whole modules are held out. Models learn from *train*. *validation* serves to choose recipes and to report losses.
-*bench* serves for the benchmark prompts alone. The list of files (sorted paths, relative to the standard library's
-folder) depends on the Python version alone, so that a run can be repeated elsewhere. `Corpus.fingerprint` is equal
-exactly where the data are equal. In other text, such as installed packages, whole folders are held out.
+Whole modules are held out. Models learn from *train*. *validation* is for choosing recipes and reporting losses.
+*bench* is for the benchmark prompts alone. The list of files (sorted paths, relative to the standard library's folder)
+depends on the Python version alone, so that a run can be repeated elsewhere. `Corpus.fingerprint` is equal exactly
+where the data are equal. In other text, such as installed packages, whole folders are held out.
 
 The corpus leaves out tests, tables (encodings, entity lists, Unicode tables), documentation dumps, generated or
 machine-dependent files, and installed packages. They are data or repetition rather than code worth imitating.
@@ -52,9 +52,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The three splits. The standard library is sorted by path.
+    """The three splits. In each, modules of the standard library are sorted by path.
 
-    Other text is sorted by hash, so that its beginning is a sample of the whole.
+    Files of other text are sorted by hash, so that the beginning of a split is a sample of the whole split.
     """
 
     train: tuple[Document, ...]
@@ -98,11 +98,11 @@ def split_of(path: str) -> str:
 
 
 def other_splits(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the split of each path, for text without the modules that `split_of` holds out.
+    """Return the split of each path, for text in which `split_of` finds nothing to hold out.
 
-    sizes: the number of characters, by path. All files of one folder are in one split, and a file at the top is a group
-    by itself. Folders are held out in the order of their hashes, until a split has its share. Large folders are not
-    held out.
+    sizes: the number of characters, by path. All files of one folder are in one split, and a file outside folders is a
+    group by itself. Folders are held out in the order of their hashes, until a split has its share. Large folders are
+    not held out.
     """
     groups: dict[str, list[str]] = {}
     for path in sizes:
@@ -126,8 +126,8 @@ def _hash(name: str) -> bytes:
 def normalise(text: str) -> str:
     """Normalise white space, because invisible variation teaches nothing and costs tokens.
 
-    Newlines become \\n and tabs 8 columns. White space at line ends goes, and so do more than two blank lines in a row.
-    The text ends with one newline.
+    Line ends become \\n, and tabs become spaces up to the next multiple of 8 columns. White space at line ends is
+    removed. At most two blank lines in a row are kept. The text ends with one newline.
     """
     lines = [line.expandtabs(8).rstrip() for line in text.replace("\r\n", "\n").replace("\f", "").split("\n")]
     kept: list[str] = []
@@ -210,7 +210,7 @@ def bench_prompts(
 def natural_ends(source: str, rng: random.Random) -> Iterator[tuple[str, int]]:
     """Yield, for each function or class, its name and the number (1-based) of a line at which a prompt can end.
 
-    The line is the last of the signature, of the docstring, or of a statement in the first half of the body. Bodies of
+    It is the last line of the signature, of the docstring, or of a statement in the first half of the body. Bodies of
     fewer than three lines are left out, and so is text that Python cannot parse.
     """
     try:
@@ -237,8 +237,9 @@ def context_before(
 ) -> str | None:
     """Return whole lines up to `last_line` (1-based, included) with `wanted` to `most` tokens; None where no line fits.
 
-    The text may have fewer tokens, where it begins the file or one more line would be too much. There is no newline at
-    the end, because the tokenizer joins a newline with the indentation that the model is to choose.
+    The text has fewer tokens where it reaches the beginning of the file, or where one more line would be too much.
+    There is no newline at the end, because the tokenizer joins a newline with the indentation that the model is to
+    choose.
     """
     first = last_line
     text = ""

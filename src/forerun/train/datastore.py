@@ -30,7 +30,7 @@ def train(
     """Write a datastore of texts (read_texts) with the ids of a target to `out`, and return its number of tokens.
 
     target: as for LLM; None = the default target. progress: called after each text, with the number of tokens so far.
-    Raises UserError for impossible options, before any text is read where possible.
+    Raises UserError for impossible options, where possible before any text is read.
     """
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
@@ -44,7 +44,7 @@ def train(
 
 
 def joined(texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], None] = lambda num_tokens: None) -> Ints:
-    """Return texts of ids in one array [n], with END_OF_TEXT after each text.
+    """Return the ids of all texts in one array [n], with END_OF_TEXT after each text.
 
     Raises NotFound where the texts have no token.
     """
@@ -68,9 +68,9 @@ def save(tokens: Ints, out: Path, fingerprint: str) -> None:
 def suffix_array(tokens: Ints) -> Ints:
     """Return the starts of all suffixes of `tokens` [n] in lexicographic order.
 
-    A suffix comes before those that it is a prefix of. By prefix doubling (Manber, Myers 1993): once suffixes are
-    sorted by their first h tokens, the ranks of the suffixes h tokens further on sort them by 2 h tokens. Only suffixes
-    with equal first h tokens are sorted again.
+    A suffix comes before every longer suffix that begins with it. By prefix doubling (Manber, Myers 1993): once
+    suffixes are sorted by their first h tokens, they are sorted by their first 2 h tokens, with the ranks of the
+    suffixes that begin h tokens later. Only suffixes with equal first h tokens are sorted again.
     """
     num = len(tokens)
     order = np.argsort(tokens, kind="stable")

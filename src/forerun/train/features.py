@@ -1,9 +1,9 @@
 """The features that a head reads: hidden states of the target on texts, recorded as it writes, or computed again.
 
 The features of a token are the residual stream after some layers, the hidden state after the final norm, and the
-likeliest next id. Hidden states are always rounded to bfloat16, so a run on stored features equals one on recomputed
-features. Recorded features of a text's last token are zeros, but nothing is learned from them. A stored token takes 2 H
-(layers + 1) + 4 bytes.
+likeliest next id. Hidden states are always rounded to bfloat16, so a run on stored features equals a run on recomputed
+features. Recorded features of a text's last token are zeros, but nothing is learned from them. With hidden size H, a
+stored token takes 2 H (layers + 1) + 4 bytes.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def best_of(model: Model, hidden: Any) -> list[int]:
 
 
 class Stored:
-    """Features in a folder. At first those that are missing are computed; then all are read from the folder.
+    """Features in a folder. First the missing features are computed. Then all features are read from the folder.
 
-    samples: in the order in which their features are stored. layers: the wanted layers, among those that `source`
-    reads. facts: all that the features depend on; a folder with other facts is refused. say: called after each text
-    that was added, with the number of texts so far and the number of all texts. After a process was killed, the next
-    one goes on where it was.
+    samples: the samples, in the order in which their features are stored. layers: the wanted layers; `source` must read
+    them all. facts: everything that the features depend on; a folder with other facts is refused. say: called after
+    each text that was added, with the number of texts so far and the number of all texts. If a process is killed, the
+    next process goes on with the features that are still missing.
     """
 
     def __init__(
@@ -175,17 +175,17 @@ class FeatureFile:
             file.write(rows.tobytes())
 
     def rows(self) -> NDArray[Any]:
-        """Return the records of all tokens, mapped from the disk."""
+        """Return the records of all tokens, as an array that is mapped from the disk."""
         return np.memmap(self.path, dtype=self._record, mode="r", shape=(self.num_tokens,))
 
 
 def facts_of(model: LoadedModel, samples: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that features depend on. samples: the options with which the texts were written."""
+    """Return everything that features depend on. samples: the options with which the texts were written."""
     return {"weights": fingerprint(model), "precision": model.precision, "samples": dict(samples)}
 
 
 def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:
-    """Return the layers that a folder stores where they include all wanted layers; otherwise the wanted layers."""
+    """Return all layers that a folder stores. If these lack a wanted layer, return the wanted layers."""
     path = folder / "features.json"
     had = read_json(path).get("layers") if path.exists() else None
     return tuple(had) if isinstance(had, list) and set(wanted) <= set(had) else tuple(wanted)

@@ -13,7 +13,7 @@ from forerun.ops.model import LoadedModel
 def fingerprint(model: LoadedModel) -> str:
     """Return a hexadecimal hash of some embeddings, the final norm and the middle layer of a model.
 
-    The hashed values are those that the model computes with. A layer is needed because a fine-tuned model may share
+    The weights are hashed as the model computes with them. A layer is needed because a fine-tuned model may share
     embeddings and norms with its base model.
     """
     ones = model.rows.from_host(np.ones((1, model.config.hidden_size), np.float32))

@@ -53,7 +53,7 @@ class HeadTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the method, its first weights, and the samples' options. A run may resume with more texts."""
+        """See `Task`: the method, the first weights, and the samples' options. A run may resume with more texts."""
         begun = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
         return begun | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
 
@@ -81,7 +81,7 @@ class HeadTask:
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the folder out/head. Also write out/model, where the target was trained along or gets the head."""
+        """Write the folder out/head. Also write out/model where the target was trained too, or gets the head."""
         weights, sizes = self.head.files()
         method, _ = registry.parse_spec(self.config.method)
         head_files.save(
@@ -184,7 +184,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Before:
-    """An earlier head, from which training goes on. ids: the ids that it drafts; empty where it drafts all ids."""
+    """An earlier head, from which training goes on. ids: the ids that this head drafts; empty = it drafts all ids."""
 
     folder: str
     config: Mapping[str, Any]
@@ -194,7 +194,7 @@ class Before:
     def read(cls, name: str, method: str, tokenizer: str, num_ids: int) -> Before:
         """Read a head of `forerun train head`.
 
-        Raises UserError where there is none, and for a head of another method or tokenizer.
+        Raises UserError where there is no such head, and for a head of another method or tokenizer.
         """
         folder = head_files.located(name, method)
         file = Path(folder) / head_files.CONFIG
@@ -233,7 +233,7 @@ class Before:
 
 
 def _samples(config: HeadConfig, tokenizer: str) -> tuple[list[Sample], Mapping[str, Any]]:
-    """Return the samples that the run sees, and the options of their file.
+    """Return the samples that the run sees, and the options of the samples' file.
 
     Raises BadOption for ids of another tokenizer.
     """

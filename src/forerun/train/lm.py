@@ -4,8 +4,8 @@ The model is a llama (like the shipped target and its draft, which this command 
 or a hybrid in which most layers keep a state. Arithmetic is float32, or bfloat16 autocast where the processor has it.
 The result is a standard checkpoint folder, `model/` in the out folder. loop.py lists the other files there.
 
-Several drafts of one target can be trained one after another. Each learns where the target and the drafts before it
-(`after`) do not agree on the likeliest token, so that together they cover more than each would (SpecInfer, Miao et al.
+Several drafts of one target can be trained one after another. Each learns only where no earlier draft (`after`) agrees
+with the target on the likeliest token. So all drafts together cover more than any one alone (SpecInfer, Miao et al.
 2023, arXiv 2305.09781, section 3).
 """
 
@@ -53,8 +53,8 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 class Data:
     """The data of a run, and the tokenizer and end ids that the checkpoint needs. validation [n, seq_len + 1].
 
-    facts: for run.json. tokenizer_folder, end_id: None where the data are ids alone. end_id: the id that stands after
-    each text. end_ids: the ids that end an output.
+    facts: for run.json. tokenizer_folder, end_id: None where the data are rows of ids, without text. end_id: the id
+    after each text. end_ids: the ids that end an output.
     """
 
     batches: batches.Mixture
@@ -88,7 +88,7 @@ class LanguageModel:
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """See `Task`: empty, so that all weights have the usual rate."""
+        """See `Task`. Empty, because all weights have the usual rate."""
         return {}
 
     @property
@@ -103,7 +103,7 @@ class LanguageModel:
         }
 
     def loss(self, step: int) -> Tensor:
-        """See `Task`. Where an earlier draft agrees with the target, nothing is learned."""
+        """See `Task`. Nothing is learned from tokens on which an earlier draft agrees with the target."""
         windows = self.data.batches.batch(step).to(self.config.device)
         self.ops.imbalances.clear()
         with autocast(self.config):
@@ -125,8 +125,8 @@ class LanguageModel:
         """Measure the cross entropy in nats per token on held-out modules or rows, or on held-out texts of the target.
 
         With a teacher, also measure the KL divergence, alpha at temperature 1, and the share of tokens on which both
-        models agree greedily. With earlier drafts, also measure the share of tokens on which at least one draft agrees
-        with the teacher, without this model and with it.
+        models agree greedily. With earlier drafts, also measure the share of tokens on which at least one earlier draft
+        agrees with the teacher, and the share on which an earlier draft or this model does.
         """
         sums: dict[str, float] = {}
         rows_per_step, validation = self.config.rows_per_step, self.data.validation
@@ -153,7 +153,7 @@ class LanguageModel:
         export(folder, self.config.shape, self.weights, data.tokenizer_folder, data.end_id, data.end_ids)
 
     def _covered(self, windows: Tensor, target: Tensor) -> Tensor:
-        """Return where an earlier draft's likeliest id is the target's: windows [S, L + 1] -> bool [S * L]."""
+        """Return where an earlier draft's likeliest id equals the target's: windows [S, L + 1] -> bool [S * L]."""
         best = target.argmax(-1)
         hits = [logits.argmax(-1) == best for m in self.earlier if (logits := self._logits(m, windows)) is not None]
         return torch.stack(hits).any(0)
@@ -227,9 +227,9 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
 
 
 def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | None, frozenset[int]]:
-    """Return the target, and the ids that end its output; None and no ids where no target is given.
+    """Return the target, and the ids that end its output. Without a target, return None and no ids.
 
-    Raises BadOption for a target that cannot read the sequences, and for one with sliding windows.
+    Raises BadOption for a target that cannot read the sequences, and for a target with sliding windows.
     """
     if config.teacher is None:
         return None, frozenset()
@@ -258,7 +258,7 @@ def _check_fits(name: str, model: TorchModel, config: TrainConfig) -> None:
 
 
 def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
-    """Return the given tokenizer, else the teacher's, else a newly trained one. Writes its files to out/tokenizer."""
+    """Return the given tokenizer, or else the teacher's, or else a new one. Its files are written to out/tokenizer."""
     folder = config.out / "tokenizer"
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
@@ -276,7 +276,7 @@ def make_tokenizer(config: TrainConfig, corpus: Corpus | None) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, end_ids: Collection[int]) -> int:
-    """Return the id that training puts after each text: END_OF_TEXT, else the lowest that ends the target's output."""
+    """Return the id that training puts after each text: END_OF_TEXT, or else the lowest end id of the target."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None and not end_ids:
         raise BadOption(f"the tokenizer has no token {END_OF_TEXT}, which training puts behind each text: take another")
@@ -291,7 +291,7 @@ def num_ids_of(teacher: str) -> int:
 def first_weights(config: TrainConfig) -> dict[str, Tensor]:
     """Return random weights, or the weights of config.init_from, deepened where that model has fewer layers.
 
-    Raises BadOption as `read_shape` and `deepen` do.
+    Raises NotFound and BadOption as `read_shape` and `deepen` do.
     """
     if config.init_from is None:
         return initial_weights(config.shape, config.seed, device=config.device)

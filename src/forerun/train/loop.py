@@ -1,8 +1,8 @@
 """The training loop: steps, learning rate, log, curves, and checkpoints from which a run is resumed bit for bit.
 
 The loop trains a `Task`: a language model (lm.py) or a drafter's head (head.py). The out folder gets `log.jsonl` (one
-object per logged step, the first of them a validation before any step), `run.json` (options and data), `state.pt` (to
-resume from) and, where matplotlib is installed, `curves.png`. Beside these files the task exports what it has learned.
+object per logged step; the first is a validation before any step), `run.json` (options and data), `state.pt` (to resume
+from) and, where matplotlib is installed, `curves.png`. Beside these files, the task exports the trained weights.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LOG_EVERY_STEPS = 10
 
 
 class Task(Protocol):
-    """The model or head that is trained. weights: by name, trained in place.
+    """The model or head that is trained. weights: by name; they are trained in place.
 
-    identity: settings, by name, that must be equal where a run goes on from a saved state. facts: for run.json. rates:
-    by name of a weight, its learning rate as a multiple of the usual one.
+    identity: the settings, by name, that must not change where a run goes on from a saved state. facts: for run.json.
+    rates: the learning rates of some weights, by name, as multiples of the usual rate.
     """
 
     @property
@@ -51,14 +51,14 @@ class Task(Protocol):
         """Return numbers on held-out data."""
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the current weights in the form in which they are used. log: the lines of log.jsonl."""
+        """Write the current weights as the checkpoint or head that will be used. log: the lines of log.jsonl."""
 
 
 @dataclass
 class Run:
     """The state of a run in memory.
 
-    step: the number of finished steps. elapsed_s: the seconds of the steps in all sessions.
+    step: the number of finished steps. elapsed_s: the seconds that the steps of all sessions took.
     """
 
     config: LoopConfig
@@ -73,10 +73,10 @@ def train(
 ) -> dict[str, Any]:
     """Train until config.steps, save along the way, and export. Returns the last validation's numbers.
 
-    prepare: reads the data and makes the task, which may take long. resume: go on from the state in the out folder, or
-    begin where it has none. Every loss of a resumed run equals an uninterrupted run's bit for bit, on the same
-    machine with the same number of threads. Raises BadOption where the out folder's state is of another run, and where
-    there is a state and resume is False.
+    prepare: reads the data and makes the task, which may take long. resume: go on from the state in the out folder;
+    where the folder has no state, begin a new run. On the same machine with the same number of threads, every loss of a
+    resumed run equals the loss of an uninterrupted run bit for bit. Raises BadOption where the out folder's state is of
+    another run, and where there is a state and resume is False.
     """
     if not resume and (config.out / "state.pt").exists():
         raise BadOption(f"{shown(str(config.out))} holds a run: go on with --resume, or name another folder with --out")
@@ -123,7 +123,7 @@ def make_optimizer(
 
 
 def steps_of(run: Run) -> Iterator[str]:
-    """Run the remaining steps, and yield a line for the progress bar after each."""
+    """Run the remaining steps, and yield a line for the progress bar after each step."""
     config = run.config
     note, last_saved_s = "", time.perf_counter()
     while run.step < config.steps:
@@ -159,7 +159,7 @@ def train_step(run: Run) -> tuple[float, float]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make sums repeatable. Otherwise threads add up the gradient of the embedding in an order that changes."""
+    """Make sums repeatable. Otherwise threads would add up the gradient of the embedding in a changing order."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -169,9 +169,9 @@ def deterministic() -> Iterator[None]:
 
 
 def autocast(config: LoopConfig) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass, which computes products in bfloat16 or changes nothing.
+    """Return the context of a forward pass, in which products are computed in bfloat16 or in the usual type.
 
-    Products are bfloat16 with the option `bf16`, and with `auto` where the device has instructions for them.
+    bfloat16 is used with the option `bf16`, and with `auto` where the device has instructions for it.
     """
     device = torch.device(config.device).type
     if config.autocast == "off" or (config.autocast == "auto" and not has_bf16(device)):
@@ -201,7 +201,7 @@ def log(run: Run, numbers: Mapping[str, Any]) -> None:
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log; [] where there is none."""
+    """Return the lines of a run's log; [] where there is no log."""
     path = out / "log.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
@@ -215,7 +215,7 @@ def save(run: Run) -> None:
 
 
 def save_state(run: Run) -> None:
-    """Write weights, optimizer, step and random state to out/state.pt. The old file stays until that is done."""
+    """Save weights, optimizer, step and random state to out/state.pt. The old file stays until the new one is whole."""
     state = {
         "identity": run.task.identity,
         "weights": {name: weight.detach() for name, weight in run.task.weights.items()},
@@ -231,7 +231,10 @@ def save_state(run: Run) -> None:
 
 
 def load_state(run: Run) -> None:
-    """Read what `save_state` wrote, and drop later lines of the log. Raises BadOption for the state of another run."""
+    """Read the state that `save_state` wrote, and drop later lines of the log.
+
+    Raises BadOption for the state of another run.
+    """
     # This command wrote the file itself; weights_only would refuse the record of the shape.
     state = torch.load(run.config.out / "state.pt", map_location=run.config.device, weights_only=False)
     had, wanted = state["identity"], run.task.identity
@@ -266,7 +269,7 @@ def describe_run(run: Run) -> None:
 
 
 def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the training loss, and each number of the validations, over the steps. Needs matplotlib, or does nothing."""
+    """Draw the training loss, and each number of the validations, over the steps. Does nothing without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

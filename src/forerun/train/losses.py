@@ -21,7 +21,7 @@ HELP = "kl: the target's distribution, alpha: what is accepted at temperature 1,
 
 
 def check(name: str) -> None:
-    """Raise BadOption for the name of an unknown loss."""
+    """Raise BadOption for a name that is not the name of a loss."""
     if name not in get_args(LossName):
         raise BadOption(f"loss {shown(name)} is unknown: it must be ce, kl or alpha")
 
@@ -29,7 +29,7 @@ def check(name: str) -> None:
 def by_row(name: str, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Return the named loss of each row, [R]. Raises BadOption for an unknown name.
 
-    draft_logits, target_logits: [R, n], both of the same ids.
+    draft_logits, target_logits: [R, n], both for the same ids.
     """
     check(name)
     if name == "ce":
@@ -46,7 +46,7 @@ def cross_entropy(logits: Tensor, next_tokens: Tensor) -> Tensor:
 
 
 def forward_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the mean over rows of KL(p || q) in nats, p from target_logits, q from draft_logits, both [R, V]."""
+    """Return the mean over rows of KL(p || q) in nats. p is from target_logits, q from draft_logits, both [R, V]."""
     return by_row("kl", draft_logits, target_logits).mean()
 
 
@@ -68,7 +68,7 @@ def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def agreement(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Return the share of rows where both argmaxes are the same: the chance of acceptance at temperature 0."""
+    """Return the share of rows where both have the same argmax: the chance of acceptance at temperature 0."""
     return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float().mean()
 
 

@@ -1,4 +1,4 @@
-"""Small models to train: their first weights, and checkpoint folders that any runtime for their family can read."""
+"""Small models to train: their first weights, and checkpoint folders for any runtime that knows their family."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTO_STREAM = ("o_proj", "out_proj", "down_proj")  # modules that end a branch o
 def initial_weights(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Draw first weights as GPT-2 does, with a standard deviation of 0.02 (Radford et al. 2019, section 2.3).
 
-    For projections into the residual stream the deviation is divided by sqrt(2 layers).
+    For projections into the residual stream, the deviation is divided by the square root of twice the number of layers.
     """
     small = 0.02 / math.sqrt(2 * shape.num_layers)
     return drawn_weights(shape.spec(), seed, lambda name: small if name in INTO_STREAM else 0.02, device)
@@ -116,8 +116,8 @@ def export(
 ) -> None:
     """Write a standard checkpoint folder of the family, with weights in bfloat16 and the tokenizer's files beside them.
 
-    end_id: the id that stood after each text of the training. A model that learned from ids alone has no end_id and no
-    tokenizer. end_ids: the ids that end an output; empty = end_id alone.
+    end_id: the id that stood after each text in training. For a model that learned from ids alone, end_id and the
+    tokenizer are None. end_ids: the ids that end an output; empty = end_id alone.
     """
     save_checkpoint(
         folder,

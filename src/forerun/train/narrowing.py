@@ -1,6 +1,6 @@
 """A feed-forward part narrower than the target's: the inner outputs that add most, and a last matrix fitted to them.
 
-The inner outputs are the inputs of the last matrix. Each adds its value times its column of that matrix, so inner
+The inner outputs are the inputs of the last matrix. Each adds its value times its column of that matrix. So inner
 outputs are ranked by their mean square times the sum of squares of their column (a diagonal of Optimal Brain Surgeon,
 Hassibi and Stork 1993). The kept outputs then make up for the dropped ones: the last matrix is fitted by least squares
 to the sum over all inner outputs, on texts that the target wrote. For Qwen2.5-Coder 1.5B, 2,048 of 8,960 inner outputs
@@ -32,10 +32,11 @@ def narrowed(decoder: Spec, size: int) -> Spec:
 
 
 class Narrowing:
-    """Chooses inner outputs of the target's layer, and fits the last matrix.
+    """The inner outputs of the target's feed-forward part to keep, and its last matrix fitted to them.
 
-    decoder: the spec of a head that is as wide as the target. last: the weights of the target's layer, whose names
-    begin with `at`. read: the index, among a batch's layers, of the one whose rows are the input of the target's layer.
+    Inner outputs are the inputs of the last matrix. decoder: the spec of a head that is as wide as the target. last:
+    the weights of the target's layer, by names that begin with `at`. read: the index in `Batch.layers` of the rows that
+    are the input of that layer.
     """
 
     def __init__(self, decoder: Spec, last: Mapping[str, Tensor], at: str, read: int) -> None:
@@ -44,7 +45,7 @@ class Narrowing:
         self._squares = torch.zeros(width, width)
 
     def seen(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches. The inner outputs of each batch are added to the sums before it is yielded."""
+        """Yield the batches, and add each batch's inner outputs to the sums before it is yielded."""
         for batch in batches:
             inner = self._inner(batch)[batch.inside.flatten()]
             self._squares += inner.T @ inner

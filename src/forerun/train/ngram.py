@@ -1,4 +1,4 @@
-"""Fits the tables of the drafters `unigram` and `bigram`: how often tokens occur, and how often one follows another."""
+"""Fits the tables of the drafters `unigram` and `bigram`: how often tokens occur, and which tokens follow which."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 class Fit:
     """The counts of tokens in the texts added so far.
 
-    num_ids: the vocabulary size V. order: 1 counts tokens alone, 2 also counts pairs of neighbours within a text.
+    num_ids: the vocabulary size V. order: 1 = count tokens alone; 2 = also count pairs of neighbours within a text.
     """
 
     num_ids: int
@@ -56,8 +56,8 @@ class Fit:
     def arrays(self, max_followers: int) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays of a fitted file, see tables.FittedTable.
 
-        Each token keeps its `max_followers` most frequent followers. Of followers with equal counts, the lowest ids are
-        kept.
+        For each token, the `max_followers` most frequent followers are kept. Among followers with equal counts, these
+        are the followers with the lowest ids.
         """
         arrays: dict[str, npt.NDArray[np.generic]] = {"counts": self.counts.clip(max=MOST_COUNT).astype(np.uint32)}
         if self.order == 1:
@@ -99,7 +99,7 @@ def train(
     """Fit tables to texts (read_texts) with the tokenizer of a target, and write them to `out`.
 
     target: as for LLM; None = the default target. progress: called after each text. Raises UserError for impossible
-    options, before any text is read where possible.
+    options, where possible before any text is read.
     """
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
         if not 1 <= value <= most:

@@ -18,10 +18,10 @@ from forerun.types import CacheView, RaggedBatch
 class TrainingOps(ReferenceOps):
     """The reference operators over rows that are consecutive sequences of `seq_len_tokens` tokens each, in one run.
 
-    Training thus runs the same forward pass of the decoder as serving does. Only keys, values and states have another
-    source. Recurrent layers are computed by chunks, because gradients through a step for each token take too long.
-    Sliding windows are refused, because no trainable shape has one. imbalances: the `losses.imbalance` of each router
-    and pass since the list was last emptied.
+    So training runs the same forward pass of the decoder as serving does, with one difference: keys, values and states
+    come from the sequences themselves and not from a cache. Recurrent layers are computed by chunks, because gradients
+    through a separate step for each token take too long. Sliding windows are refused, because no trainable shape has
+    one. imbalances: the `losses.imbalance` of each router in each pass since the list was last emptied.
     """
 
     def __init__(self, seq_len_tokens: int) -> None:
@@ -30,7 +30,7 @@ class TrainingOps(ReferenceOps):
         self.imbalances: list[Tensor] = []
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """See `ReferenceOps`. Records the imbalance of passes with gradients, so of no teacher's."""
+        """See `ReferenceOps`. Records the imbalance of passes with gradients, and so none of a teacher's passes."""
         if scores.requires_grad:
             self.imbalances.append(losses.imbalance(scores, chosen))
 
@@ -116,8 +116,8 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -
 class RememberingOps(ReferenceOps):
     """Operators for S sequences of equal length, whose attention has a mask instead of a cache.
 
-    mask [S, 1, rows, keys]. memory: the keys and values of each layer, [S, heads, L, D]. A pass with `remembers` writes
-    them. Other passes put them before the keys and values of their own rows.
+    mask [S, 1, rows, keys]. memory: the keys and values of each layer, [S, heads, L, D]. A pass with `remembers` = True
+    writes its keys and values there. Any other pass attends to the remembered keys and values, followed by its own.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class RememberingOps(ReferenceOps):
 
 
 def _trainable(k: Tensor | None, v: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Return the given keys and values. Raises NotImplementedError for attention that training does not know."""
+    """Return the keys and values unchanged. Raises NotImplementedError for attention that training does not compute."""
     if k is None or v is None or not scoring.is_plain or scoring.sees_all:
         raise NotImplementedError("training knows attention without soft caps, sinks, biases or keys of other layers")
     return k, v

@@ -1,7 +1,7 @@
-"""Questions of people, from published files of conversations. A target answers them, and drafters learn from that.
+"""Questions of people, from published files of conversations. A target answers them, and drafters learn from this.
 
-A file is JSON lines, or a JSON list, which is read up to the place where it is cut short. An entry is a text, an object
-with a `prompt`, a `question` or an `instruction`, or an object with a conversation: `conversations` as in ShareGPT,
+A file is JSON lines or a JSON list. A list that is cut short is read up to the cut. An entry is a text, an object with
+a `prompt`, a `question` or an `instruction`, or an object with a conversation: `conversations` as in ShareGPT,
 `messages`, or `turns`. The question of a conversation is its first turn, where that turn is a user's.
 """
 
@@ -23,9 +23,10 @@ PEOPLE = ("human", "user")
 
 
 def read_questions(paths: Seq[Path]) -> list[str]:
-    """Return the questions in some files, each once. Entries without a user's turn are left out.
+    """Return the questions in some files, without repetitions. Entries without a user's turn are left out.
 
-    Raises NotFound for a file that cannot be read, UnsupportedModel for a file of another kind or without a question.
+    Raises NotFound for a file that cannot be read, and UnsupportedModel for a file of another kind or without a
+    question.
     """
     questions = dict[str, None]()
     for path in paths:
@@ -57,7 +58,7 @@ def _entries(path: Path) -> Iterator[Any]:
 
 
 def _listed(text: str, path: Path) -> list[Any]:
-    """Return the entries of a JSON list. Of a list that is cut short, return the whole entries before the cut.
+    """Return the entries of a JSON list. If the list is cut short, return the whole entries before the cut.
 
     Raises ValueError where there is no whole entry.
     """
@@ -79,7 +80,7 @@ def _listed(text: str, path: Path) -> list[Any]:
 
 
 def _question(entry: Any) -> str:
-    """Return the question of an entry: its text, or its first turn where a user wrote that turn; else ""."""
+    """Return the question of an entry: its text, or its first turn if a user wrote that turn. Otherwise return ""."""
     if isinstance(entry, str):
         return entry
     if not isinstance(entry, Mapping):

@@ -1,9 +1,9 @@
 """`forerun train drafter`: a head for any target in a given time, from nothing but questions.
 
 For `SAMPLE_SHARE` of the time the target writes texts, and its hidden states are stored meanwhile. The rest of the time
-is for training: a few steps are timed, and then as many steps are trained as fit. The out folder gets `samples.ids`,
-`features`, the files of the training run (log.jsonl, state.pt, head) and `recipe.json`, which records the progress. The
-same command, given again, goes on where it was stopped.
+is for training. A few steps are timed, and then as many steps are trained as fit into this time. The out folder gets
+`samples.ids`, `features`, the files of the training run (log.jsonl, state.pt, head) and `recipe.json`, which records
+the progress. The same command, given again, goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class State:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """The head in `folder` that a recipe has trained. numbers: of the last validation."""
+    """The head in `folder` that a recipe has trained. numbers: the numbers of the last validation."""
 
     folder: Path
     target: OpenedCheckpoint
@@ -106,8 +106,8 @@ def make(
 ) -> TrainedHead:
     """Sample and train, going on from the state in the out folder.
 
-    say: called with a line about the stage that comes next. warn: see `head.train`. Raises UserError as `train sample`
-    and `train head` do.
+    say: called with a line about each stage that begins. warn: see `head.train`. Raises UserError as `train sample` and
+    `train head` do.
     """
     state = State.of(config)
     opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
@@ -135,7 +135,7 @@ def make(
 def steps_for(
     config: DrafterConfig, state: State, task: training.HeadTask, clock: Callable[[], float], prepared_from_s: float
 ) -> int:
-    """Return how many training steps fit into the time that is left. A few steps are timed, which change no weight.
+    """Return how many training steps fit into the remaining time. A few steps are timed for this, and change no weight.
 
     prepared_from_s: the time on `clock` at which the work after the sampling began.
     """

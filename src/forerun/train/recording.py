@@ -63,7 +63,8 @@ class Recorder(Drafter):
 class Recording:
     """The features of samples, in a folder that grows with the file of samples. layers: see Recorder.
 
-    say: called while missing features are computed, with the number of texts that have features and of all texts.
+    say: called while missing features are computed, with the number of texts that have features, and the number of all
+    texts.
     """
 
     folder: Path
@@ -73,12 +74,12 @@ class Recording:
     file: FeatureFile | None = field(default=None, init=False)
 
     def make(self, target: Target) -> Drafter:
-        """Return the drafter that records, for LLM."""
+        """Return the drafter that records features. LLM calls this as the option `draft`."""
         self.recorder = Recorder(target, self.layers)
         return self.recorder
 
     def begin(self, llm: LLM, samples: Samples) -> None:
-        """Open the folder, and compute the features that the samples so far lack."""
+        """Open the folder, and compute the missing features of the samples that exist already."""
         model = llm.checkpoint.model
         longest = max((len(sample.ids) for sample in samples.samples), default=1)
         facts = facts_of(model, samples.options)

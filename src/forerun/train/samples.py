@@ -1,12 +1,12 @@
 """A file of texts that a target wrote itself, as token ids: `forerun train sample` appends to it, training reads it.
 
-The file begins with a line that names the format, and a line of JSON that says which tokenizer and weights wrote the
-texts, with which options. Records follow, each with a checksum. A process that is killed leaves at most one record that
-is cut short, the last. This record is dropped when the next run opens the file.
+The file begins with a line that names the format. Then comes a line of JSON with the tokenizer and the weights that
+wrote the texts, and with the options. Records follow, each with a checksum. A process that is killed leaves at most one
+incomplete record, the last. This record is dropped when the next run opens the file.
 
 Records are in the order of their numbers, and each depends on its number and the options alone. So a file that was
-interrupted and continued is equal to an uninterrupted one, byte by byte. Only the texts that passages are cut from may
-change in between.
+interrupted and continued is equal to an uninterrupted file, byte by byte. The options may not change in between, except
+for the texts from which passages are cut.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ MOST_IDS = 1 << 20  # of one record
 class Sample:
     """One text.
 
-    number: its place in the order of all samples. temperature: the answer's. ids: the whole text; the first `num_given`
-    ids were given to the target, and the others followed. answer_at: the index at which the answer begins. Where the
-    target wrote the question for itself, the question and the chat template's ids after it stand before that index.
+    number: its place in the order of all samples. temperature: the temperature of the answer. ids: the whole text. The
+    first `num_given` ids were given to the target, which wrote the others. answer_at: the index at which the answer
+    begins. Where the target wrote the question as well, the question comes before this index, and so do the ids of the
+    chat template between question and answer.
     """
 
     number: int
@@ -55,22 +56,23 @@ class Sample:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether training must not see this text."""
+        """Whether this text is held out from training."""
         return self.number % HELD_OUT_EVERY == 0
 
     @property
     def key(self) -> bytes:
-        """The bytes of all ids before the answer. Of two samples with the same key, only the first is written."""
+        """The bytes of all ids before the answer. Only the first of several samples with the same key is written."""
         return self.ids[: max(self.answer_at, self.num_given)].tobytes()
 
 
 class SampleWriter:
-    """Appends samples to a file, after it has checked the options of a file that exists.
+    """Appends samples to a file. The options of an existing file are checked first.
 
-    options: all that samples depend on; an existing file must have the same, except for the option `texts`. num_tokens:
-    the number of ids in the file. next_number: the number after the last sample's. Duplicates that were left out after
-    that sample are made once more. Raises BadOption for a file of other options, and for one that another process
-    writes to. Raises UnsupportedModel for a file of another kind, and for one that is damaged before its last record.
+    options: everything that samples depend on. An existing file must have the same options, except for `texts`.
+    num_tokens: the number of ids in the file. next_number: the number of the next sample: 1 more than the number of the
+    last sample in the file. So duplicates that were left out after that sample are made once more. Raises BadOption for
+    a file with other options, and for a file that another process writes to. Raises UnsupportedModel for a file of
+    another kind, and for a file that is damaged before its last record.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -167,10 +169,10 @@ class Samples:
 
 
 def read_samples(path: Path) -> Samples:
-    """Return the samples of a file. A last record that is cut short is left out, because the file may still grow.
+    """Return the samples of a file. An incomplete last record is left out, because the file may still grow.
 
-    Raises NotFound where there is no file, UnsupportedModel for a file of another kind or one that is damaged before
-    its last record.
+    Raises NotFound where there is no file. Raises UnsupportedModel for a file of another kind, and for a file that is
+    damaged before its last record.
     """
     if not path.is_file():
         raise NotFound(f"there is no file {shown(str(path))}: `forerun train sample` makes it")
@@ -180,7 +182,7 @@ def read_samples(path: Path) -> Samples:
 
 
 def begun_with(path: Path) -> Mapping[str, Any]:
-    """Return the options of an existing file, else {}. Raises UnsupportedModel for a file of another kind."""
+    """Return the options of an existing file; {} without a file. Raises UnsupportedModel for a file of another kind."""
     if not path.exists() or not path.stat().st_size:
         return {}
     with path.open("rb") as file:

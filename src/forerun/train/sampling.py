@@ -80,14 +80,14 @@ def write(
 
 
 def texts_for(config: SampleConfig, shares: Shares) -> list[str]:
-    """Return the texts that passages are cut from: the named ones, else installed ones where a kind needs passages."""
+    """Return the texts that passages are cut from: named files, or else installed texts if the shares need passages."""
     if config.texts:
         return list(read_texts(config.texts, MAX_TEXT_BYTES))
     return packaged_texts() if shares.task + shares.text > 0 else []
 
 
 def shares_of(config: SampleConfig, llm: LLM) -> Shares:
-    """Return the shares of the kinds of text. A share that is not given takes the default for this target."""
+    """Return the shares of the kinds of text. A share that the user did not give is the default for this target."""
     chat, task = config.chat, config.task
     if chat is None:
         chat = Shares.chat if config.questions or Frame.opens_a_turn(llm) else 0.0

@@ -1,4 +1,4 @@
-"""The sizes of a model that is trained, as options of `forerun train lm`. Nothing here imports torch."""
+"""The sizes of a model that is trained, as options of `forerun train lm`. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ModelShape:
     """The sizes of a decoder with tied embeddings, in elements. A head has hidden_size / num_heads elements.
 
     family: llama, gpt2, qwen3_moe or qwen3_5_text. A gpt2 learns an embedding for each of its max_positions positions,
-    and has as many key-value heads as query heads. In a qwen3_moe each row takes num_chosen of num_experts experts,
-    each of size ffn_size. In a qwen3_5_text every fourth layer has attention, and the others keep a state with as many
-    heads as there are query heads.
+    and has as many key-value heads as query heads. In a qwen3_moe, each row uses num_chosen of num_experts experts, and
+    each expert has size ffn_size. In a qwen3_5_text, every fourth layer has attention. The other layers keep a state
+    with as many heads as there are query heads.
     """
 
     hidden_size: int = option(512, "width of the residual stream, elements", min=1)
@@ -116,7 +116,7 @@ class ModelShape:
 
     @classmethod
     def given(cls, sizes: Mapping[str, Any], seq_len_tokens: int) -> ModelShape:
-        """Return the shape for the sizes that a command was given.
+        """Return the shape for the sizes that the user gave to a command.
 
         A gpt2 gets as many positions as its training sequences have tokens.
         """

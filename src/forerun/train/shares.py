@@ -1,4 +1,4 @@
-"""Measures how likely a target accepts the first, second, ... child that a draft model proposes, for Sequoia."""
+"""Measures how likely a target accepts the first, second, ... child that a draft model proposes, for Sequoia trees."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fit(
 def measure(
     target: Checkpoint, draft: Checkpoint, texts: Seq[Seq[int]], num_ranks: int, longest: int, seed: int = 0
 ) -> Floats:
-    """Return the share of positions at which the child of each rank is accepted, [2, num_ranks].
+    """Return for each rank the share of positions at which the child of this rank is accepted, [2, num_ranks].
 
     Row 0 is greedy: how often the target's likeliest id has this rank in the draft model. Row 1 is at temperature 1:
     the probability that the child of this rank, drawn without replacement, is the accepted child (recursive rejection).
@@ -80,9 +80,9 @@ def measure(
 
 
 def accepted_shares(p: Floats, q: Floats, num: int, rng: np.random.Generator) -> Floats:
-    """Return the probability of each child k to be the accepted one, [num], for children drawn from q.
+    """Draw children from q without replacement. Returns for each child the probability that it is accepted, [num].
 
-    They are drawn once, without replacement. p, q: the distributions of target and draft, [V].
+    p, q: the distributions of target and draft, [V].
     """
     shares, reached = np.zeros(num), 1.0
     for k in range(num):

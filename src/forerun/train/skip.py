@@ -4,8 +4,9 @@ Two shares are measured for a set of layers: the share of positions of a text at
 target's, and the share of the target's bytes that a pass through the set reads. Equation (1) of Leviathan et al. 2023
 turns both into a speed-up over plain decoding.
 
-The paper searches by Bayesian optimisation. Here each layer is first left out alone. Then the layers that are missed
-least are left out together. At last, single layers of the best set are added or removed at random.
+The paper searches by Bayesian optimisation. This search first leaves out each layer alone. Then it leaves out,
+together, the layers whose absence cost the least agreement. At last, it adds or removes single layers of the best set
+at random.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Scored:
 class Scorer:
     """Scores sets of layers of one model on texts.
 
-    windows: pieces of the texts as ids; each is run as one sequence. Raises BadOption for a model in which
-    layers read the keys of others.
+    windows: pieces of the texts as ids; each is run as one sequence. Raises BadOption for a model in which some layers
+    read the keys of other layers.
     """
 
     def __init__(self, model: LoadedModel, windows: Seq[Seq[int]]) -> None:
@@ -105,10 +106,10 @@ def windows_of(ids: Seq[int], num_tokens: int, length: int) -> list[Seq[int]]:
 
 
 def search(scorer: Scorer, evaluations: int, seed: int = 0, say: Callable[[Scored], None] = lambda s: None) -> Scored:
-    """Return the best proper subset of the layers that was found, by its speed-up, which may be below 1.
+    """Return the best proper subset of the layers that the search found: the subset with the largest speed-up.
 
-    The same arguments give the same set. evaluations: the most sets to score, at least 1. say: called with each set
-    that is better than all sets before. Raises BadOption for a model of one layer.
+    The speed-up may be below 1. The same arguments give the same set. evaluations: the most sets to score, at least 1.
+    say: called with each set that is better than all sets before. Raises BadOption for a model of one layer.
     """
     everything = tuple(range(scorer.num_layers))
     if len(everything) < 2:

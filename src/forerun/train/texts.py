@@ -14,9 +14,10 @@ from forerun.train.corpus import load_corpus
 
 
 def files_of(paths: Seq[Path]) -> list[Path]:
-    """Return the files among `paths`, and the sorted files below its folders. Hidden files below folders are left out.
+    """Return the files that `paths` names, and all files below its folders, sorted within each folder.
 
-    Raises NotFound for a path that is not there, and for a folder without a file.
+    Hidden files below folders are left out. Raises NotFound for a path that does not exist, and for a folder without a
+    file.
     """
     files: list[Path] = []
     for path in paths:
@@ -32,9 +33,9 @@ def files_of(paths: Seq[Path]) -> list[Path]:
 def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
     """Yield the texts of `files_of`, or the training modules of the standard library where no path is given.
 
-    Reading ends after `max_bytes` bytes of files, if need be inside a text. A file that is no UTF-8 text, such as a
-    picture, is left out where it lies below a folder, and raises BadOption where it was named itself. Raises NotFound
-    for a file that cannot be read.
+    Reading ends after `max_bytes` bytes of files, even inside a text. A file that is not UTF-8 text, such as a picture,
+    is left out if it lies below a folder. Raises BadOption for such a file in `paths` itself, and NotFound for a file
+    that cannot be read.
     """
     if not paths:
         for document in load_corpus().train:
@@ -59,7 +60,8 @@ def read_texts(paths: Seq[Path], max_bytes: int) -> Iterator[str]:
 def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
     """Return installed texts: descriptions of packages, Python's own help, and some modules of its standard library.
 
-    The texts and their order depend on the installed packages alone. code_bytes: about how many characters of modules.
+    The texts and their order depend on the installed packages alone. code_bytes: the approximate length of all modules
+    together, in characters.
     """
     described: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
@@ -78,7 +80,7 @@ def packaged_texts(code_bytes: int = 2 * 10**6) -> list[str]:
 
 
 def _decoded(data: bytes, is_cut: bool) -> str | None:
-    """Return the text of UTF-8 bytes; None for other bytes. is_cut: whether they may end inside a character."""
+    """Return the text of UTF-8 bytes; None for other bytes. is_cut: whether the bytes may end inside a character."""
     if b"\0" in data:
         return None
     try:

@@ -26,7 +26,7 @@ PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Seq[str] = (END_OF_TEXT,)) -> Tokenizer:
-    """Return a tokenizer of `vocab_size` entries learned from texts; the same texts give the same tokenizer.
+    """Return a tokenizer of `vocab_size` entries, learned from texts. The same texts give the same tokenizer.
 
     The entries are the special tokens from id 0 on, 256 bytes, and merges.
     """
@@ -53,7 +53,7 @@ def save_tokenizer(
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`, as transformers and other runtimes read them.
 
-    special: the tokens that a text begins and ends with, by transformers' names.
+    special: the tokens that a text begins and ends with. The keys are the names that transformers gives to them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with raising_os_errors():

@@ -1,16 +1,16 @@
 """The target writes the texts that a drafter learns from, since a drafter must guess the target's texts, not people's.
 
 There are three kinds of text. *chat*: the target answers a given question. Where no questions are given, it gets only
-the opening of a user's turn, and writes first the question, at temperature 1, and then the answer (Xu et al. 2024,
+the opening of a user's turn. Then it writes first the question, at temperature 1, and then the answer (Xu et al. 2024,
 "Magpie", arXiv 2406.08464). *task*: the target answers an instruction about a passage of a given text. *text*: the
 target continues such a passage.
 
 Half of the answers and continuations are greedy, and the others are drawn at temperatures of 0.5 and 1, because users
-will ask for all of these (Zhou et al. 2024, "DistillSpec", section 4: on-policy data). A text that repeats itself is
-cut after the third repetition: small models would repeat themselves for ever, which teaches nothing.
+will want all of these (Zhou et al. 2024, "DistillSpec", section 4: on-policy data). A text that repeats itself is cut
+after the third repetition. Small models would repeat themselves for ever, which teaches nothing.
 
-All texts are written in one continuous batch. Sample i depends on the options alone: its seed draws kind, passage and
-temperature, and the engine's draws do not depend on other sequences where its operators are row-invariant.
+All texts are written in one continuous batch. Sample i depends on the options alone. Its seed draws kind, passage and
+temperature. The engine's draws do not depend on other sequences where its operators are row-invariant.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The least and most tokens of a passage, the most of a question, and the most of an answer."""
+    """The limits of lengths, in tokens. passage: the least and the most. question, answer: the most."""
 
     passage: tuple[int, int] = (16, 160)
     question: int = 160
@@ -92,7 +92,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Frame:
-    """The ids that a chat template puts around the first question; () where there is no template."""
+    """The ids that a chat template puts before and after the first question. Both are () where there is no template."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -125,7 +125,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one sample. prompt: the ids that the target is given at first."""
+    """The plan of one sample. prompt: the ids that the target is given first."""
 
     number: int
     kind: str
@@ -137,11 +137,11 @@ class Plan:
 class Writer:
     """Plans the samples of a target, and writes them.
 
-    texts: the texts from which passages are cut. questions: the questions with which conversations begin; those that
-    are too long are left out. Where there are no questions, the target writes its own. begun: the options of a file to
-    which samples are added (samples.begun_with). The frame of that file is used again, because some templates print the
-    current date. Raises BadOption for texts, questions or a template that do not fit the shares, and NotFound where a
-    template is needed and there is none.
+    texts: the texts from which passages are cut. questions: the questions with which conversations begin; questions
+    that are too long are left out. Where there are no questions, the target writes its own. begun: the options of a
+    file to which samples are added (samples.begun_with). The frame of that file is used again, because some templates
+    print the current date. Raises BadOption for texts, questions or a template that do not fit the shares, and NotFound
+    where a template is needed and there is none.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Writer:
             raise BadOption("there is no text to cut passages from: name some with --text, or sample with --chat 1")
 
     def options(self) -> dict[str, Any]:
-        """Return all that a sample depends on besides its number, to be written into the file."""
+        """Return everything that a sample depends on besides its number, to be written into the file."""
         llm = self.llm
         frame = {"frame": [list(self.frame.before), list(self.frame.after)]} if self._writes_frame else {}
         options = {
@@ -298,14 +298,14 @@ class Writer:
         return SamplingParams(max_tokens=self.lengths.answer, temperature=plan.temperature, seed=plan.seed)
 
     def _asks(self, plan: Plan) -> bool:
-        """Return whether the target writes the question, too."""
+        """Return whether the target also writes the question of this sample."""
         return plan.kind == "chat" and not self.questions
 
     def _encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text, add_special_tokens=False)
 
     def _short_enough(self, questions: Seq[str]) -> list[str]:
-        """Return the questions that are short enough, shuffled. Raises BadOption where all are too long."""
+        """Return the questions that are short enough, shuffled. Raises BadOption where all questions are too long."""
         most = self.lengths.question
         short = [text for text in questions if len(self._encode(text)) <= most]
         if questions and not short:
@@ -317,7 +317,10 @@ class Writer:
         return short
 
     def _passage(self, rng: random.Random, num: int) -> list[int]:
-        """Return `num` ids of a given text from the beginning of a line on, or fewer where the text ends."""
+        """Return a passage of `num` ids from a given text. It begins at the beginning of a line.
+
+        The passage is shorter where the text ends.
+        """
         at = rng.randrange(int(self._sizes[-1]))
         which = int(np.searchsorted(self._sizes, at, side="right"))
         text = self.texts[which]
@@ -330,14 +333,14 @@ def _digest(texts: Seq[str]) -> str:
 
 
 def looped(ids: Seq[int], start: int) -> int | None:
-    """Return the index at which the ids from `start` on end their REPEATEDth repetition; None where they have none."""
+    """Return the index at which a part of the ids after `start` has occurred REPEATED times in a row; None = never."""
     written = np.asarray(ids[start:])
     ends = [end for period in PERIODS if (end := _repeats(written, period)) is not None]
     return start + min(ends) if ends else None
 
 
 def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
-    """Return the index at which REPEATED repetitions of a part of `period` ids first end; None where there are none."""
+    """Return the first index at which `period` ids have occurred REPEATED times in a row; None = never."""
     wanted = max((REPEATED - 1) * period, LEAST_REPEATED - period)  # ids in a row that equal the id one period later
     if len(ids) < period + wanted:
         return None
@@ -354,5 +357,5 @@ def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def longest(lengths: Lengths) -> int:
-    """Return a number of tokens that no sequence of these lengths exceeds, with room for the chat template."""
+    """Return an upper limit for the tokens of a sequence of these lengths, with room for the chat template."""
     return max(lengths.question, 2 * lengths.passage[1] + 64) + lengths.answer + 256

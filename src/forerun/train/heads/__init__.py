@@ -1,9 +1,9 @@
 """The heads that can be trained. Each is one file of this package, named like the drafter that reads the trained head.
 
-The files are found by scanning. `Options` of a file is a frozen dataclass, whose fields have help and range in
-`metadata`. `LR` is the peak learning rate where none is given. `layers` returns which residual streams of the target
-are read. `Head(options, teacher, seed)` follows the protocol below. `forerun train head` looks the head up here,
-batches come from here, and loop.py trains.
+The package is scanned for these files. Each file defines four names. `Options` is a frozen dataclass, whose fields have
+help and range in `metadata`. `LR` is the peak learning rate where none is given. `layers` returns which residual
+streams of the target are read. `Head(options, teacher, seed)` follows the protocol below. `forerun train head` looks
+the head up in this module and gets its batches from here. loop.py trains.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Teacher:
     """The parts of the target that a head may read. embeddings, head: float32 [V, H], frozen.
 
     counts [num_ids]: how often the target wrote each id in the texts that training sees, without padding ids. probe:
-    see head_files.py. last: the weights of the last layer with attention, named as layer 0, and of the final norm.
-    model: the whole target.
+    some embeddings, which identify the target (head_files.py). last: the weights of the last layer with attention,
+    named as layer 0, and of the final norm. model: the whole target.
     """
 
     config: Spec
@@ -91,7 +91,7 @@ def last_attending(target: Spec) -> int:
 
 
 def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
-    """Return a head's spec: `num` blocks like the target's last one with attention, but without a window.
+    """Return a head's spec: `num` blocks like the target's last block with attention, but without a window.
 
     changes: other values for fields of the spec. Raises BadOption for a target whose block has parts that training does
     not know.
@@ -110,7 +110,8 @@ def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
 class TrainedBlock:
     """One block of a head with gradients, computed by the code that runs models. Rows are [S, L, H].
 
-    i: the index of the block in the spec. weights: all weights of the head; the names of this block's begin with `at`.
+    i: the index of the block in the spec. weights: all weights of the head. at: how the names of this block's weights
+    begin.
     """
 
     def __init__(self, spec: Spec, weights: Mapping[str, Tensor], at: str, i: int = 0) -> None:
@@ -184,7 +185,7 @@ def norm_of(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tenso
 
 
 class Vocabulary:
-    """The ids that a head drafts: those that the target writes most often.
+    """The ids that a head drafts: the ids that the target writes most often.
 
     ids [n], ascending. rows [n, H]: the rows of the LM head for these ids.
     """
@@ -238,7 +239,7 @@ class Batch:
         return inside
 
     def ahead(self, num: int) -> Tensor:
-        """Return whether the token `num` places on is of the same text and was written by the target, [S, L] bool."""
+        """Return whether the token `num` places later is in the same text and the target wrote it, [S, L] bool."""
         same = torch.zeros_like(self.is_written)
         if num < same.shape[1]:
             end = same.shape[1] - num
@@ -268,7 +269,7 @@ class Rows:
         return agrees
 
     def numbers(self, at: str, own: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
-        """Return agreement, overlap and loss, each as a sum and its divisor. `at` is added to the end of their names.
+        """Return agreement, overlap and loss, each as a sum and its divisor. at: how the names of these numbers end.
 
         agreement is alpha at temperature 0: among the rows where all earlier positions agreed (`reached`), the share
         where the head's likeliest id is the target's. overlap is alpha at temperature 1: the mean of sum min(p, q) over
@@ -311,8 +312,8 @@ def measured(
 ) -> dict[str, tuple[float, float]]:
     """Return the numbers of `Rows` by position, for heads that guess after every token.
 
-    parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: whether only the learned rows are measured,
-    and not all rows that have a token at the position.
+    parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: measure only the learned rows. Otherwise all
+    rows that have a token at the position are measured.
     """
     numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
     for k, (learned, logits, target) in enumerate(parts):
@@ -338,11 +339,11 @@ def shifted(rows: Tensor, num: int) -> Tensor:
 class Head(Protocol):
     """A head that is trained. weights: by their names in the file of the head.
 
-    Six members are optional. `at(share)` is called before each step with the share of the steps that is done. `rates`
-    has the learning rates of some weights, by name, as multiples of the usual one. `backbone` is a target that is
-    trained along (backbone.py). `go_on_as(config)` takes over settings from the config.json of an earlier head, from
-    which training goes on. `read(folder)` reads the weights of such an earlier head, where its file has other names.
-    `save_beside(out, checkpoint)` writes more beside the folder of the head.
+    Six further members are optional. `at(share)` is called before each step with the share of the steps that is done.
+    `rates` has the learning rates of some weights, by name, as multiples of the usual rate. `backbone` is a copy of the
+    target that is trained too (backbone.py). `go_on_as(config)` takes over settings from the config.json of an earlier
+    head, from which training goes on. `read(folder)` reads the weights of such an earlier head, where its file has
+    other names. `save_beside(out, checkpoint)` writes more beside the folder of the head.
 
     The file of a head may have `remark(checkpoint)`, which returns a warning about this target for the user, or None.
     """
@@ -350,7 +351,7 @@ class Head(Protocol):
     weights: dict[str, Tensor]
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """Improve the first weights by some batches, before the first step."""
+        """Fit the first weights to some batches, before the first step."""
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of a batch, with its gradient."""
@@ -376,7 +377,7 @@ def rate_of(spec: str, hidden_size: int = RATED_SIZE) -> float:
 
 
 def load(spec: str, config: Spec) -> tuple[str, Any, Any]:
-    """Return name, module and options of `method[:option=value,...]`.
+    """Return name, module and options of a head that is given as `method[:option=value,...]`.
 
     Raises BadOption for an unknown method or option, and for layers that the target does not have.
     """
@@ -408,11 +409,11 @@ class Packing:
         return self.joined([self._row(i) for i in wanted])
 
     def epoch(self) -> list[list[int]]:
-        """Return all rows of the first epoch in order, each as a list of indices of samples."""
+        """Return all rows of the first epoch in order. A row is a list of indices of samples."""
         return self._packed(0)
 
     def joined(self, rows: Seq[Seq[int]]) -> Batch:
-        """Return a batch of these rows, which are lists of indices of samples."""
+        """Return a batch of these rows. A row is a list of indices of samples."""
         return _joined([self._filled(row) for row in rows])
 
     def _row(self, number: int) -> list[int]:

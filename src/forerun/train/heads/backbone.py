@@ -1,15 +1,15 @@
-"""Medusa-2: the target is trained along with heads that read its last hidden state (Cai et al. 2024, section 2.2.2).
+"""Medusa-2: the target is trained together with heads that read its last hidden state (Cai et al. 2024, section 2.2.2).
 
 The paper's recipe has two stages. First the heads learn alone, as in Medusa-1, because the loss of untrained heads is
 no reason to change the target. Then heads and target learn from one loss,
 
     L = L_target + w * L_heads,   w rising to `heads_weight`,
 
-and the target's learning rate is a fraction of the heads' (`backbone_rate`). L_target is KL(p || q) between the
-distributions of the original target, p, and the new one, q, on text that the original wrote. The paper does so for
-models without a data set (section 2.3.2, self-distillation), and otherwise takes the cross entropy of a text. All
-layers and the final norm are trained, where the paper trains low-rank adapters. Embeddings and LM head stay, so that
-heads may go on using rows of them.
+and the target's learning rate is a fraction of the heads' (`backbone_rate`). L_target is KL(p || q) on text that the
+original target wrote, where p is the distribution of the original target and q the distribution of the new one. The
+paper uses this loss for models without a data set (section 2.3.2, self-distillation), and otherwise the cross entropy
+of a text. All layers and the final norm are trained here, while the paper trains low-rank adapters. Embeddings and LM
+head stay, so that heads may go on using rows of them.
 
 The new target is another model than the original: `save` writes it as a separate checkpoint, with a card.
 """
@@ -62,7 +62,7 @@ class Backbone:
     """A copy of the target in float32, whose layers and final norm are trained.
 
     weights: the trained weights, by their names with PREFIX. share: the share of the steps that are done. Raises
-    BadOption for a target that cannot be trained, UnsupportedModel for one that cannot be written.
+    BadOption for a target that cannot be trained, and UnsupportedModel for a target that cannot be written.
     """
 
     def __init__(self, options: BackboneOptions, teacher: Teacher) -> None:
@@ -112,9 +112,9 @@ class Backbone:
 
     @torch.no_grad()
     def measure(self, batch: Batch, renewed: Batch) -> dict[str, tuple[float, float]]:
-        """Return the distance of the new target from the original, as sums and divisors.
+        """Return two distances of the new target from the original, each as a sum and its divisor.
 
-        It is the KL divergence in nats, and the share of rows with the same likeliest id.
+        These are the KL divergence in nats, and the share of rows with the same likeliest id.
         """
         kl, rows = self._own(batch, renewed.hidden), batch.ahead(1)
         same = (batch.best == renewed.best)[rows]
@@ -140,7 +140,7 @@ class Backbone:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _own(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return KL(original || new) at some rows of text that the original wrote, spread over the batch, [R]."""
+        """Return KL(original || new) at some rows, [R]: rows of text that the original wrote, spread over the batch."""
         written = batch.ahead(1).flatten().nonzero()[:, 0]
         written = written[:: max(1, len(written) // ROWS)]
         new, old = (F.linear(part.flatten(0, 1)[written].float(), self._head).float() for part in (rows, batch.hidden))

@@ -41,7 +41,7 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 class Head(medusa.Head):
-    """The feed-forward layer. Until `begin` its second matrix is 0."""
+    """The feed-forward layer. Its second matrix is 0 until `begin` has fitted it."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self._units = options.heads * options.units
@@ -49,7 +49,7 @@ class Head(medusa.Head):
         super().__init__(options, teacher, seed)
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """See medusa.py."""
+        """See `medusa.Head`. The first matrix is random, and everything else is 0."""
         shapes = head_files.feed_forward_shapes(self.options.heads, self._units, width)
         weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
         weights["hidden.weight"].normal_(0, width**-0.5, generator=self._random)
@@ -77,7 +77,7 @@ class Head(medusa.Head):
         self.weights["output.bias"].copy_(fitted[:, -1])
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """See medusa.py."""
+        """See `medusa.Head`. Returns the hidden states plus one output of the layer."""
         x = batch.hidden[learned].float()
         width = x.shape[-1]
         output, inner = slice(head * width, (head + 1) * width), F.relu(self._linear("hidden", x))

@@ -96,12 +96,12 @@ class Head:
         """See `Head` in this package. Does nothing."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package. The anchors depend on the batch alone, because a resumed run needs the same."""
+        """See `Head` in this package. The anchors depend on the batch alone, also in a resumed run."""
         start = int(batch.ids.sum()) % self.options.every
         return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package. Measures at all anchors."""
+        """See `Head` in this package. Measures at every possible anchor."""
         sums: dict[str, tuple[float, float]] = {}
         for start in range(self.options.every):
             anchors = self._anchors(batch, start)
@@ -170,8 +170,8 @@ class Head:
 def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
     """Return the first weights: each layer is the target's last layer with attention.
 
-    The context begins as the input of that layer. Where this input is not read, it begins as the last of the layers
-    that are read.
+    At first, the context is the input of that layer. Where this input is not read, the context is at first the residual
+    stream after the last of the layers that are read.
     """
     width, num, at = config.decoder.hidden_size, len(config.layers), "layers.0."
     wanted = last_attending(teacher.config)
@@ -197,8 +197,8 @@ def _attend(
 ) -> Tensor:
     """Attend from queries q to the context, under the mask, and to all rows of the same block.
 
-    q [S, heads, A * block, D]. context: keys and values [S, heads, L, D]. own: keys and values of the blocks, shaped as
-    q.
+    q [S, heads, A * block, D]. context: keys and values [S, heads, L, D]. own: keys and values of the blocks, in the
+    shape of q.
     """
     length = context[0].shape[2]
     far = (q @ context[0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)

@@ -9,9 +9,9 @@ The loss is the sum over steps of decay^j times a loss of losses.py over the ids
 where the target's likeliest id is not one of these ids. Rows that no step learns from are not computed.
 
 The head's layer begins as the target's last layer with attention, with its feed-forward part narrowed (narrowing.py).
-The target's final norm and LM head follow it. Only this layer's input for token m+1 is missing, because the target has
-not run that token. Before the first step, a least squares fit (`begin`) predicts this input from the features of token
-m and the embedding of token m+1.
+The target's final norm and LM head follow this layer. Only the layer's input for token m+1 is missing, because the
+target has not run that token. Before the first step, a least squares fit (`begin`) predicts this input from the
+features of token m and the embedding of token m+1.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LEAST_MLP = 2048  # inner outputs, where no number is asked for
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """The options of learning for a head that goes on from its own outputs."""
+    """The options of learning for a head that continues from its own outputs."""
 
     draft_vocab: int = option(8192, "ids that it drafts, those that the target wrote most often", min=2)
     steps: int = option(4, "tokens that it learns to draft one after another", min=1)
@@ -106,10 +106,10 @@ def stepping_block(target: Spec, **changes: Any) -> Spec:
 
 
 class SteppingHead:
-    """A head of one layer that goes on from its own outputs, in float32, with gradients.
+    """A head of one layer that continues from its own outputs, in float32, with gradients.
 
-    decoder: the spec of the head. weights: the layer's, its norms', and the projection `input`, which joins the
-    embedding of a token with the features of the token before. fitted: among the layers that are read, the index of the
+    decoder: the spec of the head. weights: the weights of the layer, of the norms, and of the projection `input`, which
+    joins the embedding of a token with the features of the token before. fitted: the index in `Batch.layers` of the
     input of the target's own layer; None where this input is not read.
     """
 
@@ -129,19 +129,19 @@ class SteppingHead:
         self._eps = self._norm.eps
 
     def features(self, batch: Batch) -> Tensor:
-        """Return the features that the head makes from the target's rows of each token, [S, L, H]."""
+        """Return the features that the head makes from the target's hidden states of each token, [S, L, H]."""
         raise NotImplementedError
 
     def fed(self, stream: Tensor) -> Tensor:
-        """Return the features of the next step. stream: the residual stream after the layer; both [S, L, H]."""
+        """Return the features [S, L, H] of the next step. stream [S, L, H]: the residual stream after the layer."""
         return stream
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
         """Fit the projection `input` by least squares, to the input that the target's own layer has at the next token.
 
-        The squared error of a row is divided by the mean square of the fitted row. The weights stay as they are where
-        the input of that layer is not read.
+        The squared error of a row is divided by the mean square of the fitted row. Where the input of the target's
+        layer is not read, the weights stay as they are.
         """
         if self._fitted is None:
             return
@@ -158,7 +158,7 @@ class SteppingHead:
         self.weights["input.weight"].copy_(torch.linalg.solve(squares + ridge, products).T)
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package. Which rows go on depends on the batch alone, as a resumed run needs it."""
+        """See `Head` in this package. Which rows continue depends on the batch alone, also in a resumed run."""
         every = self._learning.every
         going_on = torch.arange(batch.ids.shape[1]) % every == int(batch.ids.sum()) % every
         return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
@@ -168,7 +168,7 @@ class SteppingHead:
         return measured(self._steps(batch), batch, self.ids)
 
     def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each step: which rows learn [S, L], their logits and the target's, float32 [R, draft ids].
+        """Yield for each step: which rows learn [S, L], the head's logits and the target's, float32 [R, draft ids].
 
         going_on [L] bool: the rows that learn in steps after the first; None = all rows.
         """
@@ -252,7 +252,7 @@ class Head(SteppingHead):
         self._narrowing = None  # frees its sums, too
 
     def features(self, batch: Batch) -> Tensor:
-        """See `SteppingHead`. Several residual streams, each with its own norm, are joined by one product."""
+        """See `SteppingHead`. The rows of several layers, each after its own norm, are joined by one product."""
         w, num = self.weights, batch.layers.shape[2]
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
         norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
@@ -267,7 +267,7 @@ class Head(SteppingHead):
 def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
     """Return the first weights: the layer and the final norm are the target's, and all other norms are 1.
 
-    The features begin as the last of the layers that are read.
+    At first, the features are the residual stream after the last of the layers that are read.
     """
     width = config.decoder.hidden_size
     weights = {name: torch.ones(shape) for name, shape in input_shapes(config).items() if len(shape) == 1}
@@ -281,7 +281,7 @@ def _first_weights(config: EagleConfig, teacher: Teacher) -> dict[str, Tensor]:
 def _attend(
     q: Tensor, first: tuple[Tensor, Tensor], later: Seq[tuple[Tensor, Tensor]], mask: Tensor, rows: Tensor, scale: float
 ) -> Tensor:
-    """Attend from some rows to the first step's keys, under the mask, and to each row's own keys of the later steps.
+    """Compute attention of some rows to the first step's keys, under the mask, and to their own keys of later steps.
 
     rows [S, L] bool: the rows that attend. q [heads, R, D]: the queries of these rows, in order. first: keys and values
     of the first step, [S, heads, L, D]. later: keys and values of each later step, [1, heads, R, D].

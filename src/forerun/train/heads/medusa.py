@@ -3,7 +3,7 @@
 The drafter is drafters/medusa.py.
 
 Head k (from 1) reads the target's last hidden state of token m, and learns the target's distribution of token m+k+1. A
-head is one residual block, or several, and the rows of the target's own LM head. The loss is the sum over heads of
+head has one or more residual blocks, followed by rows of the target's own LM head. The loss is the sum over heads of
 decay^(k-1) times a loss of losses.py over the ids that are drafted.
 """
 
@@ -47,7 +47,7 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 class Head:
-    """All heads in float32, with gradients. They begin as the target's LM head, as their blocks add nothing yet."""
+    """All heads in float32, with gradients. They begin as the target's LM head: their blocks add nothing yet."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._teacher = options, teacher
@@ -60,7 +60,7 @@ class Head:
 
     @property
     def rates(self) -> dict[str, float]:
-        """See `Head` in this package. A target that is trained too learns more slowly."""
+        """See `Head` in this package. The weights of a target that is trained too get a lower rate."""
         return {} if self.backbone is None else dict.fromkeys(self.backbone.weights, self.options.backbone_rate)
 
     def at(self, share: float) -> None:
@@ -111,7 +111,7 @@ class Head:
         return self._through([f"{head}.{i}.linear" for i in range(self.options.blocks)], batch.hidden[learned].float())
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each head: which rows learn [S, L], their logits and the target's, float32 [R, draft_vocab]."""
+        """Yield for each head: which rows learn [S, L], the head's logits and the target's, float32 [R, draft ids]."""
         for head in range(self.options.heads):
             learned = batch.ahead(head + 2) & self._vocab.has(shifted(batch.best, head + 1))
             logits = self._vocab.logits(self.rows(head, batch, learned))

@@ -1,12 +1,12 @@
-"""A block like those that models with multi-token prediction have (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
+"""A block for multi-token prediction, as published models have it (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
 
-Row m reads the target's hidden state of token m, after the target's final norm, and the embedding of token m+1. By the
-target's own LM head it learns the target's distribution of token m+2. Then it goes on as in drafting: the block's own
-output, after the block's norm, takes the place of the target's hidden state. Steps, masks, loss and first fit are as in
-eagle.py. The block begins as the target's last block with attention.
+Row m reads the target's hidden state of token m, after the target's final norm, and the embedding of token m+1. Through
+the target's own LM head it learns the target's distribution of token m+2. Then it continues as in drafting: the block's
+own output, after the block's norm, takes the place of the target's hidden state. Steps, masks, loss and first fit are
+as in eagle.py. The block begins as the target's last block with attention.
 
-The block is written twice: by itself, and in a copy of the target's folder under the names of published files. In the
-copy it is found without being named (models/next_tokens.py).
+The block is written twice: by itself, and into a copy of the target's folder, under the names of published files. The
+drafter finds the block in this copy without an option that names it (models/next_tokens.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["LR", "Head", "Options", "layers", "remark"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Learning):
-    """How the block learns. It drafts all ids, but its loss is over the ids that the target wrote most often."""
+    """How the block learns. It drafts all ids, but its loss is only over the ids that the target wrote most often."""
 
 
 def layers(options: Options, config: Spec) -> tuple[int, ...]:
-    """Return the layer whose input the block is fitted to at first: the target's last layer with attention."""
+    """Return the layer whose input the block is first fitted to: the target's last layer with attention."""
     return (max(0, last_attending(config)),)
 
 
@@ -69,7 +69,7 @@ class Head(SteppingHead):
         return batch.hidden.float().clamp(-head_files.LARGEST, head_files.LARGEST)
 
     def fed(self, stream: Tensor) -> Tensor:
-        """See `SteppingHead`. Rows after the block's norm take the place of the target's."""
+        """See `SteppingHead`. Returns the residual stream after the block's norm."""
         return self.normed(stream)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -79,7 +79,7 @@ class Head(SteppingHead):
         }, self._config
 
     def read(self, folder: str) -> dict[str, Tensor]:
-        """See `Head` in this package."""
+        """See `Head` in this package. In the file, the weights have the names of published files."""
         block = next_tokens.find(OpenedCheckpoint.of(folder))
         assert block is not None  # an earlier check has read its file
         weights = {
@@ -90,7 +90,7 @@ class Head(SteppingHead):
         }
 
     def save_beside(self, out: Path, checkpoint: Checkpoint) -> None:
-        """See `Head` in this package. Writes a copy of the target's folder that has the block."""
+        """See `Head` in this package. Writes a copy of the target's folder with the block added."""
         opened = checkpoint.opened
         if _has_folder(opened):
             assert opened.source is not None

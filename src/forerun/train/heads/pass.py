@@ -2,9 +2,9 @@
 
 After token m, the vectors LA_1 .. LA_T stand in place of tokens m+1 .. m+T. The target's output at LA_j learns the
 target's distribution of token m+j+1. The target stays as it is: only the T x H numbers of the vectors are learned, by
-gradients through all of the target's layers. Every n-th token of a row is such a token m (`every`). The texts are run
-once, without gradients. Each group of vectors then attends to the keys and values of its own text up to m, and each
-vector to those before it in the group. The drafter is drafters/pass.py.
+gradients through all of the target's layers. Every n-th token of a row (`every`) is such a token m. The texts are run
+once, without gradients. Then each group of vectors attends to the keys and values of its own text up to m, and each
+vector to the vectors before it in its group. The drafter is drafters/pass.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def layers(options: Options, config: Spec) -> tuple[int, ...]:
 
 
 class Head:
-    """The vectors, which are trained, and the target, which is not."""
+    """The look-ahead vectors, which are trained, and the target, which is not trained."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
         self.options, self._rows = options, teacher.head
@@ -75,7 +75,7 @@ class Head:
         return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package. Measures at the places that are learned."""
+        """See `Head` in this package. Measures at the same places as `loss`."""
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -84,7 +84,7 @@ class Head:
         return weights, {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each vector: which rows learn [S, L], their logits and the target's, float32 [R, V]."""
+        """Yield for each vector: which rows learn [S, L], the vector's logits and the target's, float32 [R, V]."""
         length = batch.ids.shape[1]
         places = torch.arange(min(self.options.every, length) - 1, length, self.options.every)
         is_place = torch.zeros(length, dtype=torch.bool)
