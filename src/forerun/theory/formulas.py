@@ -2,10 +2,10 @@
 
 Notation: alpha = probability that a tested token is accepted, gamma = drafted tokens per round, c = seconds of one
 draft token / seconds of one target token, p and q = the target's and the draft's distribution at a position.
-Acceptances are taken as independent, with the same alpha everywhere; for other cases see `expected_tokens_varying`.
+Acceptances are taken as independent, with the same alpha everywhere; `expected_tokens_varying` covers other cases.
 
 Theorems and equations are numbered as in Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
-Speculative Decoding", arXiv 2211.17192. The formula for mixtures of experts is not in that paper: it is a matter of
+Speculative Decoding", arXiv 2211.17192. The formula for mixtures of experts is not in that paper. It follows from
 counting.
 
 Lossy rules are in lenience.py, grids of speed-ups in landscape.py, trees in trees.py, and the costs of drafts and wider
@@ -186,9 +186,9 @@ def expected_tokens_varying(alphas: Seq[float]) -> float:
 def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -> float:
     """Return the mean number of tokens that a round emits where alpha is only known from counts.
 
-    alpha then has the distribution Beta(num_accepted, num_rejected); the counts a and b include the prior's.
-    E[alpha^i] = prod_{j<i} (a + j) / (a + b + j) is more than the i-th power of the mean: Beta(8, 2) gives 2.4545
-    tokens at gamma = 2, but its mean, alpha = 0.8, gives only 2.44.
+    alpha then has the distribution Beta(a, b), with a = num_accepted and b = num_rejected. Both numbers include the
+    counts of the prior. E[alpha^i] = prod_{j<i} (a + j) / (a + b + j) is more than the i-th power of the mean: Beta(8,
+    2) gives 2.4545 tokens at gamma = 2, but its mean, alpha = 0.8, gives only 2.44.
     """
     if not (num_accepted >= 0 and num_rejected >= 0 and num_accepted + num_rejected > 0 and gamma >= 0):
         raise ValueError(f"Beta({num_accepted}, {num_rejected}) with gamma={gamma} is impossible")
@@ -197,7 +197,7 @@ def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -
 
 
 class ChainTokens(NamedTuple):
-    """The mean number of tokens that a round with one drafted chain emits, by rule.
+    """The mean number of tokens that a round with one drafted chain emits, one field for each rule.
 
     The correction or bonus token is included.
     """
@@ -208,13 +208,14 @@ class ChainTokens(NamedTuple):
 
 
 def chain_tokens(ratios: Seq[float]) -> ChainTokens:
-    """Return the mean number of tokens that a drafted chain emits, over the coins, for each rule.
+    """Return the mean number of tokens that one given drafted chain emits, for each rule, over the rule's random draws.
 
-    ratios: r_i = p_i(x_i) / q_i(x_i) of all drafted positions, those after a rejection included. Averages of the result
-    over drafted chains are therefore unbiased for every rule, whichever rule is running.
+    ratios: r_i = p_i(x_i) / q_i(x_i) of all drafted positions, including positions after a rejection. So averages of
+    the result over drafted chains are unbiased for every rule, whichever rule is running.
 
     ratio is 1 + sum_i prod_{j<=i} min(1, r_j). block is 1 + sum_i P_i with P_i = min(1, P_{i-1} r_i) (Sun et al. 2024,
-    arXiv 2403.10444). bound, with full information, is 1 + sum_i min(1, prod_{j<=i} r_j).
+    arXiv 2403.10444). bound is 1 + sum_i min(1, prod_{j<=i} r_j), the most for a rule that knows all distributions
+    beforehand.
     """
     kept = share = product = 1.0
     by_ratio = by_block = bound = 1.0
@@ -257,7 +258,7 @@ def speedup_of_length(
     *,
     knows_end: bool = True,
 ) -> float:
-    """Return the speed-up for a text of `num_tokens` tokens, which is at most `num_tokens`.
+    """Return the speed-up for a text of `num_tokens` tokens. It is at most `num_tokens`.
 
     Theorem 3.8 is the limit for long texts. With n tokens still missing, a round drafts g tokens, and the text costs
     cost(n) = c g + v + o + the mean of cost(n - k - 1) over the number k of accepted tokens. A round that drafts
@@ -293,9 +294,9 @@ def break_even_alpha(gamma: int, c: float, verify_ratio: float = 1.0, overhead: 
 def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
     """Return the gamma in 0 .. max_gamma with the largest speed-up by Theorem 3.8; 0 where drafting does not pay.
 
-    gamma + 1 beats gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). The left side minus the
-    right side falls strictly with gamma, so the first gamma that its successor does not beat is the best. The result is
-    0 iff alpha <= c (Corollary 3.9).
+    gamma + 1 is better than gamma iff alpha^(gamma+1) (1 + c gamma) > c expected_tokens(alpha, gamma). The left side
+    minus the right side falls strictly with gamma. So the best gamma is the first for which gamma + 1 is not better. It
+    is 0 iff alpha <= c (Corollary 3.9).
     """
     _check(alpha, max_gamma)
     for gamma in range(max_gamma):
@@ -315,8 +316,9 @@ def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
 def memory_access_factor(alpha: float, gamma: int, draft_bytes_ratio: float = 0.0) -> float:
     """Return the factor on reads of the weights and the cache per token: (1 + ratio gamma) / expected_tokens.
 
-    draft_bytes_ratio: bytes that a draft token reads / bytes that a target token reads. The paper leaves the draft
-    model's reads out (ratio 0), so that only the target's reads count: they shrink by equation (1) (section 3.4).
+    ratio, draft_bytes_ratio: bytes that a draft token reads / bytes that a target token reads. The paper leaves the
+    draft model's reads out (ratio 0). Then only the target's reads count, and they shrink by equation (1) (section
+    3.4).
     """
     return (1 + draft_bytes_ratio * gamma) / expected_tokens(alpha, gamma)
 
@@ -337,7 +339,8 @@ def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified
     The speed-up is infinite at alpha = 1, c = s = 0.
 
     Without verification (footnote 4) the target runs only where the draft is wrong, and s drops out. This saves rows,
-    which are free in the paper's own cost model, but no passes, because each wrong guess takes one pass either way.
+    but rows are free in the paper's own cost model. It saves no passes, because each wrong guess takes one pass either
+    way.
     """
     _check(alpha, 0)
     cost = 1 - alpha + (c + (row_cost if is_verified else 0.0)) * alpha
@@ -345,7 +348,7 @@ def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified
 
 
 def oracle_operations(alpha: float, c_hat: float, *, is_verified: bool = True) -> float:
-    """Return the oracle's operations per token / plain decoding's: 1 + c_hat alpha.
+    """Return the oracle's operations per token / the operations per token of plain decoding: 1 + c_hat alpha.
 
     Without verification it is 1 - alpha + c_hat alpha.
     """
@@ -375,7 +378,7 @@ def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
 def distinct_experts(
     num_experts: int, num_chosen: int, num_rows: npt.ArrayLike, overlap: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """Return how many distinct experts `num_rows` rows choose on average, k of E experts each; elementwise.
+    """Return how many distinct experts `num_rows` rows choose on average, where each row chooses k of E; elementwise.
 
     It is k + (1 - overlap) (D - k). D = E (1 - (1 - k / E)^n) is the number for n independent rows that choose every
     expert with the same probability, because a row leaves an expert out with probability 1 - k / E. overlap: from 0

@@ -1,7 +1,8 @@
 """Lenience (appendix A.5 of Leviathan et al. 2023, arXiv 2211.17192): accepting more than an exact rule may.
 
 A drafted token x is accepted with probability min(1, p(x) / (l q(x))), where l is the lenience. After a rejection, a
-token is drawn from norm((p - q)+). The paper leaves this draw open; this choice stays closest to p.
+token is drawn from norm((p - q)+). The paper does not say how to draw this token. With this distribution, the emitted
+tokens stay closest to p.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def lenience_price(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> float
 
 
 def lenient_greedy(p: npt.ArrayLike, lenience: float) -> npt.NDArray[np.bool_]:
-    """Return which drafted ids are accepted at temperature 0, [V]: those with p >= l max p, with p at temperature 1.
+    """Return which drafted ids are accepted at temperature 0, [V]: the ids with p >= l max p, with p at temperature 1.
 
-    The paper prints p <= l max p. This would accept every id at l = 1, and fewer ids the more lenient the rule is.
+    The paper prints p <= l max p. With that, every id would be accepted at l = 1, and fewer ids at a more lenient l.
     """
     _check(lenience)
     p = np.asarray(p, dtype=np.float64)

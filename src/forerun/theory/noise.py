@@ -1,4 +1,4 @@
-"""The noise of a perfect sampler: how far the shares of its draws are from the probabilities that it draws with."""
+"""The noise of a perfect sampler: how far the shares of the ids that it draws are from their probabilities."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _llama(*sizes: int) -> Spec:
 def _with_experts(spec: Spec, num: int, chosen: int) -> Spec:
     """Return the decoder with `num` experts in place of each feed-forward part.
 
-    Each expert is as large as the part it replaces. chosen: the number of experts that a row uses.
+    Each expert is as large as the feed-forward part that it replaces. chosen: the number of experts that a row uses.
     """
     blocks = [(b, b.mlp or Mlp(0)) for b in spec.blocks]
     return replace(spec, blocks=tuple(replace(b, mlp=None, experts=Experts(num, chosen, mlp)) for b, mlp in blocks))
@@ -91,9 +91,10 @@ BF16 = Precision()
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass over `batch` sequences, each with `rows` new tokens after `context` cached ones.
+    """One forward pass over `batch` sequences, each with `rows` new tokens after `context` cached tokens.
 
-    overlap: how much the rows' choices of experts coincide, from 0 (independent rows) to 1 (all rows choose the same).
+    overlap: how much the rows' choices of experts coincide, from 0 (independent rows) to 1 (all rows choose the same
+    experts).
     """
 
     rows: int = 1
@@ -114,7 +115,7 @@ class Work(NamedTuple):
 
 
 class PassWork(NamedTuple):
-    """The two kinds of work of a pass, which run one after another."""
+    """The two kinds of work of a pass, matrix products and attention, which run one after another."""
 
     products: Work
     attention: Work
@@ -133,8 +134,8 @@ class PassWork(NamedTuple):
 def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
     """Count the weights in the matrices of all layers.
 
-    Returns the number that every row uses, and the numbers in experts by (number of experts, experts that a row
-    chooses).
+    Returns the number of weights that every row uses, and the numbers of weights in experts. The latter are by (number
+    of experts in a layer, number of experts that a row chooses).
     """
     dense, experts = 0, Counter[tuple[int, int]]()
     for block, times in Counter(spec.blocks).items():
@@ -148,9 +149,9 @@ def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
 
 
 def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
-    """Return how many weights a pass over `num_rows` rows reads: layers' matrices, chosen experts, LM head.
+    """Return how many weights a pass over `num_rows` rows reads: layers' matrices, chosen experts and LM head.
 
-    overlap: see Step. For one row this is also the number of weights that the row is multiplied by.
+    overlap: see Step. For one row, this is also the number of weights that the row is multiplied by.
     """
     dense, experts = _layer_weights(spec)
     chosen = sum(
@@ -172,12 +173,15 @@ def cache_elements(spec: Spec) -> int:
 
 
 def _operations_per_key(spec: Spec) -> int:
-    """Return the operations of a row per key it attends to, in all layers: for a score and a weighted value."""
+    """Return the operations that a row takes for each key it attends to, summed over all layers.
+
+    These are the operations for the score and for the weighted value.
+    """
     return sum(4 * a.heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
 
 
 def pass_work(spec: Spec, step: Step, precision: Precision = BF16) -> PassWork:
-    """Return the work of a pass that computes the logits of every row, as verification needs them.
+    """Return the work of a pass that computes the logits of every row, as verification does.
 
     A row attends to the context, to the rows before it and to itself, as far as the layer's window reaches. Raises
     ValueError for a step without rows.
@@ -209,7 +213,7 @@ def verify_ratios(
 ) -> npt.NDArray[np.float64]:
     """Return v(gamma) for gamma = 0 .. max_gamma, [max_gamma + 1].
 
-    v(gamma): seconds of a pass over gamma + 1 rows of each sequence / seconds of a pass over one row of each.
+    v(gamma): seconds of a pass over gamma + 1 rows of each sequence / seconds of a pass over one row of each sequence.
     """
     passes = [pass_seconds(spec, replace(step, rows=gamma + 1), machine, precision) for gamma in range(max_gamma + 1)]
     return np.array(passes) / passes[0]
@@ -234,8 +238,9 @@ def cost_ratio(
 def ridge_rows(machine: Machine, precision: Precision = BF16) -> float:
     """Return the number of rows at which matrix products take as long for arithmetic as for reading the weights.
 
-    It is F / B x bytes / 2, with the machine's operations F and bytes B per second, and the bytes of a weight. Up to
-    this number of rows (batch x (gamma + 1)) a further row costs nothing, except for experts that no other row chooses.
+    It is F / B x bytes / 2. F and B are the operations and the bytes that the machine does per second, and `bytes` is
+    the size of a weight. Up to this number of rows (batch x (gamma + 1)) a further row costs nothing, except for
+    experts that no other row chooses.
     """
     return machine.operations_per_s / machine.bytes_per_s * precision.weight_bytes / 2
 
@@ -244,7 +249,7 @@ def encoder_operations(spec: Spec, num_tokens: int) -> float:
     """Return the operations of an encoder of this size over `num_tokens` tokens that all attend to each other.
 
     One round over gamma + 1 rows after a context does at most as many operations as one run of the encoder over context
-    and rows (section 3.4 of Leviathan et al. 2023): fewer rows go through the matrices, and no row attends to later
-    rows.
+    and rows (section 3.4 of Leviathan et al. 2023), because fewer rows go through the matrices, and no row attends to
+    later rows.
     """
     return 2.0 * weights_read(spec) * num_tokens + float(num_tokens) ** 2 * _operations_per_key(spec)

@@ -1,8 +1,8 @@
 """Tests of samples against stated probabilities, the power of these tests, and bounds on the deviations they miss.
 
-G-tests and chi-square tests compare counts with probabilities. `holm` judges a family of tests together. An e-process
-may be looked at after every sample. `detectable_tv` is the deviation that a test of so many samples finds. `weissman`
-bounds the deviation that such a test may have missed. No test proves that there is no deviation.
+G-tests and chi-square tests compare counts with probabilities. `holm` judges several tests together. An e-process may
+be evaluated after every sample. `detectable_tv` returns the deviation that a test finds with a given number of samples.
+`weissman` bounds the deviation that such a test may have missed. No test proves that there is no deviation.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Fit:
 def g_test(counts: npt.ArrayLike, probs: npt.ArrayLike, least: float = LEAST_EXPECTED) -> Fit:
     """Compare counts [cells] with known probabilities [cells], by the likelihood ratio 2 sum O ln(O / E).
 
-    O and E are the observed and the expected count of a cell. Cells are pooled, the rarest first, until each expects at
-    least `least` samples. The statistic is divided by Williams' factor 1 + (sum 1/p - 1) / (6 N (cells - 1)), which
-    makes its distribution closer to chi-square (Williams 1976). The p-value is 0 where an id of probability 0 was
-    counted.
+    O and E are the observed and the expected count of a cell. Cells are pooled, the rarest first, until the expected
+    count of each is at least `least`. The statistic is divided by Williams' factor, which makes its distribution closer
+    to chi-square: 1 + (sum 1/p - 1) / (6 N (cells - 1)) (Williams 1976). The p-value is 0 where an id of probability 0
+    was counted.
     """
     observed, wanted = np.asarray(counts, dtype=np.float64), np.asarray(probs, dtype=np.float64)
     num = int(observed.sum())
@@ -70,8 +70,8 @@ def _pooled(counts: Floats, probs: Floats, least: float) -> tuple[Floats, Floats
 def independence_test(table: npt.ArrayLike) -> Fit:
     """Test whether the rows and columns of counts [R, C] are independent, by the likelihood ratio.
 
-    The statistic has (R - 1)(C - 1) degrees of freedom, also where the counts are of overlapping pairs of neighbours in
-    a series (Bartlett 1951).
+    The statistic has (R - 1)(C - 1) degrees of freedom. This also holds where overlapping pairs of neighbours in a
+    series were counted (Bartlett 1951).
     """
     counts = np.asarray(table, dtype=np.float64)
     counts = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
@@ -85,9 +85,10 @@ def independence_test(table: npt.ArrayLike) -> Fit:
 
 
 def holm(p_values: Seq[float], level: float) -> list[bool]:
-    """Return which hypotheses of a family are rejected. A true one is among them with probability `level` at most.
+    """Return which hypotheses of a family are rejected. With probability `level` at most, one of these is true.
 
-    Holm 1979: the i-th smallest of m p-values is compared with level / (m - i + 1), up to the first that is larger.
+    Holm 1979: the i-th smallest of m p-values is compared with level / (m - i + 1). Hypotheses are rejected up to the
+    first p-value that is larger.
     """
     rejected = [False] * len(p_values)
     for i, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -101,10 +102,10 @@ def holm(p_values: Seq[float], level: float) -> list[bool]:
 
 
 def detectable_tv(num_samples: int, num_free: int, level: float, power: float = 0.99) -> float:
-    """Return the total variation distance that a test at this level detects with probability `power`, in any direction.
+    """Return the total variation distance that a test at this level detects with probability `power`.
 
-    The non-centrality of the statistic is N sum (s - p)^2 / p, which is at least 4 N TV^2 for all distributions s and
-    p.
+    This holds for deviations in every direction, because the non-centrality of the statistic is N sum (s - p)^2 / p,
+    which is at least 4 N TV^2 for all distributions s and p.
     """
     if num_samples < 1 or num_free < 1:
         return 1.0
@@ -132,7 +133,7 @@ def _root(rising: Callable[[float], float], most_steps: int = 60) -> float:
 def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
     """Return the probability that a non-central chi-square variable is at least `value`.
 
-    It is a Poisson mixture of central tails, each of two more degrees of freedom than the one before.
+    It is a Poisson mixture of central tails. Each tail has two more degrees of freedom than the tail before.
     """
     half, mean = value / 2, noncentral / 2
     tail, log_term = chi_square_tail(value, num_free), num_free / 2 * math.log(half) - half
@@ -164,8 +165,8 @@ def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> f
     """Return the largest logarithm that an e-process reaches over a series of bins with known probabilities.
 
     The process is the likelihood ratio of a Dirichlet mixture to the null hypothesis `probs`. Under that hypothesis its
-    mean is 1 at any time, so it ever reaches 1 / level with probability `level` at most (Ville 1939). Hence
-    exp(-largest) is a p-value, however often one looks. prior: the Dirichlet parameter of each bin.
+    mean is 1 at any time, so the probability that it ever reaches 1 / level is at most `level` (Ville 1939). Hence
+    exp(-largest) is a p-value, however often the process is evaluated. prior: the Dirichlet parameter of each bin.
     """
     wanted = np.asarray(probs, dtype=np.float64)
     counts, total = [prior] * len(wanted), prior * len(wanted)
@@ -183,8 +184,8 @@ def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> f
 def poisson_binomial_p(count: int, probs: npt.ArrayLike) -> float:
     """Return the two-sided p-value of `count` successes in independent trials with these probabilities.
 
-    The distribution is built exactly, by adding one trial after the other. Only counts more than 12 standard deviations
-    above the mean are left out.
+    The distribution is built exactly, trial by trial. Only counts more than 12 standard deviations above the mean are
+    left out.
     """
     rates = np.asarray(probs, dtype=np.float64)
     rates = rates[rates > 0]

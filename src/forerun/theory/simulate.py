@@ -1,4 +1,4 @@
-"""Simulations of speculative decoding, to check the formulas against. They throw coins and use no formula.
+"""Simulations of speculative decoding, to check the formulas. They draw random numbers, and use none of the formulas.
 
 All rounds of a simulation run at once, as numpy arrays. A million rounds take about a second at most.
 """
@@ -49,7 +49,7 @@ class Simulated:
         return Estimate(self.tokens_per_round, self.tokens_per_round_error)
 
     def speedup(self, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> Estimate:
-        """Return the speed-up over plain decoding, where a round costs as much as c gamma + v + o plain target passes.
+        """Return the speed-up over plain decoding, where a round takes the time of c gamma + v + o plain target passes.
 
         v is `verify_ratio`, o is `overhead`; see `formulas.speedup`.
         """
@@ -58,7 +58,7 @@ class Simulated:
 
 
 def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) -> Simulated:
-    """Simulate rounds that draft gamma tokens and accept each with probability alpha up to the first rejection.
+    """Simulate rounds of gamma drafted tokens. Each is accepted with probability alpha, up to the first rejection.
 
     alpha: one number for all positions, or one for each. Raises ValueError for alpha outside [0, 1], a negative gamma,
     or fewer than 2 rounds.
@@ -84,10 +84,10 @@ def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) ->
 
 
 def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float = 0.0) -> Estimate:
-    """Simulate an oracle that drafts exactly the tokens that will be accepted, and return its speed-up, for alpha < 1.
+    """Simulate an oracle that drafts exactly the tokens that will be accepted, and return its speed-up.
 
-    row_cost: the time that each drafted token adds to a target pass, in passes over one token; 0 where drafts are not
-    verified.
+    alpha must be below 1. row_cost: the time that each drafted token adds to a target pass, over the time of a pass
+    over one token; 0 where drafts are not verified.
     """
     lengths = np.random.default_rng(seed).geometric(1 - alpha, num_rounds) - 1
     return _ratio(lengths + 1.0, 1 + (c + row_cost) * lengths)
@@ -106,7 +106,7 @@ def texts(
 ) -> Estimate:
     """Simulate texts of `num_tokens` tokens and return the speed-up.
 
-    knows_end: whether the last rounds draft no more tokens than are missing, less the one that the target adds.
+    knows_end: whether a round with n tokens still missing drafts at most n - 1, because the target adds one token.
     Otherwise every round drafts gamma tokens.
     """
     generator = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ class Emitted:
         return float(np.abs(self.counts / self.num_rounds - np.asarray(probs)).sum())
 
     def errors(self, probs: npt.ArrayLike) -> Floats:
-        """Return for each id by how many standard errors its share differs from its probability in `probs`, [V]."""
+        """Return how far the share of each id is from its probability in `probs`, in standard errors, [V]."""
         p = np.asarray(probs, dtype=np.float64)
         sigma = np.sqrt(np.maximum(p * (1 - p), 0) / self.num_rounds)
         return np.abs(self.counts / self.num_rounds - p) / np.maximum(sigma, 1e-12)
@@ -168,9 +168,9 @@ def position(
 ) -> Emitted:
     """Simulate the draft and the verification of one token, `num_rounds` times, by one of POSITION_RULES. p, q: [V].
 
-    ratio: speculative sampling, which is lenient where `lenience` is below 1. rejection: one try of rejection sampling
-    and, if the try rejects, a draw from p (appendix A.2 of Leviathan et al. 2023). match: Gumbel-max draws from q and p
-    under shared noise. Raises ValueError for another rule.
+    rule: ratio is speculative sampling, which is lenient where `lenience` is below 1. rejection is one try of rejection
+    sampling and, if the try rejects, a draw from p (appendix A.2 of Leviathan et al. 2023). match compares Gumbel-max
+    draws from q and p under shared noise. Raises ValueError for another rule.
     """
     if rule not in POSITION_RULES:
         raise ValueError(f"rule={rule!r} must be one of {', '.join(POSITION_RULES)}")
@@ -214,7 +214,7 @@ POSITION_RULES: dict[str, Callable[[Floats, Floats, int, np.random.Generator, fl
 def several(
     p: npt.ArrayLike, q: npt.ArrayLike, num_draws: int, num_rounds: int, seed: int, rho: float = 0.0
 ) -> Estimate:
-    """Simulate one position with several independent draws from q; return the share of rounds that accept a draw.
+    """Simulate one position with several independent draws from q. Returns the share of rounds that accept a draw.
 
     rho > 0: K-SEQ, which tests every draw against p / rho. rho = 0: recursive rejection sampling, which tests each draw
     against the residual of p after the draws before it.

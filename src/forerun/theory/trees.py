@@ -1,8 +1,8 @@
-"""The draft trees of a given number of nodes that emit most tokens, as in Sequoia (Chen et al. 2024, arXiv 2402.12374).
+"""The draft trees that emit most tokens among trees of so many nodes: Sequoia (Chen et al. 2024, arXiv 2402.12374).
 
 a[k] is the probability that the child with rank k is the accepted child, given that its parent is accepted. The value
-of a node is the product of a along the path from the root to the node. A tree emits F tokens on average: the sum of its
-nodes' values, plus 1 for the final token.
+of a node is the product of these probabilities along the path from the root to the node. A tree emits F tokens on
+average: the sum of its nodes' values, plus 1 for the final token.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Node(NamedTuple):
 def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
     """Yield nodes in descending order of their values. A value is the product of the rates along the path to the node.
 
-    rates: for each node, the rates of its children, best first. The key is the node's number in the order of yielding,
-    -1 = the root. After a node is yielded, the caller adds the rates of its children before it asks for the next node.
-    A node without rates has no children. Values never rise, so parents come before their children, and siblings in the
-    order of their ranks.
+    rates: the rates of each node's children, best first. The keys are the nodes' indices in the order of yielding, -1 =
+    the root. After a node is yielded, the caller adds the rates of the node's children before it asks for the next
+    node. A node without rates has no children. Values never rise along a path or with the rank. So parents are yielded
+    before their children, and siblings in the order of their ranks.
     """
     waiting: list[tuple[float, int, Node]] = []  # the order of arrival breaks ties: parents first
     arrivals, values = itertools.count(), {-1: 1.0}
@@ -55,10 +55,10 @@ def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
 
 
 def best_first(a: Seq[float], num_nodes: int, widths: Seq[int] | None = None) -> list[Node]:
-    """Return the nodes of the best tree, which have the largest values, best first. `a` must not rise with the rank.
+    """Return the nodes of the best tree: the nodes with the largest values, best first. `a` must not rise with rank.
 
-    widths: the most children of a node, by the depth of the children. The tree has at most len(widths) levels.
-    None = up to len(a) children at any depth.
+    widths: the most children that a node may have, by the depth of the children. The tree has at most len(widths)
+    levels. None = up to len(a) children at any depth.
     """
 
     def at(depth: int) -> Seq[float]:
