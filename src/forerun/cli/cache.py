@@ -1,4 +1,4 @@
-"""The commands `forerun cache ...`, which list, verify and clear what --kv-disk keeps in its folder."""
+"""The commands `forerun cache ...`, which list, verify and clear the KV blocks that --kv-disk keeps in a folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def clear(
 
 
 def _folder(given: Path | None, kv_disk: str | None) -> Path:
-    """Return the folder of blocks. Raises BadOption where it is named twice, or --kv-disk is malformed.
+    """Return the folder of blocks. Raises BadOption where both options name it, or where --kv-disk is malformed.
 
     Ends the command where no folder is named and the folder in the user's cache does not exist.
     """

@@ -237,7 +237,7 @@ class Chat:
         return f"written to {file}"
 
     def load(self, name: str) -> str:
-        """Go on with a conversation that `save` wrote as a line; without a name, with the last one that was kept.
+        """Go on with a conversation that `save` wrote as a line. Without a name, load the conversation kept last.
 
         Returns what to tell the user. Raises BadOption where there is no such conversation.
         """
@@ -372,7 +372,7 @@ class Answer:
 
 
 def is_loop(ids: Seq[int]) -> bool:
-    """Return whether the ids end in a loop: at least LOOP_TOKENS tokens that come LOOP_TIMES in a row."""
+    """Return whether the ids end in a loop: the same LOOP_TOKENS to LONGEST_LOOP tokens, LOOP_TIMES in a row."""
     for size in range(LOOP_TOKENS, min(LONGEST_LOOP, len(ids) // LOOP_TIMES) + 1):
         if ids[-1] == ids[-1 - size] and all(ids[-i] == ids[-i - size] for i in range(1, size * (LOOP_TIMES - 1) + 1)):
             return True
@@ -381,9 +381,10 @@ def is_loop(ids: Seq[int]) -> bool:
 
 @contextmanager
 def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows pieces of text, on a page where `out` is a terminal that can redraw a line.
+    """Yield a function that writes pieces of text to `out`.
 
-    Elsewhere the pieces are written as they are.
+    Where `out` is a terminal that can redraw a line, the pieces are shown as Markdown, see page.py. Elsewhere they are
+    written as they are.
     """
     console = make_console()
     if out is sys.stdout and console.is_terminal and not console.is_dumb_terminal:
@@ -459,9 +460,9 @@ def load_models(opened: Opened) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
-    """Return the parameters of an answer. Where no limit of tokens is given, there is none.
+    """Return the parameters of an answer. Without a given limit of tokens, the answer may have any length.
 
-    The shipped model then has a limit of SHIPPED_MAX_TOKENS. is_limited: whether the user or the checkpoint gives a
+    Only the shipped model then has a limit, SHIPPED_MAX_TOKENS. is_limited: whether the user or the checkpoint gives a
     limit. Raises BadOption for a limit that leaves no room for an answer.
     """
     if is_limited:

@@ -1,4 +1,4 @@
-"""The conversations that `forerun chat` keeps by itself with --kv-disk, which keeps their KV caches.
+"""The conversations that `forerun chat` keeps by itself where --kv-disk keeps their KV caches.
 
 Each conversation is a file with one line, as `/save` writes it. The folder is in the user's cache, and nobody else can
 read it. The file is written after every answer, whole or not at all. Where there are more than MOST_KEPT files, the
@@ -42,11 +42,11 @@ class Conversations:
         return files[-1] if files else None
 
     def begin(self) -> None:
-        """Begin another conversation with the next answer. The current one stays as it is."""
+        """Let the next answer begin a new file. The current conversation's file stays as it is."""
         self.file = None
 
     def write(self, messages: Seq[Mapping[str, Any]]) -> None:
-        """Write the conversation to its file. Where that is not possible, say so once, and go on."""
+        """Write the conversation to its file. Where the file cannot be written, warn once, and go on."""
         file = self.file or self.folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(4)}{ENDING}"
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:

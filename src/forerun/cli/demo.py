@@ -1,8 +1,9 @@
 """`forerun demo` lets a model write the same texts once plainly and once with speculation, and compares the times.
 
-A chat model edits a text, where drafts from the text itself pay, and answers a question, where such drafts pay little.
-The model that ships with the package writes code. It is widened to a size at which most of the time goes into reading
-its weights. With --pair, the models are two that people use, and the texts are four kinds of work.
+A chat model edits a text, and answers a question. Drafts from the text itself make the edit much faster, and the answer
+only a little. The model that ships with the package writes code. It is widened to a size at which most of the time goes
+into reading its weights. With --pair, the target and the draft are two published models, which write texts of four
+kinds of work.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Outcome:
 
     @property
     def behind_first_per_s(self) -> float | None:
-        """The tokens per second after the first token, so without the prompt; None where there is no second token."""
+        """The tokens per second after the first token, without the prompt's time. None without a second token."""
         report = self.output.report
         if report.first_token_at_s is None or report.last_token_at_s is None:
             return None
@@ -116,9 +117,9 @@ class Outcome:
 def run(
     config: EngineConfig, params: SamplingParams, shape: str | None, prompt: str | None, *, is_pair: bool = False
 ) -> None:
-    """Show each scene twice on standard output, and how long each run took. Raises UserError.
+    """Write each scene's text to standard output twice, and say how long each run took. Raises UserError.
 
-    is_pair: whether to run the two models of PAIR, unless `config` names others, on prompts of four kinds of work.
+    is_pair: whether to use prompts of four kinds of work, and the models of PAIR where `config` names no target.
     """
     console = make_console()
     if is_pair:
@@ -165,8 +166,9 @@ def run(
 def of_pair(config: EngineConfig) -> EngineConfig:
     """Return the configuration. Where it names no target, the models of PAIR become its target and its draft.
 
-    A draft that it names stays. The models' files are in the folder that FORERUN_PAIR names, or else in the hub's
-    cache, or else they are fetched. Raises UserError, which says how to get them.
+    A draft that the configuration names stays. The models' files come from the folder that FORERUN_PAIR names. Without
+    such a folder they come from the hub's cache, or are fetched. Raises UserError where a file cannot be had; the error
+    says how to get it.
     """
     if config.target is not None:
         return config
@@ -216,7 +218,10 @@ def _work(opened: Opened) -> list[Scene]:
 
 
 def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
-    """Return the scenes: the user's prompt; without one, an edit and a question for a chat model, else some code."""
+    """Return the scenes. If the user gives a prompt, it is the only scene.
+
+    Otherwise a chat model gets an edit and a question, and any other model a piece of code.
+    """
     is_chat = not opened.is_shipped
     try:
         if is_chat:
@@ -229,7 +234,7 @@ def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
 
 
 def _shortened(text: str) -> str:
-    """Return a prompt as it is shown. A long prompt is cut to its first and last lines, or words if it has one line."""
+    """Return a prompt as it is shown. Of a long prompt, only the first and the last lines or words are shown."""
     if len(text) <= 2 * SHOWN_CHARACTERS:
         return text
     beginning, end = text[: SHOWN_CHARACTERS // 2], text[-SHOWN_CHARACTERS // 2 :]
@@ -270,7 +275,7 @@ def _draft(config: EngineConfig) -> str:
 
 
 def _warm_up(llm: LLM, ids: Seq[int], params: SamplingParams) -> None:
-    """Run the prompt once before the clock starts, because a first run pays for page faults and choosing kernels."""
+    """Run the prompt once before times are measured, because page faults and choosing kernels slow down a first run."""
     warm_up = SamplingParams(
         max_tokens=WARM_UP_TOKENS, temperature=params.temperature, seed=0, cache_salt="warm-up"
     )  # a salt, so that no drafter learns from it

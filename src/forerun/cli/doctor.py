@@ -1,6 +1,6 @@
 """`forerun doctor` shows what this machine has for forerun, what runs on it, and what would make forerun faster.
 
-numpy is imported when the command runs, not to print help. torch is imported only to ask for its facts.
+numpy is imported when the command runs, not to print help. torch is imported only to report on torch and its device.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def _print(facts: Facts, models: Sequence[Computed] = ()) -> None:
 
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts in the order in which they are printed."""
+    """Yield the label and the text of each fact, in the order in which they are printed."""
     operators, torch = facts.operators, facts.torch
     yield "forerun", f"{facts.version}, Python {facts.python}"
     yield "processor", facts.processor

@@ -1,4 +1,4 @@
-"""Answers an option that a command lacks with the command, or the name, under which the option exists."""
+"""Answers to an option that a command does not have: which command has it, or which name it has here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from forerun.registry import Place, answer, normal
 
 
 def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
-    """Return the answer to an option that a command lacks; None where no other command and no peer has the option.
+    """Return the answer to an option that a command lacks.
 
-    words: the command line. option: the word that the parser refused. context: click's context of the command, whose
-    root has all commands.
+    None where the option is known neither to another command nor to another engine (data/peers.json). words: the
+    command line. option: the word that the parser refused. context: click's context of the command. All commands are
+    found from the context's root.
     """
     root, command, typed = context.find_root(), context.command_path, _whole_word(words, option)
     parsers = dict(_commands(root.command, root.command_path))
@@ -56,14 +57,14 @@ def of_ollama(words: Seq[str]) -> str | None:
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path of each command, as it is typed, with the command."""
+    """Yield each command, after its path as a user types it."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
 
 def _names(command: Any) -> Mapping[str, str]:
-    """Return what is typed for each parameter of a command, by name: a flag, or an argument's name in capitals."""
+    """Map the names of a command's parameters to what a user types: a flag, or an argument's name in capitals."""
     names = {}
     for param in command.params:
         if param.param_type_name == "option":
@@ -75,16 +76,16 @@ def _names(command: Any) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """The answer to a flag of another command. runs_engine: whether that command runs models, as peers' commands do."""
+    """The answer to a flag of another command. runs_engine: whether that command has options of the engine."""
 
     text: str
     runs_engine: bool
 
 
 def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> _Elsewhere | None:
-    """Return the answer to a flag that `command` lacks and another command has; None where no other command has it.
+    """Return the answer to a flag that `command` lacks and another command has. None where no other command has it.
 
-    The answer names the nearest command below `command` that has the flag, or else the first command that has it.
+    The answer names the first subcommand of `command` that has the flag, or else the first command of all that has it.
     """
     homes = {
         path: param
@@ -107,9 +108,10 @@ def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> 
 
 
 def _way_out(param: Any, parser: Any, home: str) -> str:
-    """Return how to set an option of the engine without a flag, which works for every command that starts an engine.
+    """Return what a user can do about an option that only the command `home` has as a flag.
 
-    For any other option or command, the answer is to leave the option out, or to use the command that has it.
+    An option of the engine can be set without a flag for every command with options of the engine. Any other option
+    must be left out, or used with `home`.
     """
     if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
         return f"leave it out or use {home}"
@@ -124,7 +126,7 @@ def _is_of_engine(param: Any) -> bool:
 def _whole_word(words: Seq[str], option: str) -> str:
     """Return the option as it was typed, without a value after `=`.
 
-    For `-md` the parser names only `-m`. For `-hf` it names `-f`, because `-h` is a flag of its own.
+    For `-md` the parser refuses only `-m`. For `-hf` it refuses `-f`, because `-h` is a flag.
     """
     for word in words:
         typed = word.partition("=")[0]

@@ -64,7 +64,7 @@ _APART: dict[str, Any] = {"use_speculative_decoding": UseSpeculativeDecoding, "c
 
 @dataclass(frozen=True)
 class _EngineFields(Fields):
-    """The fields of EngineConfig, and two flags besides: the config file, and whether to draft at all."""
+    """The flags of EngineConfig's fields, and two more flags: the config file, and whether to draft at all."""
 
     cls: type[Any] = EngineConfig
     panel: str | None = "Memory and batches"
@@ -85,24 +85,24 @@ class _EngineFields(Fields):
 
 
 def engine(*names: str, leave_out: Collection[str] = ()) -> Fields:
-    """Return the flags of these options of the engine, in this order; without names, of all options but `leave_out`."""
+    """Return the flags of these engine options, in this order. Without names, return all flags but `leave_out`."""
     return _EngineFields(names=names, leave_out=leave_out)
 
 
 def everyday(*more: str) -> Fields:
     """Return the flags of the everyday options, of `more` and of the config file, in the order of EngineConfig.
 
-    They are for commands by which one person uses one model. The model is an argument of such a command.
+    These flags are for commands with which one person uses one model. The model is an argument of such a command.
     """
     fields = EngineConfig.__dataclass_fields__.values()
     return engine(*(field.name for field in fields if field.metadata.get("everyday") or field.name in more), "config")
 
 
 def sampling(*names: str) -> Fields:
-    """Return the flags of these sampling parameters, in this order; without names, of all of them.
+    """Return the flags of these sampling parameters, in this order. Without names, return the flags of all parameters.
 
-    A name that the engine has too, such as draft, gets no flag here, because the engine has that flag. A request sets
-    such a parameter in a prompt file.
+    A parameter with the name of an engine option, such as draft, gets no flag here, because the engine option has that
+    flag. A prompt file can set such a parameter for each request.
     """
     fields = SamplingParams.__dataclass_fields__
     usual = {name: f"the model's own, else {fields[name].default}" for name in DRAWING}
@@ -142,7 +142,7 @@ def _yes_or_no(value: str) -> bool | str:
 
 
 def read_file(file: Path, what: str) -> str:
-    """Read a text. Raises BadOption where it is not UTF-8, NotFound where it is missing. what: its name in errors."""
+    """Read a text file. what: its name in errors. Raises BadOption if it is not UTF-8, NotFound if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -152,7 +152,7 @@ def read_file(file: Path, what: str) -> str:
 
 
 def _text_or_file(value: str) -> str:
-    """Return the contents of FILE for @FILE, and any other value as it is. @@ stands for an @ at the beginning."""
+    """Return the contents of FILE for @FILE, and any other value as it is. A leading @@ stands for a literal @."""
     if value.startswith("@@") or not value.startswith("@"):
         return value.removeprefix("@")
     return read_file(Path(value[1:]), "file of --prediction")
@@ -162,7 +162,8 @@ def _file_or_text(name: str, value: str, begins: str) -> str:
     """Return a text: the value of an option itself, or the contents of the file that the value names.
 
     The value is a text if it has several lines, is true or false, or begins with `begins`. Where `begins` is empty, a
-    value with a rule's colon is a text, too, unless there is a file of that name. Any other value names a file.
+    value that contains a colon, as grammar rules do, is a text, too, unless a file has that name. Any other value names
+    a file.
     """
     flag = "--" + name.replace("_", "-")
     is_text = "\n" in value or value.strip() in ("true", "false")
@@ -242,9 +243,9 @@ def _token_id(text: str, given: object) -> int:
 
 
 def engine_config(flags: Mapping[str, Any], **usual: Any) -> EngineConfig:
-    """Return the engine's options: a command's arguments win over FORERUN_* variables, and these over the config file.
+    """Return the engine's options. A command's arguments win over FORERUN_* variables, and these over the config file.
 
-    Defaults count last. usual: the command's own values in place of some defaults.
+    An option that is set nowhere has its default. usual: the command's own values in place of some defaults.
     """
     return EngineConfig.from_sources(*_sources(flags), usual)
 

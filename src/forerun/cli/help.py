@@ -96,7 +96,7 @@ class _Command(TyperCommand):
 
 
 def _without_flag(args: list[str], flag: str) -> list[str]:
-    """Return the words of a command line without a flag; its value stays. Words after `--` are no flags."""
+    """Return the words of a command line without a flag, but with its value. Words after `--` are no flags."""
     end = args.index("--") if "--" in args else len(args)
     words = [word.removeprefix(f"{flag}=") for word in args[:end] if word != flag]
     return [*words, *args[end:]]
@@ -124,7 +124,7 @@ class _Group(TyperGroup):
 
 
 class App(typer.Typer):
-    """A command with subcommands. text: its help. moved: former subcommands -> the benchmarks that they are now."""
+    """A command with subcommands. text: its help. moved: a map from former subcommands to their names as benchmarks."""
 
     def __init__(self, text: str, moved: Mapping[str, str] | None = None) -> None:
         super().__init__(
@@ -138,6 +138,6 @@ class App(typer.Typer):
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        """Add a command as typer.Typer.command does. Flags take the place of each Fields in its signature."""
+        """Add a command as typer.Typer.command does. In its signature, each `Fields` is replaced by its flags."""
         add = super().command(name, **{"cls": _Command, "context_settings": SETTINGS, **settings})
         return lambda command: add(expanded(command))

@@ -166,7 +166,7 @@ def generate(
 def _without_collections() -> Iterator[None]:
     """Turn garbage collection off while a model is opened.
 
-    It would take 0.1 s and free nothing, because the objects of imports and tokenizers all stay.
+    A collection would take 0.1 s and free nothing, because the objects of imports and tokenizers all stay.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -230,9 +230,9 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
-    """Return a display that counts the prompt tokens that were read, until something is written.
+    """Return a display that counts the prompt tokens that were read, until the model writes.
 
-    It shows the total, too, where all prompts are ids.
+    Where all prompts are ids, the display shows their total, too.
     """
     from forerun.cli.waiting import Answering
 
@@ -252,12 +252,12 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: 
 
 
 def _readable(llm: LLM, made: Chunk | RequestOutput) -> str:
-    """Return the text. For a model without texts, return the ids, each with a space in front."""
+    """Return the text of an output. Where the model has no text, return the ids, each with a space in front."""
     return made.text if llm.has_text else "".join(f" {token}" for token in made.token_ids)
 
 
 def _write(text: str) -> None:
-    """Write the model's text to standard output, exactly but for control characters in a terminal."""
+    """Write the model's text to standard output unchanged. In a terminal, make control characters visible."""
     from forerun.text.terminal import visible
 
     sys.stdout.write(visible(text, sys.stdout.isatty()))
@@ -267,7 +267,7 @@ def _write(text: str) -> None:
 def _note_numbers(
     llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None, verbose: bool
 ) -> None:
-    """Write the closing line of an output to standard error. seconds: None where the output ran beside others."""
+    """Write an output's closing line to standard error. seconds: None where other requests ran at the same time."""
     from forerun.cli.words import closing_line, details, note
 
     note(closing_line(llm, output, params, seconds))
@@ -286,7 +286,7 @@ def _print_batch(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], 
 
 
 def _print_heading(llm: LLM, prompt: flags.Prompt, number: int) -> None:
-    """Print the number of an output, and the end of its prompt (of a conversation, of its last user message)."""
+    """Print the number of an output and the end of its prompt. For a conversation, show the last user message's end."""
     from forerun.text.terminal import visible
 
     if _is_conversation(prompt):
@@ -466,7 +466,8 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
     """Run the command line and exit with a code.
 
     0 = success, 1 = a fault of forerun, 2 = a fault of the user, 3 = no capacity, 130 = Ctrl-C, 141 = the reader of the
-    output has gone. commands, name: those of another program that is to behave as `forerun` does.
+    output has gone. commands, name: the program's commands and its name. Another program that is to behave as `forerun`
+    does gives its own.
     """
     _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
@@ -485,7 +486,7 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
 def _open_what_is_closed() -> None:
     """Replace each standard stream that the caller has closed (as in `forerun models >&-`) by an empty stream.
 
-    The streams are opened in order, so that each gets the number of the closed one, and no other file does.
+    The streams are opened in order. So each gets the file descriptor of the closed stream, and no later file gets it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

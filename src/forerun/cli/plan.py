@@ -1,6 +1,6 @@
 """`forerun plan` computes the memory that a configuration needs, from config.json and headers, and whether it fits.
 
-numpy is imported when the command runs, not to print help. torch is imported only to ask a CUDA device.
+numpy is imported when the command runs, not to print help. torch is imported only to examine a CUDA device.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Models:
         return cls(outlines, by_name, unchecked)
 
     def plan(self, available: int | None) -> tuple[Opened, MemoryPlan]:
-        """Return the target as an engine would open it, and the plan. available: bytes; None = ask this machine."""
+        """Return the target as an engine would open it, and the plan. available: bytes; None = this machine's."""
         from forerun.memory.machine import available_bytes
 
         device = self.outlines.opened.device
@@ -141,7 +141,7 @@ def _sees_a_card() -> bool:
 
 
 def parse_bytes(text: str) -> int:
-    """Read bytes from '16GB', '16 GiB' or '8e9'; GB are 10^9 and GiB 2^30. Raises BadOption for other forms."""
+    """Read a number of bytes: '16GB' (10^9 each), '16 GiB' (2^30 each) or '8e9'. Raises BadOption for other forms."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     try:
         if match is None:

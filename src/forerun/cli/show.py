@@ -180,9 +180,9 @@ def _sentence(module: ModuleType) -> str:
 
 
 def watched(llm: LLM, ids: Seq[int], params: SamplingParams, show: Callable[[StepReport], None]) -> Iterator[Chunk]:
-    """Stream an output, and call `show` with the report of each step, in this thread and before the step's chunk.
+    """Stream an output, and call `show` with the report of each step before yielding the step's chunk.
 
-    Each report has its `rounds`.
+    `show` is called in the thread that takes the chunks. Each report has its `rounds`.
     """
     reports = SimpleQueue[StepReport]()
     end = llm.listen(reports.put, detail=True)

@@ -29,12 +29,12 @@ Given = dict[str, Any]  # the given values, by field name
 
 @dataclass(frozen=True)
 class Fields:
-    """The flags of fields of a dataclass, in place of one parameter of a command.
+    """The flags of a dataclass's fields, in place of one parameter of a command.
 
-    names: the fields, in this order; () = all that have a help text. leave_out: fields without a flag. usual: what help
-    shows in place of a field's default, by field. panel: the heading in help for flags whose fields name no heading.
-    before: what is put before each heading. is_plan: whether a flag that is not given has the field's default.
-    Otherwise the flag is None, because another source counts then.
+    names: the fields that get flags, in the order of the flags; () = all fields that have a help text. leave_out: the
+    fields that get no flag. usual: by field name, the value that help shows in place of the field's default. panel: the
+    heading in help for flags whose fields name no heading. before: a prefix of each heading. is_plan: whether an option
+    that is not given has the field's default. Otherwise it is None, and another source may set it.
     """
 
     cls: type[Any]
@@ -96,7 +96,7 @@ class Fields:
         return None if panel is None else self.before + panel
 
     def given(self, values: Mapping[str, Any]) -> Given:
-        """Return the values of a command by field name; where `is_plan` is set, only those that were given."""
+        """Return the values of a command by field name. For a plan, leave out values that were not given."""
         if not self.is_plan:
             return dict(values)
         frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -119,7 +119,7 @@ def _parameter(name: str, default: Any, kind: Any, option: Any) -> Parameter:
 
 
 def _flags(field: dataclasses.Field[Any]) -> str:
-    """Return a field's flag; a flag that is on by default gets a --no- form, too."""
+    """Return a field's flag. A flag that is on by default gets a --no- form, too."""
     flag = flag_of(field)
     return f"{flag}/--no-{flag.removeprefix('--')}" if field.default is True else flag
 
@@ -144,7 +144,7 @@ def _listed(values: Seq[Any]) -> str:
 
 
 def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command for typer: in its signature, the flags of each Fields take the place of the Fields."""
+    """Return a command for typer. In its signature, each `Fields` is replaced by its flags."""
     hints = typing.get_type_hints(command, include_extras=True)
     shown, groups = list[Parameter](), dict[str, tuple[Fields, dict[str, str]]]()
     for parameter in inspect.signature(command).parameters.values():

@@ -117,10 +117,10 @@ def _table(alpha: float, c: float, grid: Landscape, num_tokens: int, ratios: lis
 def _roofline(
     target: str, draft: str, machine: str, batch: int, context: int, overlap: float, max_gamma: int
 ) -> tuple[float, npt.NDArray[np.float64], str]:
-    """Return c, the v of each draft length, and a sentence about both. Raises BadOption for unknown names.
+    """Return the ratio c, a ratio v for each draft length, and a sentence about both.
 
-    c: the time of a draft token over that of a target token. v: the time of a target pass over all drafted tokens and
-    one more, over that of a pass over one token.
+    c is the time of a draft token, divided by the time of a target token. v is the time of a target pass over all
+    drafted tokens and one more, divided by the time of a pass over one token. Raises BadOption for unknown names.
     """
     from forerun.registry import unknown
     from forerun.theory.roofline import MACHINES, SHAPES, Step, cost_ratio, pass_seconds, verify_ratios

@@ -1,4 +1,4 @@
-"""Functions of a Python file that a model may call: their schemas, made from signatures and docstrings, and calls."""
+"""Calls of a Python file's functions by a model. Signatures and docstrings give the schemas of the functions."""
 
 from __future__ import annotations
 

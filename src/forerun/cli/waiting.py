@@ -22,9 +22,9 @@ SILENT_S, AGAIN_S = 1.8, 10.0  # without a terminal: before the first line, and 
 
 
 class Waiting:
-    """Shows what is waited for, until `end`: in a terminal on one line, which changes and is then removed.
+    """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
 
-    Elsewhere, the first line comes after SILENT_S seconds, and another one every AGAIN_S seconds if the text has
+    Elsewhere the first line is printed after SILENT_S seconds, and another line every AGAIN_S seconds if the text has
     changed.
     """
 
@@ -41,7 +41,7 @@ class Waiting:
             self._status.update(text)
 
     def end(self) -> None:
-        """Show nothing more. It may be called again."""
+        """Show nothing more. A second call does nothing."""
         if not self._over.is_set():
             self._over.set()
             if self._status is not None:
@@ -93,7 +93,7 @@ class Answering(Waiting):
 
 
 def loading(opened: Opened) -> AbstractContextManager[object]:
-    """Return a display that says that a model is loaded. It shows nothing where models come from the hub.
+    """Return a display that says that a model is being loaded. The display is empty where models come from the hub.
 
     Downloads have progress bars, which a further line would make scroll.
     """

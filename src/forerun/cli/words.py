@@ -41,7 +41,7 @@ def precision(llm: LLM) -> str:
 
 
 def backend(llm: LLM) -> str:
-    """Return which operators compute the model, why no faster ones do, and which other operators compute drafts."""
+    """Return which operators compute the target, why faster operators do not, and which others compute drafts."""
     target = llm.checkpoint.model
     runners = [runner for drafter in llm.engine.drafter.members.values() for runner in drafter.runners]
     others = {computed(model) for model in (runner.model for runner in runners) if model.ops.name != target.ops.name}
@@ -49,7 +49,7 @@ def backend(llm: LLM) -> str:
 
 
 def computed(model: Model) -> str:
-    """Return the name of a model's operators, and why no faster ones compute the model."""
+    """Return the name of the operators that compute a model, and why faster operators do not compute it."""
     from forerun import ops
     from forerun.blocks import Spec
 
@@ -76,7 +76,7 @@ def model_name(llm: LLM) -> str:
 
 
 def drafting(llm: LLM, draft: str | None = None) -> str:
-    """Return what drafts for requests, in words. draft: a request's choice; None = the engine's first drafter."""
+    """Return a phrase that says how drafts are made. draft: a request's drafter; None = the engine's first drafter."""
     method = draft or llm.engine.drafter.main
     if method == "model" and draft is None:
         _, options = llm.opened.resolve(llm.config.draft)
@@ -98,7 +98,7 @@ def drawing(params: SamplingParams) -> str:
 
 
 def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams) -> list[str]:
-    """Return why an output ended, as a part of a line of numbers; no part where the model ended it."""
+    """Return why an output ended, as a part of the closing line. The list is empty where the model ended the output."""
     if reason == "length":
         return ["cut at --max-tokens" if num_tokens == params.max_tokens else "cut at --max-seq-len"]
     return {None: ["stopped"], "abort": ["aborted"]}.get(reason, [])
@@ -125,7 +125,7 @@ def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, second
 
 
 def lossy(acceptance: str, tv_price: float | None) -> str:
-    """Return a lossy rule, with its price if that was measured.
+    """Return the words for a lossy rule, with its TV price if the price was measured.
 
     An example: lossy: lenience:l=0.5, TV price 3.1% a tested token
     """
