@@ -38,11 +38,11 @@ def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
 class Probes:
     """The probes: several ways to read a large buffer, which can run between runs of the measured code.
 
-    The fastest probe sets a limit that no kernel may exceed. A plain loop of loads is slower than a kernel that
-    prefetches, and the fastest way differs from machine to machine, so there are several probes. On a CPU
+    The fastest probe sets a limit that no kernel may exceed. There are several probes, because a plain loop of loads is
+    slower than a kernel that prefetches, and because the fastest probe differs from machine to machine. On a CPU
     csrc/bandwidth.cpp reads as the native kernels do. Where torch is installed, its operators are probes, too.
-    with_torch=False leaves torch out, for callers that gave it fewer threads. Every probe reads each byte once and
-    writes almost nothing.
+    Every probe reads each byte once and writes almost nothing. with_torch: False leaves torch's operators out, for
+    callers that gave torch fewer threads.
     """
 
     def __init__(self, device: str, *, with_torch: bool = True) -> None:

@@ -130,7 +130,7 @@ class Exhibit:
 
 
 def columns(form: str, *names: str) -> list[Column]:
-    """Return columns of an exhibit that all format their values in the same form."""
+    """Return a column of an exhibit for each name. All of these columns format their values by `form`."""
     return [Column(name, form=form) for name in names]
 
 
@@ -154,14 +154,14 @@ def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = Non
 
 
 def print_exhibit(exhibit: Exhibit, console: Console) -> None:
-    """Print the table, the note and the recipe."""
+    """Print the table, the note, and the command that makes the exhibit."""
     console.print(Text(exhibit.title, "bold"))
     console.print(table(exhibit.rows, [_shown(column, i, exhibit.rows) for i, column in enumerate(exhibit.columns)]))
     console.print(f"{exhibit.note}\nAgain: {exhibit.recipe}\n")
 
 
 def _shown(column: Column, i: int, rows: Seq[Seq[Value]]) -> Column:
-    """Return the column with a function that reads item i of a row. A column that holds tokens is folded."""
+    """Return column i of an exhibit as a column that `table` can print. A column that holds tokens is folded."""
     has_tokens = any(isinstance(row[i], Tokens) for row in rows)
     return replace(column, value=lambda row: _cell(row[i], column), is_text=column.is_text or has_tokens or None)
 

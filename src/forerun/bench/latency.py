@@ -85,7 +85,7 @@ def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan
 
 @dataclass(frozen=True)
 class Measured:
-    """The lines of the tables, and the models and the ceiling of the measurement."""
+    """The lines of the tables, the measured models, and the limit of plain decoding."""
 
     lines: list[Line]
     target: Checkpoint
@@ -341,9 +341,9 @@ def run_together(
 ) -> list[list[int]]:
     """Run prompts at once, add their numbers to `tally`, and return the ids of their outputs.
 
-    Time counts from the end of the first prompts' prefill, which every variant pays alike. clock: counts the draft
-    model's passes. encoder: counts the encoders, which the time per token leaves out. detail: whether the reports of
-    steps contain their rounds.
+    Time counts from the end of the prefill before decoding begins, because every variant pays for it alike. clock:
+    measures the time of the draft model's passes. encoder: measures the time of the encoders, which is not part of the
+    time per token. detail: whether the reports of steps contain their rounds.
     """
     encoder = encoder or Clock()
     for one in filter(None, (clock, encoder)):

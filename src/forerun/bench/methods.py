@@ -2,8 +2,9 @@
 
 A way is a drafter with a pacing policy and a verification rule. Each policy has one engine, with all drafters over the
 same target, and a request chooses its drafter. The ways take turns on every prompt, in an order that rotates, because a
-shared machine is faster in one minute than in the next. A speed-up is the ratio to plain decoding's run in the same
-turn. Where a rule keeps the text, the text is compared with plain decoding's. methods_results.py computes the numbers.
+shared machine is faster in one minute than in the next. A speed-up compares a run with the run of plain decoding in the
+same turn. Where a rule must keep the text of plain decoding, the two texts are compared. methods_results.py computes
+the numbers.
 """
 
 from __future__ import annotations
@@ -196,14 +197,14 @@ def named_ways(ways: Seq[Way], plan: MethodsPlan | SuitePlan) -> list[Way]:
 
 
 def _compared(plan: MethodsPlan | SuitePlan) -> list[str]:
-    """Return the options that name the ways: those with several values in the plan, or else only the drafter."""
+    """Return the options that make up the names of ways: the options with several values, or else only the drafter."""
     several = {"draft": plan.drafts, "pacing": plan.pacings, "rule": plan.acceptances}
     names = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
     return names or ["draft"]
 
 
 def same(ways: Seq[Way]) -> str:
-    """Return the fields that all ways have in common, each after a comma."""
+    """Return the fields with one value in all ways, as a text that has a comma before each field."""
     values = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
     return "".join(f", {what} {value}" for what, (value, *others) in values.items() if value is not None and not others)
 
@@ -247,7 +248,7 @@ Tallies = dict[tuple[float, str, str], Tally]  # by temperature, kind and way
 def _measure(
     llms: Mapping[str, LLM], ways: Seq[Way], prompts: Seq[WorkPrompt], plan: MethodsPlan, progress: Progress
 ) -> tuple[Tallies, int]:
-    """Run every way on every prompt. Return the tallies, and how many texts were compared with plain decoding's."""
+    """Run every way on every prompt. Return the tallies, and the number of texts compared with plain decoding."""
     first_pacing, llm = next(iter(llms.items()))
     plain = [Way(name, PLAIN, first_pacing) for name in (PLAIN, AGAIN)]  # the same under every policy and rule
     every = [*plain, *ways]
@@ -338,7 +339,7 @@ def compare(texts: Mapping[str, list[int]], name: str, temperature: float, token
 def print_compared(
     num_compared: int, ways: Seq[Way], plan: MethodsPlan | SuitePlan, ops: Operators, console: Console
 ) -> None:
-    """Print how many texts were compared, and why others were not."""
+    """Print how many texts were compared, and why the other texts were not."""
     if num_compared:
         console.print(f"All {num_compared} compared texts of drafters are plain decoding's, token for token.")
     if not ops.row_invariant:

@@ -90,7 +90,10 @@ def _dots(panel: Axes, rows: Seq[Summary], temperature: float) -> None:
 
 
 def _squares(panel: Axes, grid: Seq[Seq[float]], kinds: Seq[str]) -> None:
-    """Draw a heat map of the speed-ups, with a row for each way and a column for each kind. The last row is noise."""
+    """Draw a heat map of the speed-ups, with a row for each way and a column for each kind of work.
+
+    The last row compares plain decoding with itself.
+    """
     from matplotlib.colors import LogNorm
 
     panel.imshow(grid, cmap="RdBu", norm=LogNorm(1 / MOST_SHOWN, MOST_SHOWN), aspect="auto")

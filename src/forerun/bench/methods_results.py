@@ -1,8 +1,9 @@
 """The results of `forerun bench methods`: numbers by way and kind of work, and two tables for each temperature.
 
 A way is a drafter with a pacing policy and a verification rule. A cell is one way on one kind, and a summary is one way
-on all kinds. Each prompt gives a ratio: plain decoding's seconds per token / the way's, both in the same turn. The
-speed-up of a cell is the median of these ratios. The speed-up of a summary is the geometric mean over its cells.
+on all kinds. Each run of a prompt gives a ratio: the seconds per token of plain decoding in the same turn, divided by
+the seconds per token of the way. The speed-up of a cell is the median of these ratios. The speed-up of a summary is the
+geometric mean over its cells.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Cell(Counts):
 class Summary(Counts):
     """One way at one temperature. Rates are geometric means over the kinds, and counts are over all steps.
 
-    speedup_range: the least and the most over the rounds; a round has one run of each kind.
+    speedup_range: the least and the greatest speed-up over the rounds. A round has one run of each kind.
     """
 
     name: str
@@ -209,8 +210,8 @@ def print_results(
 ) -> None:
     """Print the speed-ups and the tokens per pass for each temperature, and notes on how to read them.
 
-    results: by the part of the requests in words, "" where there is only one part. Each part has a table of speed-ups.
-    ceiling: the limit to compare plain decoding with.
+    results: the cells and summaries for each measured part of the requests, such as "whole requests"; "" where there is
+    only one part. Each part has a table of speed-ups. ceiling: the limit to compare plain decoding with.
     """
     for temperature in dict.fromkeys(summary.temperature for _, summaries in results.values() for summary in summaries):
         begins, makes = f"\nTemperature {temperature:g}", "speed-up over plain decoding, which makes"

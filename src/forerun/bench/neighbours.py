@@ -1,4 +1,4 @@
-"""The processors that other programs took while something was measured: they make every ratio smaller."""
+"""The processors that other programs used during a measurement. Such programs make every speed-up smaller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FEW = 0.2  # processors: what a quiet machine's services take, and where none i
 
 @dataclass(frozen=True)
 class Moment:
-    """The seconds of all processors until now, as Linux counts them: busy, idle, and busy for this process."""
+    """The processor seconds up to one moment, over all processors: busy, idle, and busy for this process."""
 
     at_s: float
     busy_s: float
@@ -24,7 +24,7 @@ class Moment:
 
     @classmethod
     def now(cls, stat: Path = Path("/proc/stat")) -> Self | None:
-        """Return this moment; None where the system does not tell."""
+        """Return the processor seconds up to now; None where the system does not count them as Linux does."""
         try:
             ticks = [int(word) for word in stat.read_text(encoding="ascii").split("\n", 1)[0].split()[1:][:_COUNTED]]
             tick_s = 1 / os.sysconf("SC_CLK_TCK")
@@ -34,7 +34,10 @@ class Moment:
         return cls(time.monotonic(), sum(ticks) * tick_s - idle_s, idle_s, time.process_time())
 
     def said_since(self, begun: Moment) -> str | None:
-        """Return a sentence where other programs took processors that this one wanted, since an earlier moment."""
+        """Return a sentence about other programs that kept processors busy since an earlier moment.
+
+        None where they used little, or where processors were idle.
+        """
         wall_s = self.at_s - begun.at_s
         num_busy = (self.busy_s - begun.busy_s - self.process_s + begun.process_s) / wall_s
         if num_busy < _FEW or (self.idle_s - begun.idle_s) / wall_s > _FEW:

@@ -66,8 +66,9 @@ KINDS = "chat, summary, edit, question, list or story"
 class LatencyPlan(Plan):
     """The options of `forerun bench latency`.
 
-    drafts: () = every drafter that needs no model or file of its own. With a draft_shape, drafts are draft models that
-    are widened to that shape, and () = the configuration's draft model. spec_lengths: () = the configuration's length.
+    drafts: the drafters to measure; () = every drafter that needs no model or file of its own. With a draft_shape,
+    `drafts` names the draft models to widen to that shape; () = the configuration's draft model. spec_lengths: the
+    draft lengths; () = the configuration's length.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure", flag="--draft", usual="all")
@@ -97,10 +98,10 @@ class Way:
     acceptance: str | None = None
 
     def keeps_texts(self, temperature: float) -> bool:
-        """Return whether every text must equal plain decoding's text.
+        """Return whether every text must equal the text from plain decoding.
 
-        Greedy texts must, with every lossless rule. At temperature > 0 only match keeps texts, while the other lossless
-        rules keep the distribution.
+        At temperature 0 this holds for every lossless rule. At temperature > 0 it holds only for the rule match; the
+        other lossless rules keep the distribution.
         """
         rule = verify.find(self.acceptance or ("match" if temperature > 0 else "ratio"))
         return rule.is_lossless and (temperature == 0 or rule.name == "match")
@@ -112,7 +113,7 @@ class MethodsPlan(Plan):
 
     drafts: () = every drafter that needs no file. pacings: () = the engine's policy. acceptances: () = the engine's
     choice, which is match at temperature > 0, because every run has a seed. kinds: () = all kinds in the prompt file.
-    picture: where the name ends in neither .svg nor .png, both are written.
+    picture: the file of a picture. If its name ends in neither .svg nor .png, both files are written.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="all")
@@ -159,9 +160,9 @@ class MethodsPlan(Plan):
 class SuitePlan(Plan):
     """The options of `forerun bench suite`.
 
-    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: how many of the first prompts to run,
-    None = all. prompts_per_kind: how many of the first prompts of each kind, None = all. most_rounds: how often a kind
-    of work is run at most. A kind is run again while plain decoding differs from itself.
+    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: how many of the first prompts to run;
+    None = all. prompts_per_kind: how many of the first prompts of each kind to run; None = all. most_rounds: the most
+    runs of a kind of work. A kind is run again while its two runs with plain decoding differ, see suite.py.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="auto")

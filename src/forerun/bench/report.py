@@ -39,9 +39,9 @@ Record = Mapping[str, Any]
 class View:
     """The plot of a benchmark's rows.
 
-    rows: the key of the record that holds the rows. labels: the fields that name a row or, with `x`, a curve. values:
-    the fields to plot: a panel of dots for each or, with `x`, curves in one panel. x: the field of the x axis. The
-    range of FIELD stands in FIELD_range.
+    rows: the record's key for the list of rows. labels: the fields that name a row. values: the fields to plot, each as
+    dots in its own panel. x: the field of the x axis. Where `x` is given, there is one panel with curves instead: one
+    curve for each name and each field of `values`. The range of FIELD is in the field FIELD_range.
     """
 
     labels: tuple[str, ...]
@@ -173,7 +173,7 @@ def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 
 def table_of(rows: Seq[Mapping[str, Any]]) -> str:
-    """Return rows as an HTML table. A column is left out where it holds a list that is no pair of numbers."""
+    """Return rows as an HTML table. A column that holds lists is left out, unless they are pairs of numbers."""
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
@@ -205,7 +205,7 @@ def _number(value: Any) -> str:
 
 
 def svg_of(picture: Plot | Timeline | Coloured) -> str:
-    """Return a picture as inline SVG, without the groups' ids, which other pictures of the page would repeat."""
+    """Return a picture as inline SVG, without the ids of groups. Other pictures of the page would have the same ids."""
     file = io.StringIO()
     save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
     svg = file.getvalue()
@@ -236,7 +236,7 @@ def _said(view: View) -> str:
 
 
 def _curves(view: View, rows: Seq[Mapping[str, Any]], x: str) -> Iterator[Curve]:
-    """Yield curves: for each name that rows share, a curve for each field of the view's `values`."""
+    """Yield the curves of a panel. Rows with the same name make one curve for each field of the view's `values`."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(_name(row, view.labels), []).append(row)

@@ -1,9 +1,10 @@
-"""`forerun bench suite`: a public benchmark in whole requests, with plain decoding and the default drafting.
+"""`forerun bench suite`: plain decoding and the default drafting on a public benchmark, prefill included.
 
 Each conversation gets a fresh engine, as a user's first request does. Drafters that search the text remember earlier
-answers, and would find an answer that is asked for again. The ways take turns in an order that rotates, because a
-shared machine is faster in one minute than in the next. Plain decoding runs twice in each turn: kinds of work in which
-the two differ by more than `NOISE` are run again. Where the rule keeps texts, they are compared with plain decoding's.
+answers, and would find an answer that is asked for again. The ways of drafting take turns in an order that rotates,
+because a shared machine is faster in one minute than in the next. Plain decoding runs twice in each turn. A kind of
+work is run again where the times of these two runs differ by more than `NOISE`. Where the rule must keep the text of
+plain decoding, the two texts are compared.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def ways_of(config: EngineConfig, plan: SuitePlan) -> list[Way]:
 
 
 class Measuring:
-    """The measurement of a suite: the runs, and the engines that answer in them."""
+    """The measurement of a suite: its runs, and the engines that answer the conversations."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class Measuring:
         )
 
     def check(self) -> None:
-        """Check every way and conversation before anything is measured.
+        """Check every way on every conversation before anything is measured.
 
         Raises UserError where a way cannot serve, or where a conversation is too long.
         """
@@ -201,7 +202,7 @@ class Measuring:
                             raise type(error)(f"{conversation.id}: {error}") from error
 
     def _longest(self, llm: LLM, conversation: Conversation) -> list[int]:
-        """Return a prompt as long as a conversation's prompts may get: its last turn, after the longest answers."""
+        """Return a prompt as long as a conversation's last prompt, if all earlier answers have the greatest length."""
         messages = list[Message]()
         for turn in conversation.turns:
             messages += [*turn, {"role": "assistant", "content": ""}]
@@ -211,7 +212,7 @@ class Measuring:
     def run(self, progress: Progress) -> None:
         """Run all conversations, up to most_rounds times.
 
-        A kind of work is run again only while plain decoding differs too much from itself.
+        A kind of work is run again only while the times of its two runs with plain decoding differ too much.
         """
         kinds = self.suite.kinds
         num_asked = len(self.suite.conversations) * len(self.plan.temperatures) * len(self.ways)
@@ -240,7 +241,7 @@ class Measuring:
     def _ask_all(
         self, conversation: Conversation, number: int, temperature: float, progress: Progress, task: Any
     ) -> None:
-        """Let every way answer a conversation, and compare the texts with plain decoding's."""
+        """Answer a conversation in every way, and compare the texts with the texts from plain decoding."""
         texts = dict[str, list[list[int]]]()
         for way in latency.rotated(self.ways, len(self.runs) // len(self.ways)):
             progress.update(task, description=f"T={temperature:g} {conversation.id} {way.name}")

@@ -5,8 +5,9 @@
 2. The time of a pass is measured for many numbers of rows (as in pacing/measuring.py, but in smaller steps). The
    results of steps 1 and 2 predict the speed-up of every drafter at every length (tune_prediction.py).
 3. The most promising lengths, some drafters with `pacing=auto`, and plain decoding run in turns until the time is over.
-   The times of their passes improve the predictions. A length that then promises more than every measured way is
-   measured, too. The fastest way is chosen, or plain decoding where no way was faster by PLAIN_MARGIN.
+   The times of their passes improve the predictions. If an unmeasured length then has a higher predicted speed-up than
+   all measured ways, it is measured, too. The fastest way is chosen, or plain decoding where no way was faster by
+   PLAIN_MARGIN.
 """
 
 from __future__ import annotations
@@ -164,11 +165,11 @@ def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, l
 
 
 def contenders_of(predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
-    """Return the ways to measure: plain decoding, the most promising fixed lengths, and auto with their drafters.
+    """Return the ways to measure: plain decoding, the most promising fixed lengths, and drafters with pacing=auto.
 
-    Each of the best drafters has its best length measured. The best drafter has a second length measured: the farthest
-    from its best length that is still predicted to reach CLOSE times the best speed-up. A drafter that was never right
-    is not measured.
+    Each of the best drafters is measured at its best length. The best drafter is also measured at a second length. Of
+    all lengths that are predicted to reach CLOSE times the best speed-up, the second length is the farthest from the
+    best. A drafter that was never right is not measured.
     """
     is_right = {spec for spec, lengths in predictions.items() if any(one.tokens_per_pass > 1 for one in lengths)}
     best = {spec: max(predictions[spec], key=lambda one: one.speedup) for spec in predictions if spec in is_right}
@@ -224,10 +225,10 @@ def _race(
 
 
 def further(contenders: Seq[Contender], predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
-    """Return the unmeasured length that promises most, if that is more than every measured way reached.
+    """Return the unmeasured length with the highest predicted speed-up, if no measured way has reached that speed-up.
 
-    Before that, each drafter's predictions are corrected by a factor: the median, over the drafter's measured lengths,
-    of measured / predicted speed-up.
+    Each drafter's predictions are corrected first, by the median of measured / predicted speed-up over the drafter's
+    measured lengths.
     """
     known = {one.way for one in contenders}
     best = max(one.measured.speedup for one in contenders)
@@ -250,7 +251,7 @@ def one_round(
     task: TaskID,
     passes: Passes | None = None,
 ) -> None:
-    """Run all prompts with each contender that is still in the race, in turns. passes: learns from these runs."""
+    """Run all prompts with each contender that is still in the race, in turns. passes: learns the pass times."""
     plain, running = contenders[0], [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
         order = rotated(running, number + group)
@@ -279,7 +280,7 @@ def _together(turns: Mapping[str, Seq[Turn]]) -> float:
 
 
 def drop_slow(contenders: Seq[Contender]) -> None:
-    """Take ways out of the race that are much slower than the best way after FEWEST_ROUNDS."""
+    """Stop measuring the ways that are much slower than the best way and have been run in FEWEST_ROUNDS rounds."""
     running = [one for one in contenders if not one.is_out]
     best = max(one.measured.speedup for one in running)
     for one in running:

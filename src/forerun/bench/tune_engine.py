@@ -81,9 +81,9 @@ class TuningEngine:
     def of(
         cls, checkpoint: Checkpoint, config: EngineConfig, plan: TunePlan, candidates: Seq[str], console: Console
     ) -> TuningEngine:
-        """Build the engine without drafters that the acceptance rule cannot judge.
+        """Build the engine. Drafters that the acceptance rule cannot judge are left out.
 
-        Raises UserError instead where the user named such a drafter. Prefixes are not shared: a prompt's second run
+        Raises UserError where the user named such a drafter. Prefixes are not shared, because a prompt's second run
         would find the cache of its first run.
         """
         llm = LLM(
@@ -156,7 +156,7 @@ class TuningEngine:
             raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
 
     def warm_up(self, way: Way) -> None:
-        """Run a few tokens of the first group in one way, and measure the passes that the way's policy asks for."""
+        """Run a few tokens of the first group in one way, and measure the passes that the way's policy needs."""
         kept, self.groups = self.groups, [[(ids, _short(params)) for ids, params in self.groups[0]]]
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
         self.llm.measure_passes()
@@ -165,7 +165,7 @@ class TuningEngine:
     def pass_times(self) -> PassTime:
         """Measure the time of the target's passes by their number of rows.
 
-        Numbers close together are measured, because kernels compute a few rows at a time.
+        The measured numbers of rows are close together, because kernels compute a few rows at a time.
         """
         engine, size = self.llm.engine, self.plan.concurrency
         if not self.llm.config.calibrate:

@@ -1,4 +1,4 @@
-"""The predictions of `forerun tune`: tokens per pass and speed-up at any draft length, from one run with the longest.
+"""The predictions of `forerun tune`: tokens per pass and speed-up at any draft length, from one run with long drafts.
 
 A recorded run, with drafts of at most LONGEST nodes, shows which nodes the target accepted. A run with K nodes is
 predicted by walking along the same text. A draft of K nodes is the first K nodes of the recorded draft, in which the
@@ -70,7 +70,7 @@ class Round:
 
 
 class _Token(NamedTuple):
-    """A token that a round emitted. place: its index among the accepted nodes; the target's own token follows them."""
+    """A token that a round emitted. place: its index in `round.accepted`; the target's own token has the next index."""
 
     round: Round
     place: int
@@ -88,7 +88,8 @@ class _Token(NamedTuple):
 class Replayed:
     """The counts of a run at one draft length.
 
-    num_passes: passes of a draft model, one after another. sizes: the number of rounds by the size of their draft.
+    num_passes: the number of draft model passes; a round has one pass for each level of its draft. sizes: the number of
+    rounds by the size of their draft.
     """
 
     num_tokens: int
@@ -125,8 +126,8 @@ def deepest_of(texts: Iterable[Seq[Round]]) -> int:
 def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None) -> Replayed:
     """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
 
-    spec_length: no more than in the recorded run. With the same number the result counts the recorded rounds. deepest:
-    the longest path that the drafter makes, None = the longest in these texts.
+    spec_length: at most the draft length of the recorded run. With exactly that length, the recorded rounds are
+    counted. deepest: the longest path that the drafter makes; None = the longest path in these texts.
     """
     deepest = deepest_of(texts) if deepest is None else deepest
     num_tokens, num_passes, sizes = 0, 0, Counter[int]()
@@ -155,9 +156,9 @@ def _stretches(text: Seq[Round]) -> list[list[_Token]]:
 def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: int) -> int:
     """Return how many tokens from `start` on are accepted from a draft of `spec_length` nodes.
 
-    A draft that begins where a recorded draft began has no more nodes than that draft. Any other draft may go on over
-    the target's own token between two recorded drafts. That token counts as the likeliest node, although it is only
-    known that the drafter was right before and after it.
+    A draft that begins where a recorded draft began has no more nodes than that draft. Any other draft may run on into
+    the next recorded draft, over the target's own token between the two. The drafter is assumed to guess that token
+    with its likeliest node. The recorded run only shows that the drafter was right before and after the token.
     """
     is_recorded = stretch[start].place == 0
     num = used = 0  # used: nodes of the draft down to the last end of a recorded path
@@ -180,7 +181,7 @@ def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: i
 
 
 def alphas(texts: Seq[Seq[Round]]) -> list[float]:
-    """Return, for each position, accepted / tested tokens. The last position is the last one with a test."""
+    """Return accepted / tested tokens for each position, up to the first position without a tested token."""
     shares = []
     rounds = [round_ for text in texts for round_ in text]
     for depth in range(LONGEST):
@@ -247,7 +248,8 @@ def rest_s(step: StepReport) -> float:
 class Prediction:
     """The prediction for one length.
 
-    c: the time of a drafted token / the time of a plain pass. v: the time of the target's pass / the same.
+    c: the time of a drafted token / the time of a plain pass. v: the time of a pass over a draft / the time of a plain
+    pass.
     """
 
     spec_length: int
@@ -258,10 +260,10 @@ class Prediction:
 
 
 class Passes:
-    """The time of a pass, by its number of rows, / the time of a plain pass in the same turn.
+    """The time of a pass over a number of rows, divided by the time of a plain pass in the same turn.
 
     curve(rows): the calibrated curve, for passes without a text before the rows. `add` takes measured passes on texts,
-    which correct the curve: between two ROW_EDGES it is moved by the median error of these passes. Elsewhere the
+    which correct the curve: between two ROW_EDGES the curve is moved by the median error of these passes. Elsewhere the
     correction is interpolated linearly.
     """
 
@@ -328,8 +330,8 @@ class Predictor:
     def draft_s(self) -> tuple[float, float, float]:
         """The seconds of drafting: for each step, for each pass of a draft model, and for each drafted node.
 
-        The last two come from a fit by least squares. The fit needs drafts of different sizes, and the last drafts of a
-        text are shorter.
+        For a drafter with a draft model, a fit by least squares gives the seconds for each pass and for each node. The
+        fit needs drafts of different sizes. There are some, because the last drafts of a text are shorter.
         """
         if not self.runs_model:
             return usual([step.draft_s for step in self.steps]), 0.0, 0.0
@@ -368,7 +370,8 @@ class Predictor:
     def _v(self, found: Replayed) -> float:
         """Return the mean time of a pass / the time of a plain pass.
 
-        It is not the time at the mean number of rows, because rows cost little up to some number, and much beyond.
+        The mean is taken over the times of the rounds. A time at the mean number of rows would be wrong, because a
+        further row costs little up to some number of rows, and much beyond that number.
         """
         mean = found.num_nodes / found.num_rounds
         others = (self.num_together - 1) * (1 + mean)  # rows of the other sequences of the step

@@ -33,7 +33,7 @@ Seconds = dict[int, dict[int, float]]  # seconds per token, by group of prompts 
 
 @dataclass(frozen=True)
 class Way:
-    """A drafter and its draft length: None = pacing=auto decides, 0 = plain decoding."""
+    """A drafter and its draft length. Length None: pacing=auto sets the length. Length 0: plain decoding."""
 
     draft: str
     spec_length: int | None
@@ -55,7 +55,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """The speed-up over plain decoding, and its least and most over single rounds."""
+    """The speed-up over plain decoding, and the least and the greatest speed-up of a single round."""
 
     speedup: float
     least: float
@@ -67,8 +67,8 @@ class Measured:
 class Contender:
     """A way that is measured.
 
-    predicted: the prediction from before it was measured; None for plain decoding and auto. is_out: whether it was so
-    slow that it is measured no more.
+    predicted: the prediction made before the way was measured; None for plain decoding and auto. is_out: whether the
+    way was so slow that it is not measured any more.
     """
 
     way: Way
@@ -101,11 +101,11 @@ class Contender:
 class Found:
     """All results of `forerun tune`.
 
-    predictions: one for each length, by drafter. doubt: why the measurements leave the choice to auto, or empty.
-    alphas: accepted / tested tokens for each position, by drafter. alpha_hats: accepted / tested tokens of all
-    positions, by drafter. pass_s: seconds of a pass with one row. curve: by number of rows, the seconds of a pass
-    without a text before the rows / pass_s. v: by number of rows, the time of a pass on the prompts / the time of a
-    plain pass. seconds: of the whole run.
+    predictions: the predictions of each drafter, one for each length. doubt: why the choice is left to auto; empty
+    where it is not. alphas: accepted / tested tokens of each drafter for each position. alpha_hats: accepted / tested
+    tokens of each drafter over all positions. pass_s: the seconds of a pass over one row. curve: by number of rows, the
+    seconds of a pass without a text before the rows, divided by pass_s. v: by number of rows, the time of a pass on the
+    prompts, divided by the time of a plain pass. seconds: the duration of the whole run.
     """
 
     predictions: Mapping[str, Seq[Prediction]]

@@ -132,7 +132,7 @@ class _InMemory:
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
     """Return a checkpoint with the same weights that takes texts of `num` tokens.
 
-    It serves to measure the time of such texts. Beyond the trained positions the output means nothing.
+    Such a checkpoint serves to measure times. Beyond the trained positions the output means nothing.
     """
     model = copy.copy(checkpoint.model)
     cast(Any, model).config = dataclasses.replace(model.config, max_positions=num)
@@ -276,7 +276,7 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
 
 
 def draft_options(spec: str) -> tuple[str, str | None]:
-    """Return path and quantization of the draft model that `spec` names, by default the shipped draft model.
+    """Return the path and the quantization of the draft model that `spec` names. The default is the shipped one.
 
     Raises BadOption for other drafters, and for options that a widened draft model lacks.
     """

@@ -2,8 +2,8 @@
 
 A file is a suite if it has the constant TITLE. It also has a LICENCE, a HOME where people get the questions, and a
 function `conversation` that reads one line. Where a package of PyPI holds the questions, PACKAGE and MODULE name the
-package, and FILES names the files inside of it. This repository holds no questions of others: they come from the
-package, or from a file that the user names.
+package, and FILES names the files inside of it. This repository does not contain the questions of public benchmarks.
+The questions come from the package, or from a file that the user names.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Suite:
         return list(dict.fromkeys(conversation.kind for conversation in self.conversations))
 
     def first(self, num: int | None = None, per_kind: int | None = None, kinds: tuple[str, ...] = ()) -> Suite:
-        """Return a suite of the first conversations of these kinds, () = all kinds.
+        """Return a suite of the first conversations of these kinds.
 
-        num: the most conversations in all, None = no limit. per_kind: the most conversations of each kind, None = no
-        limit. Raises BadOption for a kind that the suite lacks.
+        num: the most conversations in all; None = no limit. per_kind: the most conversations of each kind; None = no
+        limit. kinds: () = all kinds. Raises BadOption for a kind that the suite lacks.
         """
         for kind in kinds:
             if kind not in self.kinds:
