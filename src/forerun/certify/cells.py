@@ -24,7 +24,7 @@ LEAST_TESTS, MOST_TESTS = 3, 12
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of one test's outputs. size: the number of allowed ids, and of tokens of an output."""
+    """The settings of the outputs of one test. size: the number of allowed ids, and the number of output tokens."""
 
     source: Source
     rule: str
@@ -129,9 +129,10 @@ def check(clock: Clock, pair: Pair, seed: int) -> Check:
 
 
 def _settings(pair: Pair) -> Iterator[Setting]:
-    """Yield a setting for every way to draft and each of its rules, the user's drafter first.
+    """Yield the settings, the user's drafter first.
 
-    Sizes, temperatures and lengths change from setting to setting.
+    The user's drafter, and the target as its own drafter, get a setting for each of their rules. The drafter that is
+    nearly always wrong gets `ratio` only. Sizes, temperatures and draft lengths change from setting to setting.
     """
     number = 0
     ways: Mapping[Source, list[str]] = {

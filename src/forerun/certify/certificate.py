@@ -35,8 +35,8 @@ NOT_PROVEN = (
 class Plan:
     """The options of a certificate.
 
-    mutant: a wrong version of the code that is switched in, with which the certificate must fail. parts: the PARTS that
-    are run; a whole certificate has all of them.
+    mutant: the name of a wrong version of the code. It replaces the right code, and the certificate must then fail.
+    parts: the names of the parts to run; a whole certificate has all PARTS.
     """
 
     minutes: float = 10.0

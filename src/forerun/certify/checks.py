@@ -56,7 +56,7 @@ class Check:
 
     subject: "toy" (models whose probabilities are known), "few ids" (the pair, with at most 8 ids allowed), or "pair".
     num_samples: the number of samples, counted in `unit`. problems: a sentence for each failure. ran: whether there was
-    anything to look at. result: the outcome in short. proves: the claim that the check supports, and its limits.
+    anything to check. result: the outcome in short. proves: the claim that the check supports, and the claim's limits.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Check:
 
     @property
     def passed(self) -> bool | None:
-        """Whether there is no problem; None where there was nothing to look at."""
+        """Whether the check found no problem; None where there was nothing to check."""
         return not self.problems if self.ran else None
 
 
@@ -86,7 +86,7 @@ class Clock:
         self.deadline_s = self._begun_s + self._all_s
 
     def part(self, what: str, until: float) -> None:
-        """Begin a part that may go on until the share `until` of all time is over."""
+        """Begin a part. It may run until the share `until` of the whole time is over."""
         self._what, self.deadline_s = what, self._begun_s + until * self._all_s
         self.look()
 

@@ -1,4 +1,4 @@
-"""The pair under test: its engines, requests through them, and the target's own distributions by plain decoding."""
+"""The pair under test: its engines, runs of requests, and the target's own distributions by plain decoding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BAD = "random ids"  # a drafter that is nearly always wrong
 
 @dataclass(frozen=True)
 class Source:
-    """One way to draft. name: for people. llm: the engine with the drafter. draft: the drafter's name in the engine."""
+    """One way to draft. name: the name to print. llm: the LLM with the drafter. draft: the drafter's name in `llm`."""
 
     name: str
     llm: LLM

@@ -122,8 +122,8 @@ class Stream:
 def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool, float]:
     """Return u of a token, whether the token is rare, and the probability of drawing a rare token.
 
-    Ids are ordered by their probability, the likeliest first, then by id. A token of probability 0 has u = 1, and is
-    rare even where that probability is 0. w: the uniform random number W.
+    Ids are ordered by their probability, the likeliest first, then by id. A token of probability 0 has u = 1. Such a
+    token is rare even where the probability of drawing a rare token is 0. w: the uniform random number W.
     """
     if target_probs.point is not None:
         return (w, False, 0.0) if token == target_probs.point else (1.0, True, 0.0)
@@ -208,7 +208,7 @@ def _write(
 def _settings(pair: Pair) -> Iterator[Setting]:
     """Yield the settings: the user's drafter with up to three rules, and the target as its own drafter with two rules.
 
-    Options and lengths alternate.
+    Sampling options and draft lengths alternate.
     """
     ways = [(pair.own, rule) for rule in pair.own.rules()[:3]] + [(pair.warmer, "ratio"), (pair.warmer, "block")]
     for number, (source, rule) in enumerate(ways):

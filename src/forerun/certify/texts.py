@@ -1,4 +1,4 @@
-"""The second part: greedy and `match` texts of the pair must equal plain decoding's, token for token."""
+"""The second part: greedy and `match` texts of the pair must equal the texts of plain decoding, token for token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADVERSARY = "the text with errors"
 
 @dataclass(frozen=True)
 class Job:
-    """One text that must equal plain decoding's."""
+    """One text that must equal the text of plain decoding."""
 
     about: str
     source: Source

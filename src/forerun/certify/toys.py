@@ -1,4 +1,8 @@
-"""The first part: exact enumeration, wrong versions and caches, with toy models run by the installed package."""
+"""The first part: checks of the installed package on toy models.
+
+Enumerated outputs must have exactly the probabilities of plain decoding, wrong versions of the package must be found,
+and the caches must agree with the committed tokens.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +91,7 @@ def _distance(check: Check, about: str, case: Case, mutant: Wrong | None) -> flo
 
 
 def _core() -> list[tuple[str, Case]]:
-    """Return the cases in which the wrong versions show. They are run even where no time is left."""
+    """Return the cases in which wrong versions have wrong outputs. These cases are run even where no time is left."""
     cases = dict[int, tuple[str, Case]]()
     for wrong in WRONG.values():
         if wrong.shows_in == "outputs":
@@ -180,7 +184,10 @@ def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
 
 
 def caches() -> Check:
-    """Compare both caches with the committed tokens, and check that a perfect copy as draft model is always right."""
+    """Compare the caches of target and draft model with the committed tokens.
+
+    Also check that the tokens of a perfect copy, used as draft model, are always accepted.
+    """
     check = Check(
         "caches",
         "toy",
