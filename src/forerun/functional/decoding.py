@@ -205,15 +205,15 @@ def beam_search_generate(
     """Generate by beam search, as transformers defines it, with drafts if there is a drafter (docs/methods/beam.md).
 
     Args:
-        num_beams: the number of beams, 1 to 64. num_return_sequences: how many of the best texts are returned.
-        length_penalty: a text's score is the sum of its log-probabilities / length^length_penalty.
-        early_stopping: True = stop at num_beams finished texts. False and "never" = go on while a better text may come.
+        num_beams: the number of beams, 1 to 64. num_return_sequences: how many of the best beams are returned.
+        length_penalty: a beam's score is the sum of its log-probabilities / length^length_penalty.
+        early_stopping: True = stop at num_beams finished beams. False and "never" = go on while a better beam may come.
         drafter: a module that searches ahead, `gamma` tokens per pass of the target (Leviathan et al. 2023, appendix
             A.4); None = no drafts. The output is the same.
         draft_beams: the number of beams in the drafter's search, at least num_beams; None = num_beams.
 
-    Other arguments are as in `speculative_generate`. Returns the ids of the best text. Where num_return_sequences is
-    more than 1, returns a list of the best texts. For several inputs, returns a list of such results.
+    Other arguments are as in `speculative_generate`. Returns the ids of the best beam. Where num_return_sequences is
+    more than 1, returns a list of the best beams. For several inputs, returns a list of such results.
     """
     if drafter is None and draft_beams is not None:
         raise BadOption(f"draft_beams={shown(draft_beams)} belongs to a drafter: give one, or drop it")
@@ -264,7 +264,7 @@ def _egag(gamma: int, gamma_min: int, gamma_max: int | None, beta: float) -> Pac
 
 @dataclass
 class _Task:
-    """The arguments of one call, and the run of its inputs."""
+    """The arguments of one call. `run` generates the call's outputs."""
 
     target: ModuleModel
     draft: ModuleModel | None

@@ -91,7 +91,7 @@ class ModuleModel:
 
     @property
     def config(self) -> ModuleModel:
-        """The ModelConfig of the module, which is this object: it has all attributes of a ModelConfig."""
+        """The ModelConfig of the module: this object, because it has all attributes of a ModelConfig."""
         return self
 
     has_experts, num_slots = False, 1
@@ -100,7 +100,7 @@ class ModuleModel:
 
     @property
     def encoder(self) -> ModuleModel | None:
-        """The model that reads the inputs of an encoder-decoder, which is this object; None for a causal module."""
+        """The model that encodes the inputs: this object for an encoder-decoder, None for a causal module."""
         return self if self.is_encoder_decoder else None
 
     def own_cache(self) -> ModuleCache:
@@ -134,7 +134,10 @@ class ModuleModel:
         )
 
     def logits(self, hidden: Tensor, num_ids: int | None = None) -> Tensor:
-        """Return the logits `hidden` [R, V] as the processor changes them, or only the first num_ids: [R, num_ids]."""
+        """Return logits [R, num_ids] after the processor's changes.
+
+        hidden: the module's logits [R, V]. num_ids: how many of the first ids to return; None = all.
+        """
         return wide(self._draws.logits(hidden[:, :num_ids].clone()))
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -170,9 +173,9 @@ class ModuleModel:
                 cache.fill(slot, ids, encoder(input_ids=torch.tensor([list(ids)], device=self.place)))
 
     def start_ids(self, pad_token_id: int) -> list[int]:
-        """Return a list with the start id of a decoder's text, which is empty for a causal module.
+        """Return a list that holds the start id of a decoder's text. For a causal module the list is empty.
 
-        pad_token_id: the start id where the module names none.
+        pad_token_id: the start id where the module names no start id.
         """
         if not self.is_encoder_decoder:
             return []
@@ -209,8 +212,8 @@ class ModuleModel:
     def new_past(self) -> Any:
         """Make an empty cache for the module; None where the module makes its own cache.
 
-        A module of transformers gets layers that keep all tokens, so that they can be cut. A sliding window is then
-        only in the attention mask. Raises BadOption for a module with a state that cannot be cut.
+        A module of transformers gets cache layers that keep all tokens, so that tokens can be cut. A sliding window is
+        then applied by the attention mask alone. Raises BadOption for a module with a state that cannot be cut.
         """
         config = self.module.config
         if not hasattr(config, "get_text_config"):  # a module that is not from transformers
@@ -225,7 +228,7 @@ class ModuleModel:
         return pair(dynamic(), dynamic()) if self.is_encoder_decoder else dynamic()
 
     def _run(self, text: Text, batch: RaggedBatch, b: int, is_silent: bool) -> Tensor:
-        """Return the logits [n, V] of a run. Where nobody reads them (is_silent), return zeros that take no memory."""
+        """Return the logits [n, V] of a run. is_silent: return zeros that take no memory, as no logits are needed."""
         num = len(batch.run(b))
         if is_silent:
             if self.uses_cache:
@@ -298,10 +301,10 @@ def _num_common(a: list[int], b: list[int], most: int) -> int:
 class Text:
     """The tokens of a slot, and the module's own cache for them.
 
-    kept: the kept tokens. nodes: the tokens after these: first the num_pending pending tokens, then the last run's.
-    parents: the parent of each node, -1 = the last kept token. past: the module's own cache. past_ids: the tokens in
-    that cache, in order. encoded: the encoder's output for a source of an encoder-decoder. It is stored in the source's
-    slot, and lent to a text that is run.
+    kept: the kept tokens. nodes: the tokens after the kept tokens: the num_pending pending tokens, then the tokens of
+    the last run. parents: the parent of each node, -1 = the last kept token. past: the module's own cache. past_ids:
+    the tokens in that cache, in order. encoded: the encoder's output for a source of an encoder-decoder. It is stored
+    in the source's slot, and lent to a text that is run.
     """
 
     kept: list[int] = field(default_factory=list)
@@ -356,14 +359,14 @@ class ModuleCache:
         self.texts[slot] = Text(nodes=list(ids), parents=list(range(-1, len(ids) - 1)), encoded=encoded)
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a text. Return 0, the number of its tokens that are in the cache, because texts share nothing."""
+        """Begin a text. Return 0: none of its tokens is in the cache yet, because texts share nothing."""
         self.texts[slot] = Text()
         return 0
 
     def fork(self, slot: int, new_slot: int) -> None:
-        """Begin a text with the kept tokens of another text. Its keys and values are computed again.
+        """Begin a text with the kept tokens of another text, in a new slot.
 
-        Only the encoder's output is shared.
+        The encoder's output is shared. The keys and values of the new text are computed again.
         """
         self.texts[new_slot] = Text(kept=list(self.texts[slot].kept), encoded=self.texts[slot].encoded)
 
@@ -399,7 +402,10 @@ class ModuleCache:
         """Do nothing, because no memory is set aside."""
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] | None = None) -> list[int]:
-        """Keep the tokens of a path, and the tokens of `held` as pending. The next pass cuts the module's cache."""
+        """Keep the tokens of a path in each slot, and make the tokens of `held` pending.
+
+        The module's own cache is cut by the next pass.
+        """
         for slot, rows in kept.items():
             text, stay = self.texts[slot], (held or {}).get(slot, Held((), ()))
             text.kept += [text.nodes[row] for row in rows]
@@ -408,7 +414,7 @@ class ModuleCache:
         return []
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """Make the run just written pending. Its parents are known from the pass, so `parents` is not read."""
+        """Make the tokens of the last run pending. Their parents are known from the pass, so `parents` is not read."""
         text = self.texts[slot]
         text.num_pending = len(text.nodes)
 

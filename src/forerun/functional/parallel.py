@@ -1,4 +1,4 @@
-"""Speculative sampling outside of language models: two slow functions run side by side, at the same distribution.
+"""Speculative sampling outside of language models: two slow functions run side by side, and the results stay exact.
 
 Let f(x) be a distribution p from which the input y of g is drawn. For example, f is a policy that chooses the action of
 a simulator g. One after the other, f and g take t_f + t_g. Here y' is drawn from q, a cheap guess of p, and g runs on

@@ -1,12 +1,13 @@
 """Logits processors: how a token is drawn from logits, in the form in which library users write their own.
 
 A processor is `_process` (change the logits), a temperature, and `sample` (draw from probabilities). The processors
-here are the engine's own pipeline (forerun/sampling) under other names. A subclass is taken as it is: drafter and
-verifier see the distribution that it makes.
+here are the engine's own pipeline (forerun/sampling) under other names. A user's subclass decides the distribution by
+itself, and both drafter and verifier use this distribution.
 
-The interface follows a published toolkit for speculative decoding, with its errors mended. Greedy is the point mass at
-the largest logit. (If it were a softmax with an argmax taken later, verification would not keep it greedy.) Temperature
-comes before top-p. Top-k keeps exactly k ids, the lowest ids among equal logits. No logits are changed in place.
+The interface follows a published toolkit for speculative decoding, with its errors mended. The greedy processor returns
+the point mass at the largest logit. (With softmax probabilities and a later argmax, verification would not keep the
+output greedy.) Temperature comes before top-p. Top-k keeps exactly k ids, the lowest ids among equal logits. No logits
+are changed in place.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LogitsProcessor(abc.ABC):
 
     @abc.abstractmethod
     def _process(self, logits: Tensor) -> Tensor:
-        """Return changed logits [..., V]; -inf excludes an id. The argument is the caller's, and stays as it is."""
+        """Return changed logits [..., V]; -inf excludes an id. The argument itself must not be changed."""
 
     @abc.abstractmethod
     def sample(self, probs: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class LogitsProcessor(abc.ABC):
 
 
 class GreedyProcessor(LogitsProcessor):
-    """The most probable token, the lowest id among equals. The temperature changes nothing."""
+    """The most probable token; of equally probable tokens, the lowest id. The temperature changes nothing."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Map logits [..., V] to one-hot vectors [..., V]."""

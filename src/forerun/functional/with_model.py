@@ -36,8 +36,8 @@ def speculate_with(
     Args:
         model: a causal or encoder-decoder module, in evaluation mode, on its own device.
         tokenizer: the model's tokenizer, a fast one; None = prompts are ids, and outputs have no text.
-        draft: a drafter without a model (suffix, lookup, ngram, recycle, ...; docs/drafters.md), with options as
-            everywhere; or a module that drafts, on its own device, with the same vocabulary.
+        draft: the name of a drafter without a model, with its options (suffix, lookup, ngram, recycle, ...;
+            docs/drafters.md). Or a module that drafts, on its own device, with the same vocabulary.
         spec_length: the number of tokens drafted per step; None = the policy's default. pacing_policy: decides how far
             to draft (docs/methods); `auto` drafts as far as it pays.
         use_cache: keep keys and values between passes; False for a model with a state that cannot be cut.
@@ -107,7 +107,7 @@ class Speculating:
         return outputs[0] if is_one and params.n == 1 else outputs
 
     def listen(self, listener: Listener, *, detail: bool = False) -> Any:
-        """Call `listener` with every StepReport from now on. Returns a function that ends this.
+        """Call `listener` with every StepReport from now on. Returns a function that ends the calls.
 
         detail: whether the reports contain their rounds.
         """
