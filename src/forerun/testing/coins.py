@@ -1,4 +1,4 @@
-"""Coins that take every outcome in turn, for the exact enumeration of whatever draws with these coins."""
+"""Coins for exact enumeration: they take every outcome in turn, for any code that draws with coins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Polygon = list[tuple[float, float, float]]  # its corners in order; for three nu
 
 @dataclass
 class _Way:
-    """One way through all branchings of a run."""
+    """One sequence of outcomes, one for each coin of a run."""
 
     script: list[int]  # outcomes to take first; after them the first outcome is taken
     trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
@@ -48,7 +48,7 @@ class Branching:
         self._asked: set[tuple[str, int, int]] = set()
 
     def at(self, position: int) -> Branching:
-        """Return the coins of a round that begins at this absolute index, on the same way."""
+        """Return the coins of a round of the same run, which begins at this absolute index."""
         return Branching(self._way, position)
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
@@ -122,7 +122,7 @@ class Reused(Branching):
         self._left = coins._way.uniforms
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Take acceptance and rejection in turn, where the uniform number's interval allows them."""
+        """Take acceptance and rejection in turn. Skip an outcome that the uniform number's interval excludes."""
         return prob >= 1 or (prob > 0 and self._cut("accept", depth, lane, np.array([prob, 1 - prob])) == 0)
 
     def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:
@@ -155,7 +155,7 @@ def spelled_out(probs: Probs) -> npt.NDArray[Any]:
 
 
 def enumerate_outcomes(run: Callable[[Branching], T]) -> list[tuple[float, T]]:
-    """Return (probability, result) of every way that `run` can go. `run` may depend on nothing but its coins."""
+    """Return (probability, result) of `run` for all outcomes of its coins. `run` must depend on its coins alone."""
     outcomes: list[tuple[float, T]] = []
     script: list[int] = []
     while True:
@@ -178,7 +178,7 @@ _SIMPLEX: Polygon = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
 
 
 def _winning(polygon: Polygon, weights: Seq[float], x: int) -> Polygon:
-    """Return the part of the polygon in which id x wins the race for these weights [2 or 3]."""
+    """Return the part of the polygon in which id x wins the exponential race with these weights [2 or 3]."""
     if len(weights) > 3:
         raise InternalError(f"picks can be enumerated for at most 3 ids, not {len(weights)}")
     if weights[x] == 0:
@@ -190,7 +190,7 @@ def _winning(polygon: Polygon, weights: Seq[float], x: int) -> Polygon:
 
 
 def _ordered(polygon: Polygon, weights: Seq[float], order: Seq[int]) -> Polygon:
-    """Return the part of the polygon in which these ids are the first of the race, in this order."""
+    """Return the part of the polygon in which these ids come first in the exponential race, in this order."""
     left = list(weights)
     for x in order:
         polygon = _winning(polygon, left, x)

@@ -69,12 +69,13 @@ letters = functools.cache(Letters)  # cached, because a grammar is compiled once
 class Case:
     """One engine and one request.
 
-    params: a choice of texts is written in the letters of `Letters`. options: the drafter's options. near: the draft
-    model, for drafters that need one; None = resembling(target). prompt: the request's prompt. Where the target has a
-    source, the source is the request's prompt, and `prompt` begins the output. bad_words: sequences of ids that must
-    not be completed, as a tokenizer would give them. tokenizers: of target and draft model. unwritten: ids that drafts
-    must not contain. forced: whether tokens that a choice forces are drafted, before and after the drafter's guesses.
-    needs: returns options that the drafter cannot do without.
+    params: the request's parameters; a choice of texts is written in the letters of `Letters`. options: the drafter's
+    options. near: the draft model, for drafters that need one; None = resembling(target). prompt: the request's prompt.
+    Where the target has a source, as an encoder-decoder has, the source is the request's prompt, and `prompt` begins
+    the output. bad_words: sequences of ids that must not be completed; a tokenizer would make them from words.
+    tokenizers: the tokenizers of target and draft model. unwritten: ids that drafts must not contain. forced: whether
+    tokens that a choice forces are drafted, before and after the drafter's guesses. needs: a function that returns
+    options without which the drafter cannot be built.
     """
 
     drafter: str
@@ -136,8 +137,8 @@ def target_for(
 ) -> Target:
     """Return the Target that drafters get for a model in memory, as if the model had been opened.
 
-    num_ids: the number of ids, None = as Target.of counts them. options: of the engine; by default draft models get the
-    model's operators.
+    num_ids: the number of ids; None = as Target.of counts them. options: options of the engine. By default, draft
+    models get the operators of this model.
     """
     config = EngineConfig(**{"ops": model.ops.name, "max_batch_size": 8, "max_seq_len": 256, **options})
     opened = Opened(config, OpenedCheckpoint.in_memory(model.config, tokenizer, end_ids), loaded_draft is not None)
@@ -178,7 +179,7 @@ def _ticking() -> Callable[[], float]:
 
 
 def steady(policy: pacing.Pacing) -> pacing.Pacing:
-    """Let a policy see made-up step times that depend on counts alone, so that equal coins lead to equal lengths."""
+    """Give a policy made-up step times that depend on counts alone, so that equal coins lead to equal draft lengths."""
     observe = policy.observe
 
     def told(report: StepReport) -> None:
@@ -242,7 +243,7 @@ def as_they_are(coins: Coins) -> Coins:
 
 
 def every_way(case: Case, wrap: Wrap = as_they_are) -> Ways:
-    """Return (probability, (output, reports)) of every way that the engine can go."""
+    """Return (probability, (output, reports)) of the engine for all outcomes of its coins."""
 
     def run(way: Branching) -> tuple[tuple[int, ...], list[StepReport]]:
         return generate(case, lambda seq: wrap(way.at(len(seq.tokens))))
@@ -293,7 +294,7 @@ def plain_outputs(case: Case) -> Outputs:
 
 
 def is_whole(params: SamplingParams, output: Seq[int]) -> bool:
-    """Return whether an output is a text of the choice, and no other text of the choice begins with the output."""
+    """Return whether an output is a text of the choice, and not the beginning of another text of the choice."""
     text = _spelled(output)
     return text in params.choice and not any(one != text and one.startswith(text) for one in params.choice)
 
@@ -310,7 +311,7 @@ def second_pipeline(
     end_ids: Seq[int] | frozenset[int],
     bad_words: Seq[tuple[int, ...]] = (),
 ) -> list[float]:
-    """Return the weights [V] that `forerun.sampling.probs` computes, by a second code with lists and full sorts."""
+    """Return the weights [V] that `forerun.sampling.probs` computes, by separate code with lists and full sorts."""
     if params.forced_eos_token_id is not None and len(output) + 1 == params.max_tokens:
         return [float(x == params.forced_eos_token_id) for x in range(len(logits))]
     z = list(logits)

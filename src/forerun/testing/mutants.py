@@ -29,7 +29,7 @@ class Mutant:
 
 
 class _Spy:
-    """A spy between a rule and its coins, and between the rule and its rows, the target's distributions.
+    """A stand-in for a rule's coins, and for the rule's rows, which are the target's distributions.
 
     A subclass changes some coins or rows, which makes a mutant. row: the distribution that the rule read last, which is
     the distribution after the path so far.
@@ -72,7 +72,8 @@ def _spied(spy: type[_Spy]) -> Callable[[RuleFunction], RuleFunction]:
 def _given(change: Callable[[Draft], Draft]) -> Callable[[RuleFunction], RuleFunction]:
     """Make a mutant that judges a changed draft.
 
-    The rule sees the right target distribution for each node, which is found by the tokens on the node's path.
+    The rule still gets the right target distribution for each node, because nodes are found by the tokens on their
+    path.
     """
 
     def apply(rule: RuleFunction) -> RuleFunction:
@@ -141,7 +142,7 @@ def _cut_by_confidence(draft: Draft) -> Draft:
 
 
 def _without_forbidden(rule: RuleFunction) -> RuleFunction:
-    """Cut the draft before the first token that the target excludes, and draw a bonus there."""
+    """Make a mutant that cuts the draft before the first token that the target excludes, and draws a bonus there."""
 
     def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
         single = draft.only(b)

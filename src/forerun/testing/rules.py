@@ -47,9 +47,9 @@ def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins],
     """Return a drafter that drafts trees of one shape, with tokens drawn from `table`.
 
     parents: the parent of each node, -1 = the root. draws: "independent" = siblings are drawn with replacement.
-    "distinct" = siblings are drawn without replacement, and each states the distribution without the earlier siblings.
-    "point" = siblings are the most likely tokens, as point masses. Where no token remains for a node, the node and its
-    descendants are not drafted.
+    "distinct" = siblings are drawn without replacement, and the draft distribution of each sibling excludes the earlier
+    siblings. "point" = siblings are the most likely tokens, as point masses. Where no token remains for a node, the
+    node and its descendants are not drafted.
     """
 
     def draft(coins: Coins) -> Draft:

@@ -2,7 +2,7 @@
 
 A proof is worth something only if it can fail. `WRONG[name].switched_in()` changes the code that runs, in this process,
 until the block ends. `WRONG[name].error()` is the error of the case. It must be above CAUGHT with the mutant, and below
-EXACT without. The numbers are fixed names. docs/exactness.md says in words what the versions are.
+EXACT without the mutant. The names m1 ... m19 never change. docs/exactness.md describes each version.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Switch = Callable[[], AbstractContextManager[None]]
 class Wrong:
     """One wrong version.
 
-    case: the toy case in which the mutant shows. wrap: goes around the coins of the enumeration while the mutant is
-    switched in. shows_in: where to look for the error. "outputs" = in the enumeration's outputs. "caches" = in cache
-    rows, where outputs stay exact. "coins" = in draws with production coins, which the enumeration replaces.
+    case: the toy case in which the mutant shows. wrap: a function that changes the coins of the enumeration while the
+    mutant is switched in. shows_in: where the error shows. "outputs" = in the outputs of the enumeration. "caches" = in
+    cache rows, while outputs stay exact. "coins" = in draws with production coins, which the enumeration replaces.
     """
 
     name: str
@@ -96,7 +96,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _rule(module: Any, number: str) -> Switch:
-    """Return the switch of a rule's mutant. A mutant for chains leaves trees to the right rule."""
+    """Return the switch for a mutant of a rule. With a mutant for chains, the right rule still judges trees."""
     mutant = next(m for m in (*MUTANTS, SECOND_DRAW) if m.name.split()[0] == number)
 
     def switch() -> AbstractContextManager[None]:
@@ -155,7 +155,7 @@ def _soft_greedy() -> AbstractContextManager[None]:
 
 
 def _noise_reused() -> AbstractContextManager[None]:
-    """Leave the round number out of the counter of production coins."""
+    """Leave the round number out of the counter of production coins, so that rounds reuse random numbers."""
     right = PhiloxCoins.__init__
 
     def without_round(self: PhiloxCoins, seed: int, position: int, round: int) -> None:
@@ -191,8 +191,8 @@ def _stale_draft_cache() -> AbstractContextManager[None]:
 def cache_errors(case: Case) -> int:
     """Count the rows of both caches that differ from the committed tokens, over the steps of one generation.
 
-    See docs/development/journey.md. A cache row of the toy model is an id and a position, so a rebuilt cache would be
-    the token list itself.
+    A cache row of the toy model is an id and a position. So the committed tokens say what each row must be. See
+    docs/development/journey.md.
     """
     engine = engines.engine_for(case, lambda seq: PhiloxCoins(seq.seed, len(seq.tokens), seq.round))
     params = dataclasses.replace(case.params, seed=3, acceptance="ratio", max_tokens=NUM_CACHE_TOKENS)
@@ -214,7 +214,7 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
 
 
 def _purpose(name: str, other: str) -> Switch:
-    """Return the switch that draws the random numbers of one purpose with the counter word of another purpose."""
+    """Return a switch after which one purpose draws its random numbers with the counter word of another purpose."""
     return lambda: replaced((rng, name, getattr(rng, other)))
 
 
