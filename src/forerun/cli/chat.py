@@ -593,7 +593,8 @@ def _session() -> Any:
 
     class History(FileHistory):
         def store_string(self, string: str) -> None:
-            with suppress(OSError):  # a disk that fills up ends no conversation
+            """Write a message to the file, if there is room. A full disk ends no conversation."""
+            with suppress(OSError):
                 super().store_string(string)
 
     keys = KeyBindings()
