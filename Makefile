@@ -187,11 +187,14 @@ $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 	@$(BIN)/python -c "$$DEPENDENCIES" test > $(VENV)/dependencies.txt && index="$$($(FIND_TORCH_INDEX))" && $(INSTALL)
 	@touch $@ $(NATIVE)
 
-# Packages arrive while the kernels are compiled.
+# Packages arrive while the kernels are compiled. A terminal shows how far that is: each file is an object in the end.
 define INSTALL
-echo "the kernels are compiled while packages arrive: two to nine minutes, with few words between" && \
+echo "the kernels are compiled while packages arrive, which takes two to nine minutes" && \
 	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled' INT TERM HUP; } && \
 	$(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); arrived=$$?; \
+	while [ -t 1 ] && kill -0 $$compiled 2> /dev/null; do printf '\r%d of %d files are compiled ' \
+		"$$(find build -name '*.o' | wc -l)" "$$(cat build/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:')"; sleep 1; \
+	done; \
 	wait $$compiled || { cat $(VENV)/compiled.txt >&2; exit 1; }; exit $$arrived
 endef
 

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -24,6 +25,7 @@ from forerun.bench.neighbours import Moment
 from forerun.bench.plans import MethodsPlan
 from forerun.bench.widen import PROMPTS, load_widened, measured_target
 from forerun.cli.show import LiveText, watched
+from forerun.cli.waiting import Answering, Waiting
 from forerun.cli.words import percent
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
@@ -35,7 +37,7 @@ from forerun.models.hub_errors import is_unreachable
 from forerun.models.named import find, named_models, there
 from forerun.text.detokenizer import num_common
 from forerun.text.terminal import has_colour, make_console
-from forerun.types import SamplingParams
+from forerun.types import SamplingParams, StepReport
 
 WARM_UP_TOKENS = 4
 FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n    def __init__(self):\n'
@@ -132,11 +134,13 @@ def run(
         console.print(f"{shown.name}: {shown.about}", style="bold")
     checkpoint = load_widened(opened, shape, console)
     options = {**config.options(), "prefix_caching": False}  # the warm-up must not shorten the shown runs
-    plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
+    with Waiting("loading the drafter"):
+        plain, fast = (LLM(checkpoint, **{**options, "draft": draft}) for draft in ("none", _draft(config)))
     if is_pair:
         console.print(f"draft: {Path(fast.config.draft).name if there(fast.config.draft) else fast.config.draft}")
-    for llm in (plain, fast):
-        _warm_up(llm, _encoded(llm, scenes[0]), params)
+    with Waiting("warming up"):
+        for llm in (plain, fast):
+            _warm_up(llm, _encoded(llm, scenes[0]), params)
     shown_outcomes, begun = [], Moment.now()
     for number, scene in enumerate(scenes, 1):
         head = f"{number}. {scene.title}" if len(scenes) > 1 else scene.title
@@ -287,9 +291,17 @@ def _live(llm: LLM, ids: Seq[int], params: SamplingParams, console: Console, beg
     live = LiveText(llm.tokenizer, console, ids)
     live.write(beginning, "dim")
     start, output = time.perf_counter(), None
+    reading = Answering(llm, len(ids)) if not beginning else nullcontext()
+
+    def show(report: StepReport) -> None:
+        if report.num_committed and isinstance(reading, Answering):
+            reading.end()
+        live(report)
+
     try:
-        for chunk in watched(llm, ids, params, live):
-            output = chunk.output or output
+        with reading:
+            for chunk in watched(llm, ids, params, show):
+                output = chunk.output or output
         seconds = time.perf_counter() - start
     finally:
         live.finish()

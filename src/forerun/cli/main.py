@@ -133,10 +133,10 @@ def generate(
         refuse_a_model(prompts)
     with _without_collections():
         config = flags.engine_config(engine)
-        from forerun.engine.opened import Opened
+        from forerun.cli import waiting
         from forerun.text.terminal import note
 
-        opened = Opened.of(config)
+        opened = waiting.opened(config)
         params = flags.sampling_params(sampling, opened.usual_fields)
         requests = read_requests(prompts or [], prompt_file, params)
         for name in ("logprobs", "prompt_logprobs"):
@@ -373,16 +373,15 @@ def chat(
     flags.sampling_params(sampling, {"max_tokens": None})
     refuse_a_message(target)
     config = flags.engine_config({**engine, "target": target})
-    from forerun.cli import chat as session, conversations
+    from forerun.cli import chat as session, conversations, waiting
     from forerun.cli.tool_file import ToolFile
-    from forerun.engine.opened import Opened
 
     if goes_on and config.kv_disk is None:
         raise BadOption("--continue needs --kv-disk: without it no conversation is kept")
     if goes_on and conversations.Conversations(conversations.default_folder()).last() is None:
         raise BadOption(session.NONE_KEPT)
     tool_file = None if tools is None else ToolFile(tools)  # before a model is loaded
-    opened = Opened.of(dataclasses.replace(config, max_batch_size=1))
+    opened = waiting.opened(dataclasses.replace(config, max_batch_size=1))
     fields = opened.usual_fields
     is_limited = "max_tokens" in fields or max_tokens is not None
     params = session.unlimited(flags.sampling_params(sampling, fields), is_limited, opened)

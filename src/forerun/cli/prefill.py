@@ -38,12 +38,17 @@ def prefill(
         raise NotFound(f"there is no file {str(file)!r}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadOption(f"{str(file)!r} cannot be read: {error}") from None
+    from forerun.cli import waiting
     from forerun.engine.llm import LLM
     from forerun.types import SamplingParams
 
-    with LLM.from_config(config) as llm:
+    opened = waiting.opened(config)
+    with waiting.loading(opened):
+        llm = LLM.from_opened(opened)
+    with llm:
         ids = llm.tokenizer.encode(text) if raw else _beginning(llm, file, text)
-        (out,) = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0))
+        with waiting.Answering(llm, len(ids)):
+            (out,) = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0))
         report = out.report
         assert report.first_token_at_s is not None
         seconds, size = report.first_token_at_s - report.arrived_at_s, llm.engine.runner.cache.block_tokens

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from forerun.cli import waiting
 from forerun.cli.help import App
 from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.signatures import Fields, Given
@@ -41,6 +42,11 @@ Quiet = Annotated[bool, typer.Option(help="no progress is shown")]
 # ------------------------------------------------------------------------------------------------------------ models
 
 
+def _starting(quiet: bool) -> AbstractContextManager[object]:
+    """Return a display for the import of torch, which takes seconds."""
+    return nullcontext() if quiet else waiting.Waiting("starting")
+
+
 @app.command()
 def lm(
     run: Annotated[Given, Fields(TrainConfig, is_plan=True)],
@@ -49,7 +55,8 @@ def lm(
     quiet: Quiet = False,
 ) -> None:
     """Train a small model on Python source, ids or a target's text: from them, or from soft labels (--teacher)."""
-    from forerun.train import lm as training
+    with _starting(quiet):
+        from forerun.train import lm as training
 
     if "vocab_size" not in sizes and "teacher" in run:
         sizes["vocab_size"] = training.num_ids_of(run["teacher"])
@@ -69,12 +76,13 @@ def head(
     """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
     from forerun.config import EngineConfig
     from forerun.drafters.shared import trained
-    from forerun.engine.opened import Opened
-    from forerun.train import head as training, heads as methods, loop
+
+    with _starting(quiet):
+        from forerun.train import head as training, heads as methods, loop
 
     config = HeadConfig(**{"lr": methods.rate_of(run["method"]), **run})
     # A head learns on the CPU: it is small, and the target's hidden states may be stored once, by --features.
-    opened = Opened.of(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
+    opened = waiting.opened(EngineConfig(target=target, dtype=dtype, ops=ops, device="cpu"))
     if "lr" not in run:
         config = replace(config, lr=methods.rate_of(config.method, opened.files.spec.hidden_size))
     checkpoint = opened.load()
@@ -97,7 +105,9 @@ def drafter(
 ) -> None:
     """Make a drafter for a target in so many hours: samples, hidden states, a head that draft=auto finds."""
     from forerun.drafters.shared import trained
-    from forerun.train import recipe
+
+    with _starting(quiet):
+        from forerun.train import recipe
 
     config = DrafterConfig(**run)
     head = recipe.make(
@@ -130,7 +140,8 @@ def sample(
     quiet: Quiet = False,
 ) -> None:
     """Let the target write conversations, answers and continuations, half of them greedily."""
-    from forerun.train.sampling import Progress, write
+    with _starting(quiet):
+        from forerun.train.sampling import Progress, write
 
     config = SampleConfig(**run)
     with progress_line(quiet) as show:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -14,6 +15,7 @@ from forerun.text.terminal import make_console, note
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from forerun.config import EngineConfig
     from forerun.engine.llm import LLM
     from forerun.engine.opened import Opened
     from forerun.types import StepReport
@@ -90,6 +92,16 @@ class Answering(Waiting):
             self.tell(f"{counted(self._num_read, 'token')} read")
         else:
             self.tell(f"reading {self._num_read:,} of {counted(self._num_tokens, 'token')}")
+
+
+def opened(config: EngineConfig) -> Opened:
+    """Open the models of a configuration. A display says so, because a large tokenizer takes seconds the first time."""
+    from forerun.engine.opened import Opened
+
+    names = [name for name in (config.target, config.draft) if name is not None]
+    is_of_hub = any(map(is_hub_id, names))
+    with nullcontext() if is_of_hub else Waiting(f"opening {Path(config.target or 'the model').name}"):
+        return Opened.of(config)
 
 
 def loading(opened: Opened) -> AbstractContextManager[object]:

@@ -46,7 +46,13 @@ BALANCE = 0.01  # weight of each router's imbalance (Fedus, Zoph, Shazeer 2021, 
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
     """Train a language model by `loop.train`. Raises BadOption where the out folder's state is of another run."""
-    return loop.train(config, lambda: prepare(config), resume=resume, quiet=quiet)
+
+    def shown_prepare() -> LanguageModel:
+        with loop.progress_bar(quiet) as progress:
+            progress.add_task("reading texts", total=None, note="")
+            return prepare(config)
+
+    return loop.train(config, shown_prepare, resume=resume, quiet=quiet)
 
 
 @dataclass(frozen=True)
