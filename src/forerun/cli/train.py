@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from forerun.cli import waiting
 from forerun.cli.help import App
 from forerun.cli.methods import MethodName, list_methods
 from forerun.cli.signatures import Fields, Given
@@ -44,7 +43,9 @@ Quiet = Annotated[bool, typer.Option(help="no progress is shown")]
 
 def _starting(quiet: bool) -> AbstractContextManager[object]:
     """Return a display for the import of torch, which takes seconds."""
-    return nullcontext() if quiet else waiting.Waiting("starting")
+    from forerun.cli.waiting import Waiting
+
+    return nullcontext() if quiet else Waiting("starting")
 
 
 @app.command()
@@ -74,6 +75,7 @@ def head(
     quiet: Quiet = False,
 ) -> None:
     """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
+    from forerun.cli import waiting
     from forerun.config import EngineConfig
     from forerun.drafters.shared import trained
 
