@@ -73,22 +73,40 @@ class Card:
 
 
 class Compiled:
-    """Kernels that are compiled in place of being launched."""
+    """The kernels of a module, which are compiled in place of being launched.
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels, self.found = kernels, list[Any]()
+    compiled: by name and PTX, each kernel whose name begins with a text of `wanted`.
+    """
+
+    def __init__(self, module: Any, wanted: tuple[str, ...]) -> None:
+        self._module, self._wanted, self.compiled = module, wanted, dict[tuple[str, str], Any]()
 
     def __getattr__(self, name: str) -> Any:
-        outer, kernel = self, getattr(self.kernels, name)
+        outer, kernel = self, getattr(self._module, name)
+        full_name = f"{self._module.__name__.rpartition('.')[2]}.{name}"
 
         class Launches:
             def __getitem__(self, grid: tuple[int, ...]) -> Any:
                 def run(*args: Any, launch_pdl: bool = False, **constants: Any) -> None:
-                    outer.found.append(kernel.warmup(*args, grid=grid, **constants))
+                    if name.startswith(outer._wanted):
+                        compiled = kernel.warmup(*args, grid=grid, **constants)
+                        outer.compiled[full_name, compiled.asm["ptx"]] = compiled
 
                 return run
 
         return Launches()
+
+
+def operators_for(capability: int, wanted: tuple[str, ...] = ("",)) -> cuda.CudaOps:
+    """Return operators that compile for a card, which need not be there, what they would launch on it."""
+    from triton.runtime import driver
+
+    driver.set_active(Card(capability))
+    ops = cuda.CudaOps()
+    ops.early = capability >= 90
+    ops.launch |= {"EARLY": ops.early}
+    ops.kernels = Compiled(ops.kernels, wanted)
+    return ops
 
 
 def matrix(kind: str, group: int, more: str) -> Packed:
@@ -112,19 +130,34 @@ def matrix(kind: str, group: int, more: str) -> Packed:
     return Packed(kind, NUM_OUT, NUM_IN, group, codes, **parts)
 
 
-def instructions(kernel: Any) -> tuple[list[tuple[int, str, str]], str]:
-    """The instructions of a kernel: where, which and with what; and what the disassembler says of its resources."""
+def disassembler() -> Path:
+    """Return where Triton has its disassembler."""
     import triton
 
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def shown(kernel: Any, what: str) -> str:
+    """Return what the disassembler says of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
-        text, usage = (
-            subprocess.run([folder / "cuobjdump", how, file.name], capture_output=True, text=True, check=True).stdout
-            for how in ("-sass", "-res-usage")
-        )
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*?);", text, re.MULTILINE)
-    return [(int(at, 16), name, rest) for at, name, rest in lines], usage
+        command = [str(disassembler()), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(kernel: Any) -> tuple[int, int]:
+    """Return the registers of a thread of a kernel, and the bytes of its stack."""
+    usage = shown(kernel, "-res-usage")
+    numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert numbers is not None, usage
+    return int(numbers[1]), int(numbers[2])
+
+
+def instructions(kernel: Any) -> list[tuple[int, str, str]]:
+    """The instructions of a kernel: where, which and with what."""
+    pattern = r"^\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*?);"
+    lines = re.findall(pattern, shown(kernel, "-sass"), re.MULTILINE)
+    return [(int(at, 16), name, rest) for at, name, rest in lines]
 
 
 def loop(found: list[tuple[int, str, str]]) -> list[str]:
@@ -141,25 +174,17 @@ def loop(found: list[tuple[int, str, str]]) -> list[str]:
 
 def counts(capability: int, *chosen: str) -> Iterator[dict[str, Any]]:
     """Count what each kind of codes costs, with tiles of 16, 32 and 64 rows."""
-    from triton.runtime import driver
-
-    driver.set_active(Card(capability))
-    ops = cuda.CudaOps()
-    ops.early = capability >= 90
-    ops.launch |= {"EARLY": ops.early}
-    ops.kernels = compiled = Compiled(ops.kernels)
+    ops = operators_for(capability)
     for name, (kind, group, more) in KINDS.items():
         if chosen and name not in chosen:
             continue
         weight = matrix(kind, group, more)
         for rows in operators.ROWS:
             ops.product(torch.empty(rows, NUM_IN, dtype=torch.bfloat16, device="meta"), weight)
-            kernel = compiled.found.pop()
-            found, usage = instructions(kernel)
+            _, kernel = ops.kernels.compiled.popitem()
+            found = instructions(kernel)
             own = loop(found)
             per_weight = STEP * TILE / (32 * kernel.metadata.num_warps)
-            registers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-            assert registers is not None
             classes = Counter(
                 next((label for label, pattern in CLASSES.items() if re.match(pattern, name)), "other") for name in own
             )
@@ -168,7 +193,7 @@ def counts(capability: int, *chosen: str) -> Iterator[dict[str, Any]]:
                 "rows": rows,
                 "all": round(len(own) / per_weight, 2),
                 **{label: round(classes[label] / per_weight, 2) for label in (*CLASSES, "other")},
-                "registers": int(registers[1]),
+                "registers": resources(kernel)[0],
                 "spilled": sum(name.startswith(("LDL", "STL")) for _, name, _ in found),
                 "shared KB": kernel.metadata.shared // 1024,
                 "conversions": kernel.asm["ttgir"].split("scf.for")[-1].split("scf.yield")[0].count("convert_layout"),

@@ -9,95 +9,29 @@ many multiplications are fused with additions. Triton compiles for the cards tha
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_code import Compiled, disassembler, operators_for, resources
 from forerun.blocks import Buckets, Experts, Mlp
 from forerun.config import Quantization
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
-class Card:
-    """What Triton asks of the card that it compiles for."""
-
-    def __init__(self, capability: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-class Compiled:
-    """The kernels of a module, launched as they would be; what is compiled goes to `told`."""
-
-    def __init__(self, module: Any, told: dict[tuple[str, int], Any], wanted: tuple[str, ...] = ()) -> None:
-        self._module, self._told, self._wanted = module, told, wanted
-
-    def __getattr__(self, name: str) -> Any:
-        return _Launch(
-            getattr(self._module, name), self._noted(name), not self._wanted or name.startswith(self._wanted)
-        )
-
-    def _noted(self, name: str) -> Callable[[Any], None]:
-        whole = f"{self._module.__name__.rpartition('.')[2]}.{name}"
-
-        def note(found: Any) -> None:
-            self._told[whole, hash(found.asm["ptx"])] = found
-
-        return note
-
-
-class _Launch:
-    def __init__(self, kernel: Any, note: Callable[[Any], None], is_wanted: bool) -> None:
-        self._kernel, self._note, self._is_wanted = kernel, note, is_wanted
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, launch_pdl: bool = False, **options: Any) -> None:
-            if self._is_wanted:
-                self._note(self._kernel.warmup(*args, grid=grid, **options))
-
-        return launch
-
-
-def what_it_takes(found: Any) -> dict[str, Any]:
+def what_it_takes(kernel: Any) -> dict[str, Any]:
     """What a compiled kernel takes."""
-    ptx = found.asm["ptx"]
-    fused = len(re.findall(r"\bfma\b", ptx))
-    told = {"num_warps": found.metadata.num_warps, "shared": found.metadata.shared, "fused": fused}
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if tool.exists():
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(found.asm["cubin"])
-            said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        numbers = re.search(r"REG:(\d+) STACK:(\d+)", said)
-        assert numbers is not None, said
-        told |= {"registers": int(numbers[1]), "stack": int(numbers[2])}
-    return told
+    fused = len(re.findall(r"\bfma\b", kernel.asm["ptx"]))
+    numbers = {"num_warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared, "fused": fused}
+    if disassembler().exists():
+        numbers |= zip(("registers", "stack"), resources(kernel), strict=True)
+    return numbers
 
 
-def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple[str, ...]) -> None:
-    """Launch what a pass of some models launches: on a card that begins kernels early, and on one that does not."""
-    from forerun.ops import cuda
+def launch_all(capability: int, wanted: tuple[str, ...]) -> dict[tuple[str, str], Any]:
+    """Return the kernels that a pass of some models launches, on cards that begin kernels early or not."""
     from forerun.ops.cuda import sampling as cuda_sampling, sampling_kernels as cuda_sampling_kernels
     from forerun.ops.cuda.packed import Packed
     from forerun.ops.quantised import QuantisedMatrix
@@ -106,12 +40,9 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
     from ops.test_cuda import FOUND, Text
 
     MIXTURE = spec_of([mixture(Experts(8, 2, Mlp(512), Mlp(256), True))], hidden_size=512)  # noqa: N806
-    operators = cuda.CudaOps()
-    operators.early = capability >= 90
-    operators.launch |= {"EARLY": operators.early}
+    operators = operators_for(capability, wanted)
     operators.shared_bytes = SHARED_BYTES[capability]
-    operators.kernels = Compiled(operators.kernels, kinds, wanted)
-    operators.expert_kernels = Compiled(operators.expert_kernels, kinds, wanted)
+    operators.expert_kernels = Compiled(operators.expert_kernels, wanted)
     for num_out, num_in, dtype, numbers_of_rows in (
         (2048, 2048, torch.bfloat16, (1, 17, 64)),
         (128256, 2048, torch.bfloat16, (1,)),
@@ -140,7 +71,8 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
     model: Any = text.model  # nothing is computed: ids are whatever the memory holds
     model.run_ahead(text.batch({0: [1]}, {}, more=3), [3], text.cache, 61)
     attend_widely(operators)
-    sampler = cuda_sampling.Sampler(operators.largest_in_parts, Compiled(cuda_sampling_kernels, kinds, wanted))
+    draws = Compiled(cuda_sampling_kernels, wanted)
+    sampler = cuda_sampling.Sampler(operators.largest_in_parts, draws)
     fields = len(cuda_sampling.Field)
     sampler.draw(
         torch.zeros(2, 128256),
@@ -149,6 +81,7 @@ def launch_all(kinds: dict[tuple[str, int], Any], capability: int, wanted: tuple
         cuda_sampling.Cuts(True, True),
     )
     operators.largest(torch.zeros(2, 128256))
+    return operators.kernels.compiled | operators.expert_kernels.compiled | draws.compiled
 
 
 def attend_widely(operators: Any) -> None:
@@ -172,14 +105,9 @@ def attend_widely(operators: Any) -> None:
 
 def main(capability: str, *wanted: str) -> None:
     """Print what the kernels take."""
-    from triton.runtime import driver
-
-    driver.set_active(Card(int(capability)))
-    kinds: dict[tuple[str, int], Any] = {}
-    launch_all(kinds, int(capability), wanted)
     told: dict[str, list[Any]] = {}
-    for (name, _), found in kinds.items():
-        told.setdefault(name, []).append(what_it_takes(found))
+    for (name, _), kernel in launch_all(int(capability), wanted or ("",)).items():
+        told.setdefault(name, []).append(what_it_takes(kernel))
     print(json.dumps(told))
 
 
