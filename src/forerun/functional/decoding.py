@@ -92,24 +92,14 @@ def speculative_generate(
     Returns (ids, acceptance rate), or for several inputs a list of ids and a list of rates. The rate is 0.0 where
     nothing was drafted. Raises UserError for arguments that cannot be honoured, before anything runs.
     """
-    drafted = ModuleModel(drafter, "drafter", **_shape(tokenizer, logits_processor, use_cache))
+    call = _Call(logits_processor, max_gen_len, eos_tokens_id, pad_token_id, use_cache, tokenizer, debug, coins)
+    drafted = call.module(drafter, "drafter")
     policy = _egag(gamma, gamma_min, gamma_max, egag_ema_beta) if use_egag else _fixed(gamma)
     if skip_sample_adjustment:
         warn_biased()
-    return _Task(
-        target=ModuleModel(target, "target", **_shape(tokenizer, logits_processor, use_cache)),
-        draft=drafted,
-        spec="model",
-        policy=AfterTheFirst(policy) if first_target else policy,
-        processor=logits_processor,
-        max_gen_len=max_gen_len,
-        eos=eos_tokens_id,
-        pad_token_id=pad_token_id,
-        is_unadjusted=skip_sample_adjustment,
-        tokenizer=tokenizer,
-        debug=debug,
-        coins=coins,
-    ).run(inputs)
+    policy = AfterTheFirst(policy) if first_target else policy
+    target = call.module(target, "target")
+    return _Task(call, target, policy, "model", drafted, is_unadjusted=skip_sample_adjustment).run(inputs)
 
 
 def autoregressive_generate(
@@ -129,19 +119,8 @@ def autoregressive_generate(
 
     The arguments are as in `speculative_generate`.
     """
-    ids, _ = _Task(
-        target=ModuleModel(model, "model", **_shape(tokenizer, logits_processor, use_cache)),
-        draft=None,
-        spec="none",
-        policy=_fixed(1),
-        processor=logits_processor,
-        max_gen_len=max_gen_len,
-        eos=eos_tokens_id,
-        pad_token_id=pad_token_id,
-        tokenizer=tokenizer,
-        debug=debug,
-        coins=coins,
-    ).run(inputs)
+    call = _Call(logits_processor, max_gen_len, eos_tokens_id, pad_token_id, use_cache, tokenizer, debug, coins)
+    ids, _ = _Task(call, call.module(model, "model"), _fixed(1)).run(inputs)
     return ids
 
 
@@ -170,19 +149,10 @@ def ngram_assisted_speculative_generate(
     errors are as in `speculative_generate`.
     """
     policy = _fixed(gamma)
-    return _Task(
-        target=ModuleModel(target, "target", **_shape(tokenizer, logits_processor, use_cache)),
-        draft=None,
-        spec=f"ngram:max_n={ngram},filler_top_k={filler_top_k}",
-        policy=AfterTheFirst(policy) if first_target else policy,
-        processor=logits_processor,
-        max_gen_len=max_gen_len,
-        eos=eos_tokens_id,
-        pad_token_id=pad_token_id,
-        tokenizer=tokenizer,
-        debug=debug,
-        coins=coins,
-    ).run(inputs)
+    policy = AfterTheFirst(policy) if first_target else policy
+    call = _Call(logits_processor, max_gen_len, eos_tokens_id, pad_token_id, use_cache, tokenizer, debug, coins)
+    spec = f"ngram:max_n={ngram},filler_top_k={filler_top_k}"
+    return _Task(call, call.module(target, "target"), policy, spec).run(inputs)
 
 
 def beam_search_generate(
@@ -219,33 +189,18 @@ def beam_search_generate(
         raise BadOption(f"draft_beams={shown(draft_beams)} belongs to a drafter: give one, or drop it")
     if not 1 <= num_return_sequences <= num_beams:
         raise BadOption(f"num_return_sequences={shown(num_return_sequences)} is not in 1 .. num_beams={num_beams}")
-    texts, _ = _Task(
-        target=ModuleModel(model, "model", **_shape(tokenizer, GreedyProcessor(), use_cache)),
-        draft=None
-        if drafter is None
-        else ModuleModel(drafter, "drafter", **_shape(tokenizer, GreedyProcessor(), use_cache)),
-        spec="none" if drafter is None else "model",
-        policy=_fixed(gamma),
-        processor=GreedyProcessor(),
-        max_gen_len=max_gen_len,
-        eos=eos_tokens_id,
-        pad_token_id=pad_token_id,
-        tokenizer=tokenizer,
-        debug=False,
-        coins=None,
-        beams={
-            "num_beams": num_beams,
-            "draft_beams": num_beams if draft_beams is None else draft_beams,
-            "length_penalty": length_penalty,
-            "early_stopping": early_stopping,
-            "n": num_return_sequences,
-        },
-    ).run(inputs)
+    call = _Call(GreedyProcessor(), max_gen_len, eos_tokens_id, pad_token_id, use_cache, tokenizer)
+    target = call.module(model, "model")
+    draft = None if drafter is None else call.module(drafter, "drafter")
+    beams = {
+        "num_beams": num_beams,
+        "draft_beams": num_beams if draft_beams is None else draft_beams,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        "n": num_return_sequences,
+    }
+    texts, _ = _Task(call, target, _fixed(gamma), "none" if draft is None else "model", draft, beams=beams).run(inputs)
     return texts
-
-
-def _shape(tokenizer: Any, processor: LogitsProcessor, use_cache: bool) -> dict[str, Any]:
-    return {"uses_cache": use_cache, "num_ids": num_ids_of(tokenizer), "draws": Draws.of(processor)}
 
 
 def _fixed(gamma: int) -> Pacing:
@@ -262,27 +217,39 @@ def _egag(gamma: int, gamma_min: int, gamma_max: int | None, beta: float) -> Pac
     return pacing.make(f"entropy:gamma_min={gamma_min}{most},ema_beta={beta}", gamma)
 
 
-@dataclass
-class _Task:
-    """The arguments of one call. `run` generates the call's outputs."""
+@dataclass(frozen=True)
+class _Call:
+    """The arguments that every function here takes."""
 
-    target: ModuleModel
-    draft: ModuleModel | None
-    spec: str
-    policy: Pacing
     processor: LogitsProcessor
     max_gen_len: int
     eos: int | Seq[int] | None
     pad_token_id: int
+    use_cache: bool
     tokenizer: Any
-    debug: bool
-    coins: CoinsOf | None
+    debug: bool = False
+    coins: CoinsOf | None = None
+
+    def module(self, module: Any, role: str) -> ModuleModel:
+        num_ids, draws = num_ids_of(self.tokenizer), Draws.of(self.processor)
+        return ModuleModel(module, role, uses_cache=self.use_cache, num_ids=num_ids, draws=draws)
+
+
+@dataclass
+class _Task:
+    """The arguments of one call, and how they are run."""
+
+    call: _Call
+    target: ModuleModel
+    policy: Pacing
+    spec: str = "none"
+    draft: ModuleModel | None = None
     is_unadjusted: bool = False
     beams: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters of a beam search
 
     def run(self, inputs: Any) -> tuple[Any, Any]:
-        """Generate for all inputs. Return ids and acceptance rate, or lists of both for several inputs."""
-        draws = Draws.of(self.processor)
+        """Return ids and rate, or lists of both."""
+        draws = Draws.of(self.call.processor)
         if draws.sample is not None and self.is_unadjusted:
             raise BadOption(
                 "skip_sample_adjustment=True is not possible with a processor that has a `sample` of its own: no "
@@ -298,7 +265,7 @@ class _Task:
             self.policy,
             end_ids=self._end_ids(),
             coins=self._coins(draws),
-            pad_token_id=self.pad_token_id,
+            pad_token_id=self.call.pad_token_id,
         )
         results = [self._generate(assembly, *each, draws) for each in zip(texts, rooms, strict=True)]
         return ([ids for ids, _ in results], [rate for _, rate in results]) if many else results[0]
@@ -307,15 +274,15 @@ class _Task:
         """Return the number of tokens that may be generated. Raises UserError for an input that a model cannot take."""
         for model in (self.target, *([self.draft] if self.draft is not None else [])):
             model.check(inputs)
-        room = self.target.max_positions - len(self.target.start_ids(self.pad_token_id) or inputs)
+        room = self.target.max_positions - len(self.target.start_ids(self.call.pad_token_id) or inputs)
         if room < 0:
             raise PromptTooLong(
                 f"inputs has {len(inputs)} tokens, and the {self.target.role} has {self.target.max_positions} "
                 "positions: shorten it"
             )
-        if self.max_gen_len < 0:
-            raise BadOption(f"max_gen_len={self.max_gen_len} is not possible: it must be at least 0")
-        return min(room, self.max_gen_len)
+        if self.call.max_gen_len < 0:
+            raise BadOption(f"max_gen_len={self.call.max_gen_len} is not possible: it must be at least 0")
+        return min(room, self.call.max_gen_len)
 
     def _generate(self, assembly: Assembly, inputs: list[int], num: int, draws: Draws) -> tuple[Any, float]:
         rule = UNADJUSTED if self.is_unadjusted else "ratio"
@@ -327,8 +294,8 @@ class _Task:
             return self._one_or_many([[] for _ in range(params.n)]), 0.0
         with assembly.request(inputs, params) as requests:
             end = None
-            if self.debug:
-                end = assembly.engine.listen(DebugPrinter(self.tokenizer, requests[0].seq), detail=True)
+            if self.call.debug:
+                end = assembly.engine.listen(DebugPrinter(self.call.tokenizer, requests[0].seq), detail=True)
             try:
                 assembly.run(requests)
             finally:
@@ -341,7 +308,7 @@ class _Task:
         return outputs if self.beams.get("n", 1) > 1 else outputs[0]
 
     def _end_ids(self) -> frozenset[int]:
-        ids = frozenset(as_ids([self.eos] if isinstance(self.eos, int) else self.eos or ()))
+        ids = frozenset(as_ids([self.call.eos] if isinstance(self.call.eos, int) else self.call.eos or ()))
         if wrong := [i for i in ids if not 0 <= i < self.target.vocab_size]:
             raise BadOption(
                 f"eos_tokens_id={shown(wrong[0])} is not possible: the ids of the {self.target.role} are 0 .. "
@@ -350,7 +317,7 @@ class _Task:
         return ids
 
     def _coins(self, draws: Draws) -> CoinsOf:
-        usual, sample = self.coins or philox_coins, draws.sample
+        usual, sample = self.call.coins or philox_coins, draws.sample
         if sample is None:
             return usual
 
