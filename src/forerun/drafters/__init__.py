@@ -1,7 +1,8 @@
 """Drafters guess tokens ahead of the target. Each method is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass; each field with its unit and range in `metadata`) and
-`build(options, target) -> Drafter`. The file of a method that is more than a search in the text also holds
+`build(options, target) -> Drafter`. If the method reads files, or needs anything else that the memory plan counts, the
+file also holds
 
     needs(options, target) -> Needs     what must be known before any weight is read; target: a `Known`. Raises
                                         UserError where the options, or files such as config.json, show that the
@@ -116,9 +117,9 @@ def _point(guess: Seq[int]) -> Next | None:
 class Drafter:
     """The base of all drafters. Only `propose` is required; the other methods have defaults that do nothing.
 
-    caught_up: by sequence id, the number of committed and source tokens that the last call of `propose` or `catch_up`
-    ran only to catch up. The tokens that every round runs anyway are not counted. catchup_s: the seconds spent on
-    catching up.
+    caught_up: by sequence id, how many tokens the last call of `propose` or `catch_up` ran only to catch up: committed
+    tokens, and tokens of an encoder's source. The tokens that every round runs anyway are not counted. catchup_s: the
+    seconds spent on catching up.
     """
 
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = after k layers of the target
@@ -183,7 +184,7 @@ class Drafter:
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
         """Guess at most `num_tokens` tokens that follow the committed tokens and then the uncommitted tokens `drafted`.
 
-        Only free drafters (`is_free`) are asked, and they must not remember `drafted`. Returns () where there is no
+        Called only for free drafters (`is_free`), which must not remember `drafted`. Returns () where there is no
         guess.
         """
         return ()
@@ -212,7 +213,7 @@ class Drafter:
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
         """Return how many tokens still fit into the drafter's own cache; None = the drafter sets no limit.
 
-        without: ids of sequences that count as ended.
+        without: the ids of sequences that are treated as ended.
         """
         return None
 
@@ -315,7 +316,10 @@ class Known(Protocol):
         """Return the method and Options of a drafter's spec, as this file's `resolve` does, but computed only once."""
 
     def open(self, name: str) -> OpenedCheckpoint:
-        """Return another checkpoint, such as a draft model's. Each is opened only once. Raises what opening raises."""
+        """Return another checkpoint, such as a draft model's, opened only once.
+
+        Raises what opening raises.
+        """
 
 
 @dataclass(frozen=True)
@@ -389,8 +393,8 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     A spec is `name[:option=value,...]`, `auto`, or a model's folder, name or hub id. auto: the spec that `auto` stands
     for. looks: whether to look for a folder with the spec's name. Where it is False, as for a request's spec, the disk
     is not read. A spec names a model if it has a path separator, is an existing folder, or is a name from
-    data/models.toml. Raises BadOption for anything unknown. If other engines know the unknown value, the message gives
-    forerun's name for it.
+    data/models.toml. Raises BadOption for anything unknown. Where other engines use the unknown name for a method, the
+    message gives forerun's name for that method.
     """
     if spec == "auto":
         spec = auto

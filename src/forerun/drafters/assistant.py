@@ -156,11 +156,14 @@ class AssistantDrafter(SearchingDrafter):
         return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the target has run all tokens but the last one, and the row of the last but one is kept."""
+        """Return whether the target has run all tokens but the last, and the row of the last but one token is kept."""
         return self._cache is not None and seq.id in self._rows and self._rows[seq.id][0] == len(seq.tokens) - 2
 
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
-        """Run one row of each sequence. Returns each row's logits or best id, and the next step's rows, [n, size]."""
+        """Run one row of each sequence.
+
+        Returns the logits or the best id of each row, and the rows that the next step reads, [n, size].
+        """
         model, positions = self.model, [len(seq.tokens) - 1 for seq in seqs]
         assert self._cache is not None
         with model.ops.inference():

@@ -27,7 +27,7 @@ from forerun.sampling.largest import Ids
 
 @dataclass(frozen=True)
 class Options:
-    """The choice of the layer."""
+    """Where the layer lies."""
 
     path: str | None = option(None, head_files.path_help("blockwise"))
 
@@ -45,7 +45,10 @@ class FeedForward:
         self._head = multiplier(HostTensor.of(target.head(ids.tolist())))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return the guesses as a function (see medusa.TreeHeads). All are computed at once, as none reads a path."""
+        """Return the guesses as a function (see medusa.TreeHeads).
+
+        All guesses are computed at once, because no guess depends on the tokens of a path.
+        """
         x = hidden.clip(-head_files.LARGEST, head_files.LARGEST)
         added = self._output(self._hidden(x).clip(min=0)).reshape(len(x), self.num_heads, -1)
         outputs = x[:, None] + added[:, :num_heads]

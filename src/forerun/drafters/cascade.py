@@ -43,10 +43,10 @@ class Options:
 
 
 class _InnerCoins:
-    """The coins of one inner round.
+    """The random decisions of one inner round.
 
-    All decisions of the round are draws with the drafter's coins, on lanes that no other round uses. start: the depth
-    of the round's first token within the outer round. round: the number of the inner round.
+    All of these are draws with the coins of the outer round (see `Coins`), on lanes that no other inner round uses.
+    start: the depth of the inner round's first token within the outer round. round: the number of the inner round.
     """
 
     def __init__(self, coins: Coins, start: int, round: int) -> None:

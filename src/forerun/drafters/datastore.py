@@ -5,8 +5,9 @@ array: a list of all places in the tokens, sorted by the tokens that begin there
 where a suffix of the text occurs, in O(log n). The tokens that followed at `num_continuations` of these places, spread
 evenly, are merged into a tree with counts. The likeliest nodes of the tree are drafted.
 
-For sampled outputs, the published rule makes one draw for each path, and another draw for the next token. This favours
-the draft. Here every node is a point mass, and the rule that judges it is exact.
+For sampled outputs, the paper's rule for accepting drafted tokens makes one draw for each path, and another draw for
+the next token. So drafted tokens are accepted too often. Here every node is a point mass, and the rule that judges it
+is exact.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """DFlash: a few small layers that guess a whole block of tokens in one pass (Chen et al. 2026, arXiv 2602.06036).
 
 The rows of a block are the last committed token and masks. Each row sees the whole block, and a context made of all
-tokens before the block. The context is the target's residual stream after a few layers, joined by one matrix product.
-Its keys and values are kept for each committed token. So K tokens cost one pass, where a draft model needs K passes.
-Row i does not depend on the tokens drafted before it. A token is drawn from the very distribution that its row gives,
-so every rule for chains judges drafts exactly. Embedding and LM head are the target's. Heads of `forerun train head`
-use only the LM head's rows for the ids that the target writes most often. A prefix that the target finds in its cache
-is not run again, so the context begins after that prefix.
+tokens before the block. For each token, the target's residual streams after several layers are concatenated, and one
+matrix product turns them into the token's context. The keys and values of the context are kept for each committed
+token. So K tokens cost one pass, where a draft model needs K passes. Row i does not depend on the tokens drafted before
+it. A token is drawn from the very distribution that its row gives, so every rule for chains judges drafts exactly.
+Embedding and LM head are the target's. Heads of `forerun train head` use only the LM head's rows for the ids that the
+target writes most often. A prefix that the target finds in its cache is not run again, so the context begins after that
+prefix.
 
 With `shape=tree` the same pass drafts a tree (DDTree, Ringel and Romano 2026, arXiv 2604.12989, algorithm 1). All rows
 are known before a token is drafted, so the value of any path is known, too: the product of the probabilities of its
 tokens. A heap finds the paths with the largest values. With `draws=point`, as in the paper, and for greedy requests,
 the tokens of these paths are point masses, which each rule for trees judges exactly. Otherwise siblings are drawn
-without replacement. The value of the r-th drawn sibling is then the r-th largest probability, no matter which token is
-drawn. So whether a child is drawn depends on distributions and on tokens drawn before it, and never on the child's own
-token. Exactness requires this (docs/exactness.md).
+without replacement. The r-th drawn sibling is then valued by its rank, at the r-th largest probability, whichever token
+it is. So the decision to draw a child depends on distributions and on tokens drawn before the child, and never on the
+child's own token. Exactness requires this (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Law(NamedTuple):
     def children(self, depth: int, coins: Coins, lane: int) -> Iterator[Child]:
         """Return the siblings. If they are not chosen already, they are drawn one by one, on demand.
 
-        lane: the lane of the first sibling's coin.
+        lane: the lane (see `Coins`) of the first sibling's random draw.
         """
         num = len(self.rates)
         return iter(self.points) if self.points else children_of(self.probs, "distinct", num, depth, coins, lane)

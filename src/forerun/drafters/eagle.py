@@ -257,7 +257,7 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _last(self, scores: Scores) -> list[tuple[Row, Any]]:
-        """Return for each run the logits or best id of its last row, and the output that the next step reads."""
+        """Return the logits or the best id of each run's last row, and the output that the next step reads."""
         lasts = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
         fed = scores.hidden if self._fed is None else scores.taps[self._fed]
         return [(row, fed[rows[-1]]) for row, rows in zip(lasts, scores.rows, strict=True)]
@@ -333,9 +333,9 @@ def cache_of(model: HeadModel, target: Target) -> KVCache:
 def _rounded(options: Options, config: EagleConfig, *, is_own: bool, is_packed: bool) -> Quantization | None:
     """Return the format to which a head's weights are rounded; None = no rounding.
 
-    is_own: whether the head is made by `forerun train head`, and not published by others. A pass of the head reads all
-    of its weights, and with 8 bits the head drafts as well as with 16. With `auto` a published head keeps its weights,
-    unless the target is packed.
+    is_own: whether the head is made by `forerun train head`, and not published by others. With `auto`, an own
+    head is rounded to 8 bits, because a pass reads all of its weights, and the head drafts as well with 8 bits as with
+    16. A published head keeps its weights, unless the target is packed.
     """
     shapes = {**input_shapes(config), **layer_shapes(config)}.values()
     return quantization_of(options.quantization, shapes, pays=is_own or is_packed)

@@ -2,9 +2,9 @@
 
 After the last of these layers come the target's final norm and LM head, as in LayerSkip, which exits early (Elhoushi et
 al. 2024, arXiv 2404.16710), and in Draft & Verify, which skips layers (Zhang et al. 2023, arXiv 2309.08168). The
-weights are the target's own, so they are in memory once. The draft model has a cache for the layers that it runs. The
-target cannot use the keys and values in this cache, because skipped layers have none, and layers after a skipped one
-compute theirs from other inputs.
+weights are the target's own, so they take no further memory. The draft model has a cache for the layers that it runs.
+The target cannot use the keys and values in this cache, because skipped layers have none, and layers after a skipped
+layer compute theirs from other inputs.
 """
 
 from __future__ import annotations

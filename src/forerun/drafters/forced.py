@@ -1,10 +1,10 @@
 """Draft the text that the request's grammar forces: keys, punctuation, the rest of a choice.
 
-The draft has the tokens in which the tokenizer writes that text, as far as they are certain. Where more text may
-follow, it may change how the end is split into tokens, so the draft stops one token earlier (llguidance's fast-forward
-tokens). The target gives each of these tokens probability 1, because the same grammar masks its distribution. So one
-pass runs all keys of an object, as it would run a prompt, and no rule rejects a key (jump-forward decoding of SGLang,
-Zheng et al. 2024, arXiv 2312.07104).
+The draft has the tokens in which the tokenizer writes the forced text, as far as these tokens are certain. If more text
+may follow, it can change how the end of the forced text is split into tokens, so the draft stops one token earlier
+(llguidance's fast-forward tokens). The target gives each drafted token probability 1, because the same grammar masks
+the target's distribution. So one pass runs all keys of an object, as it would run a prompt, and no rule rejects a key
+(jump-forward decoding of SGLang, Zheng et al. 2024, arXiv 2312.07104).
 
 The engine asks this drafter first, for every request that has a grammar and may draft. Where the grammar leaves a
 choice, the request's own drafter drafts. Without a grammar this drafter drafts nothing.

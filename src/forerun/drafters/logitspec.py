@@ -3,16 +3,16 @@
 A search in the text finds nothing where the text's last tokens have not occurred before. But the logits from which the
 last token was chosen also help to guess the next token, because a token that was nearly chosen often comes next (arXiv
 2507.01449, section 3). So the likeliest ids of these logits, without the chosen id, are candidates for the next token.
-Other candidates come before them: the ids that were likeliest to follow the last token, when the target most recently
-ran such a token, perhaps in a rejected guess. This is Token Recycling (Luo et al. 2024, arXiv 2408.08696).
+The target may have run the last token's id before, perhaps in a rejected guess. Then the ids that were likeliest after
+the most recent occurrence come first among the candidates. This is Token Recycling (Luo et al. 2024, arXiv 2408.08696).
 
 A draft is one tree. It begins with the tokens that followed the longest end of the text that occurred before. Then the
 candidates are added in order, until the budget is used up. If a candidate once followed an earlier occurrence of the
 text's end, the tokens that came next there are added after it. So one search, for the earlier occurrences of the text's
 end, serves all candidates.
 
-Every node is a point mass. It depends on committed tokens and on logits of earlier passes, and on no coin of this
-round. So each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
+Every node is a point mass. It depends on committed tokens and on logits of earlier passes, and on no random draw of
+this round. So each rule that judges such trees keeps the target's distribution (docs/methods/logitspec.md).
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ class LogitSpecDrafter(TextDrafter[Tokens]):
 
 
 def followers(text: array[int], occurrences: Seq[Level]) -> Mapping[int, Seq[int]]:
-    """Return the tokens that followed earlier occurrences of the text's end, each with its places, the latest first.
+    """Return the tokens that followed earlier occurrences of the text's end, each with its indices in the text.
 
-    occurrences: the occurrences of the text's suffixes, the shortest suffix first. If a token followed several
-    suffixes, only its places after the longest of these suffixes are returned.
+    The latest index comes first. If a token followed several suffixes of the text, only its indices after the longest
+    of these suffixes are returned. occurrences: the occurrences of the suffixes, the shortest suffix first.
     """
     places: dict[int, list[int]] = {}
     for level in occurrences:

@@ -8,7 +8,7 @@ level follows the token above it in the same column. So the token at level l of 
 up to column j, and then the tokens of levels 1 to l - 1 of column j.
 
 A draft has the pool's continuations of the last committed token, merged into a tree of point masses. The window uses
-the target's likeliest tokens at any temperature, and no coins.
+the target's likeliest tokens at any temperature, and draws nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Window:
         return Window([tokens[start : start + levels] for start in range(0, num, levels)])
 
     def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
-        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and where their last level is.
+        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and the last level's places.
 
         Level 0 of column 0 is the last committed token, which needs no extra row. The places of the last level are
         indices among the sequence's rows of the pass: 0 is the last committed token, and the draft nodes come next.

@@ -69,7 +69,7 @@ class LookupDrafter(TextDrafter[Tokens]):
     def _follow(self, text: array[int], num_tokens: int) -> list[int]:
         """Return the tokens that followed an earlier occurrence of the end of `text`.
 
-        Where they reach the end of `text`, they repeat from the first one.
+        Where these tokens reach the end of `text`, they repeat, beginning with the first of them.
         """
         start = follower(np.frombuffer(text, np.intc), self.options.min_n, self.options.max_n)
         if start is None:

@@ -94,7 +94,10 @@ class Heads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return the guesses as a function (see TreeHeads). All heads are computed at once, as none reads a path."""
+        """Return the guesses as a function (see TreeHeads).
+
+        All heads are computed at once, because no head reads the tokens of a path.
+        """
         guesses = self.guesses(hidden, num_heads, num)
         return lambda depth, nodes: [guesses[row][depth] for row, _ in nodes]
 
@@ -119,7 +122,10 @@ class _Tree:
     places: dict[int, int] = field(default_factory=dict)
 
     def families(self, depth: int) -> dict[int, list[int]]:
-        """Return the fixed tree's nodes of a depth by their parent (-1 = the root), for parents in the draft."""
+        """Return the fixed tree's nodes of one depth, by parent (-1 = the root).
+
+        Nodes whose parent is not in the draft are left out.
+        """
         families: dict[int, list[int]] = {}
         for i, node in enumerate(self.nodes):
             if node.depth == depth and (node.parent < 0 or node.parent in self.places):
@@ -183,7 +189,7 @@ class MedusaDrafter(Drafter):
         return self._hidden.get(seq.id, (-1, None))[0] == len(seq.tokens) - 1
 
     def _trees(self, ready: Seq[int], following: Following, budget: Budget) -> list[_Tree]:
-        """Fill the best nodes of the fixed tree for each sequence, depth by depth, as far as pacing allows."""
+        """Return each sequence's tree: the best nodes of the fixed tree, depth by depth, as far as pacing allows."""
         trees = [_Tree(best_first(SHARES, budget.num_tokens[b], self._widths)) for b in ready]
         for depth in range(len(self._widths)):
             families = [(i, *family) for i, tree in enumerate(trees) for family in tree.families(depth).items()]

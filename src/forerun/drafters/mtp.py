@@ -115,7 +115,7 @@ def spec_of(block: NextTokens) -> Spec:
 
 @dataclass(frozen=True)
 class _Weights(Mapping[str, HostTensor | QuantisedMatrix]):
-    """The stored weights of a block, with `offset` added to the norms before the matrix product.
+    """The stored weights of a block, with `offset` added to the norms that precede the matrix product.
 
     The stored norms leave the offset out, and a head's norms must include it.
     """

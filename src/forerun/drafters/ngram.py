@@ -5,9 +5,10 @@ decides. There are three differences from the published code. A token is never d
 one token are used, too. Where no context is known, the draft ends, because a filler token would only cost rows of the
 target.
 
-Of tokens with equal counts, the token that reached the count first stays. Only committed tokens are counted. With the
-option `filler_top_k`, the target's other likely tokens at each place are counted once, as if they had occurred there.
-So if such a token later follows its context, it needs one occurrence less to become the context's guess.
+Of tokens with equal counts, the token that reached the count first remains the guess. Only committed tokens are
+counted. With the option `filler_top_k`, the target's other likely tokens at each place are counted once, as if they had
+occurred there. So if such a token later follows its context, it needs one occurrence less to become the context's
+guess.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class Store:
         self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Count each token up to index `stop`, exclusive, after all contexts that end before the token."""
+        """Count each unread token before index `stop` as a follower of all contexts that end right before the token."""
         for i in range(self.num_read, stop):
             for context in self._contexts(tokens, i):
                 self._count(context, tokens[i])
         self.num_read = stop
 
     def make_known(self, tokens: Seq[int], stop: int, fillers: Iterable[int]) -> None:
-        """Count each filler once after every context that ends before index `stop`.
+        """Count each filler once as a follower of every context that ends right before index `stop`.
 
         A filler that already has a count after a context is not counted again.
         """
@@ -107,7 +108,7 @@ class Store:
         return None
 
     def _contexts(self, tokens: Seq[int], stop: int) -> Iterable[Gram]:
-        """Yield the contexts that end before index `stop`."""
+        """Yield the contexts that end right before index `stop`."""
         return (tuple(tokens[stop - length : stop]) for length in self._lengths if length <= stop)
 
     def _count(self, context: Gram, token: int) -> None:

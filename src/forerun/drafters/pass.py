@@ -3,9 +3,9 @@
 T trained vectors LA_1 .. LA_T take the places of the next tokens. At LA_j the target computes a distribution of the
 token j places after the next one, no matter which tokens come between. In the paper this takes a separate pass, so that
 a round has two passes. Here the vectors are rows of the pass that verifies the previous draft. There is one chain of
-vectors for each number of tokens that may be accepted. The chain for the number that is accepted makes the next draft.
-So no pass is added, only rows. The next token, which the paper's first pass draws, is the correction or bonus of the
-round.
+vectors for each number of tokens that may be accepted. Once it is known how many tokens are accepted, the chain for
+this number makes the next draft. So no pass is added, only rows. The next token, which the paper's first pass draws, is
+the correction or bonus of the round.
 
 A budget is split between drafted tokens and vectors so that its rows bring the largest expected number of accepted
 tokens. Tokens are drawn from the logits at the vectors, with the request's temperature and filters. Keys and values of
@@ -35,7 +35,7 @@ RATES = (0.27, 0.15, 0.15)
 
 @dataclass(frozen=True)
 class Options:
-    """The choice of the vectors."""
+    """Where the vectors lie."""
 
     path: str | None = option(None, head_files.path_help("pass"))
 
@@ -63,7 +63,10 @@ def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int,
 
 @cache
 def num_nodes(num_known: int, budget: int, depth: int) -> int:
-    """Return how many of the known guesses to draft for the largest value of drafted tokens and vectors together."""
+    """Return how many of the known guesses to draft.
+
+    With this number, drafted tokens and vectors together have the largest value (see `chain_lengths`).
+    """
     return max(range(min(num_known, budget) + 1), key=lambda n: (chain_lengths(n, budget - n, depth)[1], n))
 
 

@@ -64,7 +64,10 @@ class Matrix:
 
 
 class RecycleDrafter(Drafter):
-    """A drafter that keeps a matrix for each request or cache salt, and drafts trees of point masses from it."""
+    """A drafter that keeps a matrix of likely next tokens, and drafts trees of point masses from it.
+
+    There is one matrix for each request, or one for each cache salt.
+    """
 
     draws = "point"
     is_free = True

@@ -12,9 +12,9 @@ of their positions, and the siblings are picked by the same noise.
 Exactness. Every token is drawn from the distribution that the draft gives for it. That distribution depends on earlier
 rounds and on tokens that were drawn before. So by the rule's theorem the tokens of a round have the target's
 distribution *given all that the drafter has seen*: committed tokens, rejected draws, and the table made of them. The
-coins of a round are new. Hence the distribution of the next tokens given the text is the target's, too, no matter which
-draws were rejected. The shape of a tree is fixed by counts. A node without a known context has no children, which is
-decided after the node was drawn.
+random numbers of a round are new. Hence the distribution of the next tokens given the text is the target's, too, no
+matter which draws were rejected. The shape of a tree is fixed by counts. A node without a known context has no
+children, which is decided after the node was drawn.
 
 An average joins the known ids of a context with the ids of the new occurrence. An id that is missing from one of the
 two lists had at most the least logit of that list, and is averaged as if it had that logit. A prompt is run without
@@ -121,7 +121,7 @@ class Table:
     def guess(self, contexts: Seq[Gram], tokens: Seq[int]) -> None:
         """Note the token that followed each context, for contexts without known logits.
 
-        Of several tokens for one context, the last one stays.
+        Of several tokens for one context, the last one is kept.
         """
         places = np.array([self._place(context) for context in contexts], np.intp)
         is_guess = self._counts[places] == 0
@@ -187,7 +187,10 @@ class _Request:
 
 
 class StandDrafter(Drafter):
-    """A drafter that keeps a table for each request or cache salt, and draws chains or trees from it."""
+    """A drafter that keeps a table of logits after contexts, and draws chains or trees from it.
+
+    There is one table for each request, or one for each cache salt.
+    """
 
     def __init__(self, options: Options, vocab_size: int, dtype: npt.DTypeLike) -> None:
         self.options, self._vocab_size, self._dtype = options, vocab_size, dtype
@@ -233,7 +236,7 @@ class StandDrafter(Drafter):
                 request.num_read = stop
 
     def _read(self, table: Table, tokens: Seq[int], ends: range) -> None:
-        """Tell the table which token follows each context in a text. ends: the indices at which contexts end."""
+        """Note in the table which token follows each context in a text. ends: the indices at which contexts end."""
         contexts, followers = list[Gram](), list[int]()
         for end in ends:
             known = _ends(tokens[max(0, end + 1 - self.options.max_context) : end + 1])

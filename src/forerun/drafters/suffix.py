@@ -98,7 +98,10 @@ class SuffixDrafter(TextDrafter[Tokens]):
         return draft
 
     def end(self, seq: Sequence) -> None:
-        """Remember the text of a finished request, and forget a text that was aborted or will begin again."""
+        """Remember the text of a finished request.
+
+        The text of a request that was aborted or that will begin again is forgotten.
+        """
         if seq.finish_reason in ("stop", "length"):
             self._past.add(seq.params.cache_salt, self._texts.whole(seq).ids)
         super().end(seq)

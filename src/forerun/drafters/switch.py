@@ -1,13 +1,13 @@
 """In every round, the member that is expected to give the most tokens per second drafts for a request.
 
-Leviathan et al. 2023 (section 6) leave it open to vary the approximation model. Here any drafters are members. The
-expected rate of a member is (1 + the tokens that its draft gains) / (seconds of the target's pass and of the draft), at
-the granted length. Plain decoding competes, too. Seconds are measured. Gains are learned from past rounds, by request
-and rank, starting from the member's average over all requests. Only the pacing policy decides how long drafts are. When
-this drafter shortened drafts as well, the policy saw no later ranks, and granted fewer and fewer tokens. Free members
-are asked in every round, which costs no rows. Their guesses are compared with the committed tokens, no matter which
-member drafted. Other members are known only from rounds in which they drafted. So a member that looks hopeless is tried
-again after pauses that double in length.
+Leviathan et al. 2023 (section 6) leave a varying approximation model to later work. Here the members can be any
+drafters. The expected rate of a member is (1 + the tokens that its draft gains) / (seconds of the target's pass and of
+the draft), at the granted length. Plain decoding competes, too. Seconds are measured. Gains are learned from past
+rounds, by request and rank, starting from the member's average over all requests. Only the pacing policy decides how
+long drafts are. In a trial where this drafter shortened drafts as well, the policy saw no later ranks, and granted
+fewer and fewer tokens. Free members are asked in every round, which costs no rows. Their guesses are compared with the
+committed tokens, no matter which member drafted. Other members are measured only in rounds in which they draft. So a
+member with a low expected rate is tried again after pauses that double in length.
 
 A choice looks at the tokens of past rounds and at point masses, and at no other tokens, so drafts stay exact
 (docs/exactness.md). A choice depends on measured seconds, so it may differ from run to run. The texts of greedy
@@ -89,7 +89,7 @@ class _Line:
         self.x = self.y = self.xx = self.xy = 0.0
 
     def add(self, x: float, seconds: float) -> None:
-        """Add a measurement. Above three times the line's value at x, it is cut to three times that value."""
+        """Add a measurement. Seconds above three times the line's value at x are cut to three times that value."""
         if self.weight:
             seconds = min(seconds, 3 * self.at(x))
         keep = 1 - 1 / MEMORY
@@ -128,9 +128,9 @@ class _Rate:
 class _Known:
     """The record of one member for one request.
 
-    guess: the number of tokens before the guess that is to be scored next, and this guess; None = there is none. pause:
-    the number of rounds between two probes, in which the member drafts only to be measured. probe_at: the round of the
-    next probe, counted from the request's first round.
+    guess: the number of tokens before the next guess to be scored, and that guess; None = no guess waits. A probe is a
+    round in which the member drafts only to be measured. pause: the number of rounds between two probes. probe_at: the
+    round of the next probe, counted from the request's first round.
     """
 
     gains: _Gains
@@ -143,8 +143,8 @@ class _Known:
 class _Request:
     """The state of one request.
 
-    known: the record of each member. num_rounds: the request's rounds so far. now: the member that drafts for the
-    request; None = it decodes plainly.
+    known: the record of each member. num_rounds: the number of the request's rounds so far. now: the member that drafts
+    for the request; None = plain decoding.
     """
 
     known: list[_Known]

@@ -147,7 +147,7 @@ class Translated(Drafter):
 
 
 class TranslatedTokens(Translated):
-    """The drafter of how=tokens. The model's drafts are in the target's ids already."""
+    """The drafter of how=tokens. Its draft model returns ids of the target, so no draft is translated back."""
 
     own: Intersection
 

@@ -83,7 +83,7 @@ class BranchingModel(FedModel):
         return nodes if is_known and deepest <= config.max_positions else []
 
     def _next(self, seq: Sequence, node: int, row: Logits | None) -> Next | None:
-        """Return what may follow a node, with the same penalties and masks as the target's scores."""
+        """Return the likely tokens after a node, with the same penalties and masks as the target's scores."""
         if row is None or seq.hypotheses is None:
             return None
         history = History.of(seq, seq.hypotheses.text(node, seq.hypotheses.base))

@@ -17,8 +17,9 @@ T = TypeVar("T")
 class BySalt(Generic[T]):
     """The tables of running requests. Where tables are shared, unused tables are kept too, up to a limit.
 
-    make: returns a new table. size: returns how much a table holds. most: the limit for all unused tables together; the
-    table that was released last always stays. tables: by salt or request; the table that was released last comes last.
+    make: returns a new table. size: returns how much a table holds. most: the limit for all unused tables together,
+    but the table that was released last is always kept. tables: by salt or request; the table that was released last
+    comes last.
     """
 
     def __init__(self, make: Callable[[], T], size: Callable[[T], int], most: int, *, is_shared: bool) -> None:

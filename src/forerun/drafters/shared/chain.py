@@ -75,8 +75,8 @@ def next_of(
 
     row: the head's output row for that token: its logits, or the id of the largest logit. With an id, None is returned
     in place of the logits. ids: the target's id for each id of the head. spread: turns the head's logits into logits of
-    all the target's ids. Returns None where numbers of the row are not finite, or where masks leave no token. The
-    target raises if masks leave it no token, either.
+    all the target's ids. Returns None where numbers of the row are not finite, or where masks leave no token. No error
+    is raised for such masks, because the target raises one if masks leave it no token.
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)

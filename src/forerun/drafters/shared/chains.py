@@ -1,4 +1,4 @@
-"""Shared by drafters of chains: drawing one token after another, and reading each text in order."""
+"""Helpers for drafters of chains: drawing one token after another, and reading each text in order."""
 
 from __future__ import annotations
 
@@ -158,7 +158,10 @@ class TextDrafter(Drafter, Generic[T]):
         self._texts.end(seq)
 
     def behind(self, text: T, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the token after a fully read text and the drafted tokens; None where unknown."""
+        """Return the distribution of the next token; None where it is unknown.
+
+        text: the state of a text that was read to its end. drafted: the tokens drafted after this text.
+        """
         raise NotImplementedError
 
     def _expected(self, seq: Sequence, drafted: Seq[int]) -> Probs | None:

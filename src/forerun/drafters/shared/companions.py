@@ -57,7 +57,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def _alike(name: str, other: str) -> int:
-    """Return the length of the common beginning of two names, in any case of letters."""
+    """Return the length of the common beginning of two names. Upper and lower case are not distinguished."""
     pairs = zip(name.lower(), other.lower(), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

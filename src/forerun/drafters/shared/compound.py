@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Lanes:
-    """The coins of one member. Its draws use lanes of coins that no other member uses."""
+    """The random decisions of one member. Its draws use lanes (see `Coins`) that no other member uses."""
 
     def __init__(self, coins: Coins, member: int, num_members: int) -> None:
         self.accept, self.draw, self.pick, self.picks = coins.accept, coins.draw, coins.pick, coins.picks
@@ -88,8 +88,8 @@ class Compound(Drafter):
     ) -> list[Draft]:
         """Return a member's draft for each of the chosen sequences. chosen: their indices in `seqs`.
 
-        A member may toss coins and still draft nothing, so that another member is asked for the same sequence.
-        Therefore each member has its own lanes of coins.
+        A member may make random draws and still draft nothing, so that another member is asked for the same sequence.
+        Therefore each member has its own lanes of `Coins`.
         """
         if not chosen:
             return []

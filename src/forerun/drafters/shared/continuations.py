@@ -147,7 +147,7 @@ class Guess:
 
 
 def _judged(seq: Sequence, drafted: Seq[int], token: int) -> tuple[bool, bool]:
-    """Return whether a sequence's grammar allows a token after the drafted ones, and whether it forces that token."""
+    """Return whether a sequence's grammar allows a token after the drafted tokens, and whether it forces the token."""
     if seq.grammar is None:
         return True, False
     if not seq.grammar.may_draft:
@@ -164,9 +164,9 @@ def grow(
 ) -> Guess:
     """Make a guess of at most `num_nodes` nodes from the tokens that followed the occurrences of a suffix.
 
-    rows: for each occurrence, the `num_nodes` tokens that followed; they may contain END_OF_TEXT. There are fewer
-    tokens where the text that is being continued ends. Then drafted tokens come next in the row, so "ab ab ab"
-    continues. The probability of a node is its share of the rows; nodes below `min_prob` are left out. Nodes come best
+    rows: for each occurrence, the `num_nodes` tokens that followed, perhaps with END_OF_TEXT. A row is shorter where it
+    reaches the end of the text that is being continued. The drafted tokens then continue the row, so "ab ab ab" goes
+    on. The probability of a node is its share of the rows; nodes below `min_prob` are left out. Nodes come best
     first, and nodes of equal probability come in the order in which they were found. A chain takes the most frequent
     token at each depth; of equally frequent tokens the one in the first row wins. Nothing follows an end id.
     """

@@ -1,4 +1,4 @@
-"""Converting heads that were published as pickles only.
+"""Conversion of heads that were published only as pickles.
 
 torch unpickles only tensors and plain containers (weights_only), so no code in the file is run.
 """

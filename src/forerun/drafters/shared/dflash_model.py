@@ -131,7 +131,7 @@ def layer_shapes(config: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights by their published names, with d2t where not all ids are drafted."""
+    """Return the shapes of all weights by their published names. Where not all ids are drafted, d2t is included."""
     h = config.decoder.hidden_size
     context: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(config.layers)), "hidden_norm.weight": (h,)}
     vocab = {} if config.draft_vocab is None else {"d2t": (config.draft_vocab,)}

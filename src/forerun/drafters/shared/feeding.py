@@ -133,9 +133,9 @@ class FedModel(SearchingDrafter):
         self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, self.clock() - started)
 
     def _count(self, num_tokens: Mapping[int, int], seconds: float) -> None:
-        """Add to `caught_up` the numbers of tokens that were run only to catch up, and to `catchup_s` the seconds.
+        """Add numbers of tokens that were run only to catch up to `caught_up`, and the seconds of this to `catchup_s`.
 
-        num_tokens: by sequence id.
+        num_tokens: the numbers by sequence id.
         """
         self.caught_up |= {id_: self.caught_up.get(id_, 0) + num for id_, num in num_tokens.items()}
         self.catchup_s += seconds
@@ -143,9 +143,9 @@ class FedModel(SearchingDrafter):
     def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
         """Run the source texts that an encoder-decoder needs before it can draft.
 
-        A source is run as a whole, if it fits into the cache and into the rest of `num_tokens`. Only the first source
-        of a call may exceed `num_tokens`. Returns the sequences whose sources have been run, and the rest of
-        `num_tokens`.
+        A source is run as a whole, if it fits into the cache and into the rest of `num_tokens`. The first source that a
+        call runs is an exception: it may exceed `num_tokens`. Returns the sequences whose sources have been run, and
+        the rest of `num_tokens`.
         """
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):

@@ -67,7 +67,7 @@ def probe(model: Model, num_ids: int) -> HostTensor:
 def save(
     folder: Path, method: str, weights: Mapping[str, HostTensor], config: Mapping[str, Any], tokenizer: str
 ) -> None:
-    """Write a head's folder. Old files stay until the new files are complete.
+    """Write a head's folder. Each old file is kept until the new file is complete.
 
     tokenizer: the `artifacts.fingerprint` of the head's ids.
     """
@@ -155,7 +155,7 @@ def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[st
     """Return the config.json of a head, without the entry "forerun".
 
     tokenizer: the fingerprint that the entry must name; None = not compared. Raises NotFound where there is no head,
-    BadOption for a head of another method or tokenizer, UnsupportedModel for a pickle, or a file that cannot be read.
+    BadOption for a head of another method or tokenizer, UnsupportedModel for a pickle and for an unreadable file.
     """
     folder = Path(path)
     if folder.suffix in PICKLES or (not (folder / WEIGHTS).is_file() and any(_pickles(folder))):
@@ -268,12 +268,12 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def own_weights(path: str, target: Known, rounded: Quantization | None = None, *, all_rows: bool) -> Beside:
-    """Return the memory that a head in a folder takes beside its target, by the headers of its files.
+    """Return the memory that a head in a folder takes beside its target, according to the headers of the head's files.
 
     rounded: the format to which matrices are rounded; None = no rounding. A rounded LM head keeps at least TABLE_BITS
     bits, as in any model. A head without an LM head copies rows of the target's LM head for the ids that it drafts.
     all_rows: whether a head that drafts every id copies all rows. Embeddings are counted even where they equal the
-    target's, because headers do not tell this.
+    target's, because the headers do not show whether they do.
     """
     folder = Path(path)
     files = weight_files([file.name for file in folder.glob("*")])

@@ -40,8 +40,9 @@ class _Kind:
 
     method: the drafter that reads the files. blocks: the model architecture of the head's blocks. outer: the published
     names of the tensors around the blocks, by their GGUF names. layer: the beginning of a block's published names; {}
-    is the block's number. inner: the published names of tensors in a block, by the endings of their GGUF names, where
-    they differ from the architecture's usual ones. keys: metadata keys that describe the head.
+    is the block's number. inner: the published names of tensors in a block, by the endings of their GGUF names. Only
+    tensors with other published names than usual in the architecture are listed. keys: metadata keys that describe the
+    head.
     """
 
     method: str
@@ -86,9 +87,9 @@ def method_of(header: Header) -> str | None:
 
 
 def fits(path: str, target: Spec) -> bool:
-    """Return whether a file's metadata give the target's hidden size, and its number of ids without padding.
+    """Return whether the hidden size and the number of ids in a file's metadata fit the target.
 
-    Raises what `read_model` raises.
+    The target's number of ids may be larger by padding. Raises what `read_model` raises.
     """
     metadata = read_model(Path(path)).metadata
     name = _text(metadata.get("general.architecture"))

@@ -228,9 +228,9 @@ def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig
 def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
     """Return a head's spec, made of the spec of its decoder.
 
-    The first block has no norm before its attention. In EAGLE-3 the block's input is normed already, and in EAGLE-1 it
-    is never normed. is_first: whether the head is of EAGLE-1. Such a head has no final norm. In EAGLE-3 the attention
-    of the first block reads both the embedding and the features.
+    is_first: whether the head is of EAGLE-1, otherwise of EAGLE-3. In both, the first block has no norm before its
+    attention. An EAGLE-1 head never norms the block's input, and has no final norm. In an EAGLE-3 head, the block's
+    input is normed already, and the block's attention reads both the embedding and the features.
     """
     changed = [replace(block, attention=block.attention and replace(block.attention, qkv_bias=has_bias))
                for block in decoder.blocks]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A draft model runs ahead of the target: token by token, or all tokens of a round in one call of its runner."""
+"""The drafter whose model runs ahead of the target: token by token, or for a whole round in one call of the runner."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ModelDrafter(BranchingModel):
     def _run_ahead(self, feeds: Feeds, limits: Seq[int], budget: Budget, draws: Seq[Draw]) -> Draft:
         """Draft the tokens of all sequences in one call of the runner.
 
-        Where pacing stops no draw early, the draft is the one that the loop in `_proposed` makes.
+        The loop in `_proposed` would make the same draft, unless pacing stops the draft early.
         """
         runs = [Run(seq.id, tokens) for seq, tokens in feeds.values()]
         stops = [budget.stops.get(b) or Stop.never(limits[b]) for b in feeds] if budget.stops else ()

@@ -1,7 +1,7 @@
 """Drafters with weights in the files of a model: the block of mtp, and an assistant.
 
-Their weights are rounded as the target's are. If the vocabulary is large, they draft only its first ids, as many as pay
-(short_vocab.py).
+Their weights are rounded as the target's are. If the vocabulary is large, they draft only its first ids, as many as the
+current texts need (short_vocab.py).
 """
 
 from __future__ import annotations

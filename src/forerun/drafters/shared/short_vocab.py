@@ -1,4 +1,4 @@
-"""The choice of the ids that a draft model drafts: the first ids of the tokenizer, as many as pay in the text at hand.
+"""The choice of the ids that a draft model drafts: the tokenizer's first ids, as many as the current texts need.
 
 The LM head of a small model is a large part of the weights that a pass reads: more than a quarter for Qwen2.5 0.5B.
 Byte pair encoding gives out ids from frequent to rare, so most tokens of a text need only the first rows of the LM head
@@ -26,8 +26,8 @@ MOST_TOKENS = 8  # most tokens of a draft that are considered
 class ShortVocabulary:
     """Counts of the ids in texts, from which the number of ids to draft is chosen.
 
-    num_ids: the number of rows of the whole LM head. head_share: the share of the whole LM head in the time of the
-    draft model's pass. pass_cost: the time of the draft model's pass with the whole LM head, in passes of the target.
+    num_ids: the number of rows of the whole LM head. head_share: the whole LM head's share of the time of a
+    draft model's pass. pass_cost: the time of a draft model's pass with the whole LM head, in passes of the target.
     counts: recent tokens, counted by the smallest size in SIZES that covers their ids. The last count is for ids beyond
     all sizes.
     """

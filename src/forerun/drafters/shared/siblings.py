@@ -20,7 +20,7 @@ from forerun.types import Coins, Probs, SamplingParams, Sequence
 
 
 def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
-    """Return how the siblings of one request are drawn: the drafter's `draws` itself, "point" or "match".
+    """Return how the siblings of one request are drawn: as "match", as "point", or as the drafter's `draws` says.
 
     params: the drafter's sampling parameters; their temperature may differ from the request's.
     """
@@ -32,8 +32,8 @@ def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
 def distribution(row: Row, params: SamplingParams, history: History, draws: str) -> Probs | None:
     """Return the distribution from which a node's children are drawn; None where masks leave no token.
 
-    Greedy parameters leave one token. To get several children, they are replaced by temperature 1 without filters,
-    unless siblings are drawn independently. The children are then the likeliest tokens of that distribution.
+    Greedy parameters leave one token. To get several children, these parameters are replaced by temperature 1 without
+    filters, unless siblings are drawn independently. The children are then the likeliest tokens of that distribution.
     """
     if params.greedy and draws != "independent":
         params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -48,8 +48,9 @@ def children_of(
 ) -> Iterator[tuple[int, Probs, float]]:
     """Yield at most `num` child tokens, each with its distribution and the model's confidence in it.
 
-    The distribution is the one that the token was drawn from, or a point mass. kind: see `kind_of`. lane: the lane of
-    the first child's coin; further children use the next lanes. Point masses need no coins.
+    The distribution of a token is the distribution from which it was drawn, or a point mass. kind: see `kind_of`. lane:
+    the lane (see `Coins`) of the first child's random draw; each further child uses the next lane. Point masses need no
+    random draws.
     """
     if draft_probs.point is not None:
         yield draft_probs.point, draft_probs, 1.0
@@ -71,9 +72,10 @@ def children_of(
 
 
 def likeliest(draft_probs: Probs, num: int) -> list[int]:
-    """Return the `num` ids with the largest probabilities above 0, largest first. Equal ones are in the order of ids.
+    """Return the `num` ids with the largest probabilities above 0, the likeliest id first.
 
-    Where only some of several equal ids fit, any of them may be returned.
+    Ids with equal probabilities are in ascending order. If there is room for only some of these ids, it is undefined
+    which of them are returned.
     """
     weights = draft_probs.weights
     places = np.argpartition(-weights, num - 1)[:num] if num < len(weights) else np.arange(len(weights))

@@ -39,7 +39,7 @@ class Table(Protocol):
         """Return the most frequent ids and their counts, at most MOST_IDS."""
 
     def behind(self, token: int) -> Row:
-        """Return the most frequent ids after a token and their counts, at most MOST_IDS."""
+        """Return the ids that most often followed a token, with their counts, at most MOST_IDS."""
 
     def best(self, token: int | None) -> int | None:
         """Return the id that most often followed `token`, or the most frequent id of all where `token` is None.
@@ -136,7 +136,7 @@ class TextTable:
         return self._unigram[1]
 
     def behind(self, token: int) -> Row:
-        """Return the most frequent ids after a token and their counts."""
+        """Return the ids that most often followed a token, with their counts."""
         counter = self._behind.get(token)
         return NOTHING if counter is None else counter.row()
 
@@ -165,7 +165,7 @@ class FittedTable:
         return self._unigram
 
     def behind(self, token: int) -> Row:
-        """Return the most frequent ids after a token and their counts."""
+        """Return the ids that most often followed a token, with their counts."""
         start, stop = self._arrays["starts"][token : token + 2]
         return most_frequent(self._arrays["followers"][start:stop], self._arrays["follower_counts"][start:stop])
 
