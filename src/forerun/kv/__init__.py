@@ -44,8 +44,8 @@ class Room(NamedTuple):
 class Held(NamedTuple):
     """Rows that stay pending while other rows are kept.
 
-    rows: the indices of these rows, ascending and after the indices of the kept rows; an index counts as in
-    `KVCache.keep`. parents: the parent of each row, as an index into `rows`; -1 = the kept rows.
+    rows: the ascending indices of these rows, numbered as in `KVCache.keep`. They come after the indices of the kept
+    rows. parents: the parent of each row, as an index into `rows`; -1 = the kept rows.
     """
 
     rows: Seq[int]
@@ -79,7 +79,7 @@ class KVCache(Protocol):
         """
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let later sequences find the kept rows of `tokens`. A cache that shares nothing does nothing.
+        """Let later sequences find the kept rows of `tokens`. Does nothing where sequences share no rows.
 
         tokens: the committed tokens, from the beginning.
         """
@@ -115,23 +115,24 @@ class KVCache(Protocol):
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = ...) -> list[int]:
         """In each slot, keep some of the pending rows and of the rows just written, and drop the other rows.
 
-        kept: for each slot, the indices of the rows to keep, ascending. An index counts the pending rows first, and
-        then the rows of the run. held: for each slot, the rows that stay pending; beam searches need them. Returns the
-        slots that have something new to publish once their kept tokens are committed.
+        kept: for each slot, the indices of the rows to keep, ascending. The pending rows are numbered first, and then
+        the rows of the run. held: for each slot, the rows that stay pending; beam searches need them. Returns the slots
+        that have something new to publish once their kept tokens are committed.
         """
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
         """Make the rows of the run just written pending, after earlier pending rows.
 
-        parents: the parent of each row, as an index that counts the pending rows first, and then the rows of the run;
-        -1 = the kept rows.
+        parents: the index of each row's parent; -1 = the kept rows. The pending rows are numbered first, and then the
+        rows of the run.
         """
 
     def truncate_to(self, slot: int, length: int) -> int:
-        """Keep only the first `length` tokens, and drop pending rows. Raises InternalError where fewer tokens are kept.
+        """Keep only the first `length` tokens, and drop pending rows.
 
-        Returns the number of tokens that stay kept. It is less than `length` where layers with a window have given back
-        blocks that the next row would see.
+        Returns the number of tokens that are kept afterwards. It is less than `length` where layers with a window have
+        given back blocks that the next row would see. Raises InternalError where the slot has fewer than `length`
+        tokens.
         """
 
     def check_integrity(self) -> None:

@@ -3,9 +3,10 @@
 Layers with the same window are of one *kind* and share block tables. A kind with a window gives old blocks back.
 
 The widest kind alone decides how many tokens fit, because no other kind runs out of blocks before it. Each other kind
-has as many blocks as the widest kind, and some more for each sequence. These are needed where two sequences share the
-blocks of a common beginning in the widest kind, but hold separate blocks for it in another kind. Most blocks of a kind
-with a window are never written. On a CPU, memory that is never written takes no room.
+has as many blocks as the widest kind, and some more for each sequence. The further blocks are needed where two
+sequences share the blocks of a common beginning in the widest kind, but have separate blocks for this beginning in
+another kind. Most blocks of a kind with a window are never written. On a CPU, memory that is never written takes no
+room.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class BlockCache(BlockTables):
     ) -> BlockCache:
         """Allocate a pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` tokens in all.
 
-        pools: makes the pools of the backend that computes the model (Model.make_pools). Raises BadOption where
+        pools: the function that makes the pools of the model's backend (Model.make_pools). Raises BadOption where
         `num_tokens` is less than one block, and CapacityError where there is no memory.
         """
         shape = shape_of(shape, backend, max_seq_len, device)
@@ -189,10 +190,10 @@ class BlockCache(BlockTables):
         return self._counted(slot, len(tokens))
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
-        """Let later sequences begin at or shortly before these positions of an open slot.
+        """Let later sequences begin at these positions of an open slot, or shortly before them.
 
-        For each position, this is the end of the last whole block up to it. Only recurrent layers need marks. In a
-        model without such layers, sequences may begin after any block.
+        Each position is rounded down to the end of a whole block. Only models with recurrent layers need marks. In
+        other models, sequences may begin after any block.
         """
         if self.states is not None and self.prefix_caching:
             self.states.mark(slot, positions)
@@ -247,7 +248,7 @@ class BlockCache(BlockTables):
         return keeper.fetch(slot, missing)
 
     def _lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks the cache lacks for these keys; 1 where only the place for a state is lacking."""
+        """Return how many blocks the cache lacks for these keys. If only a place for a state is lacking, return 1."""
         few = max(kind.lacks_blocks(keys) for kind in self.kinds)
         return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
 
@@ -411,7 +412,7 @@ def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
 def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> CacheShape:
     """Return the shape of the cache that `BlockCache.create` makes.
 
-    It has no windows where no block is given back.
+    The shape has no windows where the cache never gives blocks back.
     """
     if backend == "paged" and device == "cpu":
         return shape.within(max_seq_len)
@@ -421,12 +422,13 @@ def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> 
 def written_blocks(
     window: int | None, block_tokens: int, num_blocks: int, max_batch_size: int, pass_tokens: int = 0
 ) -> int:
-    """Return how many blocks of one kind of layers are ever written. Without a window, these are all blocks.
+    """Return how many blocks of one kind of layers are ever written. Without a window, all blocks are written.
 
-    With a window, they are the blocks that running sequences see, and the blocks that are kept for later sequences that
-    begin alike. Where a pass runs more than WRITTEN_TOKENS tokens of one prompt, the prompt takes the blocks that are
-    kept for later sequences before it takes others. The count assumes that no beam search has many rows pending.
-    pass_tokens: the number of tokens in the largest pass; 0 = no sequence runs more than WRITTEN_TOKENS in a pass.
+    With a window, only two sorts of blocks are written: blocks that running sequences see, and blocks that are kept so
+    that later sequences can begin with them. A prompt that runs more than WRITTEN_TOKENS tokens in one pass first takes
+    the kept blocks. It takes other blocks only when the kept blocks are used up. The count assumes that no beam search
+    has many rows pending. pass_tokens: the number of tokens in the largest pass; 0 = no sequence runs more than
+    WRITTEN_TOKENS in a pass.
     """
     if window is None:
         return num_blocks

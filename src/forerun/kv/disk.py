@@ -167,7 +167,7 @@ def _shelves(path: Path) -> list[Path]:
 
 
 class Folder:
-    """A folder with the shelf of each model, no larger than `num_bytes`, and the thread that writes to it.
+    """A folder of at most `num_bytes` bytes with the shelf of each model, and the thread that writes to the folder.
 
     Raises BadOption for a folder that other users can read, or that holds other files. Where writing fails later, the
     folder is still read, and a warning is logged once.
@@ -237,7 +237,7 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def add(self, job: Callable[[], bool]) -> None:
-        """Let the writing thread call `job` whenever the thread is woken, again and again until `job` returns False."""
+        """Make the writing thread call `job` each time the thread wakes, and repeat the call until it returns False."""
         self._jobs.append(job)
 
     def wake(self) -> None:
@@ -275,9 +275,9 @@ class Folder:
     def segments(self) -> list[tuple[Path, int, float]]:
         """Return the segments, sorted by the time of their last write, the oldest first.
 
-        Each is given by its path without ending, its number of bytes, and this time. A time in the future comes from a
-        wrong clock and counts as 0. Otherwise such a segment would stay for ever, and new segments would be removed in
-        its place.
+        A segment is given by its path without suffix, its number of bytes, and the time of its last write. A time in
+        the future comes from a wrong clock, and 0 is returned in its place. Otherwise such a segment would stay for
+        ever, and new segments would be removed instead.
         """
         segments, latest = [], time.time() + AHEAD_S
         for rows in self.path.glob(f"*/*{ROWS}"):  # a killed process may have left rows without entries
@@ -292,8 +292,8 @@ class Folder:
     def shrink(self, room: int = 0) -> None:
         """Remove the segments that were written longest ago, until `room` more bytes fit into the folder.
 
-        Before that, the used blocks of these segments are carried to new segments, at most as many as fit into one
-        segment.
+        Before the removal, the used blocks of these segments are carried to new segments, at most as many as fit into
+        one segment.
         """
         segments = self.segments()
         excess = sum(size for _, size, _ in segments) + room - self.num_bytes

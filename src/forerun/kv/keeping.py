@@ -1,4 +1,4 @@
-"""The link between a KV cache and its shelf on disk: writes published blocks, and fetches blocks before a request runs.
+"""The link from a KV cache to its shelf on disk. It writes published blocks, and fetches blocks before requests run.
 
 A cache notifies its `Keeper` of each block that it publishes. The folder's thread copies the block's rows and writes
 them later, because the rows of a published block do not change. Where the block is withdrawn before that (evicted, or
@@ -96,7 +96,7 @@ class Fetch:
 
 
 class Keeper:
-    """Writes the published blocks of one cache to a shelf, and reads blocks from the shelf."""
+    """The link between one cache and a shelf: it writes the cache's published blocks, and fetches blocks."""
 
     def __init__(self, pools: Pools, shelf: Shelf) -> None:
         self.shelf, self._pools = shelf, pools

@@ -36,9 +36,10 @@ class LentCache:
         self.kinds = [_LentTables(cache, kind) for kind in range(len(cache.kinds))]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the view of a pass: all rows of its slots to read, and in place of rows to write the last kept rows.
+        """Return the view of a pass. Its rows to read are all rows of the pass's slots.
 
-        Raises InternalError where a run is not one row at the index of the last kept row.
+        Its rows to write are the last kept rows of the slots. Raises InternalError where a run is not one row at the
+        index of the last kept row.
         """
         self.kinds[kind].tables(batch)
         reads = [self._cache.rows(slot, 0, batch.end(b), kind) for b, slot in enumerate(batch.slots)]

@@ -110,8 +110,8 @@ class Pool:
     def read(self, rows: Rows) -> tuple[Array, Array]:
         """Return keys and values of these rows, each [n, num_kv_heads, head_dim]; float32 for bfloat16 and 8 bits.
 
-        Keys in 8 bits have the order of dimensions in which they are stored, see kv/rounded.py. Where nothing is
-        converted, a slice is not copied.
+        Keys in 8 bits have the order of dimensions in which they are stored, see kv/rounded.py. Rows given as a
+        slice are copied only where they are converted.
         """
         if self.keys.dtype == "int8":
             keys = plain_keys(self.keys.values[rows], self.head_dim, refined=self.refined)
@@ -200,7 +200,7 @@ class LayerPools:
             yield from (pool.keys[rows], pool.values[rows])
 
     def record_bytes(self, kind: int) -> int:
-        """See `Pools`."""
+        """Return the bytes of one block in all layers of a kind, or of one state, see `Pools`."""
         if kind == len(self.of_kind):
             return sum(part[:1].nbytes for pool in self.states.values() for part in (pool.states, pool.history))
         return sum(self.block_tokens * sum(pool.row_bytes) for pool in self.of_kind[kind])
@@ -222,7 +222,7 @@ class HostPools(LayerPools):
         self._moved = [self.for_native(pools) if pools else None for pools in self.of_kind]
 
     def copy(self, sources: list[int], targets: list[int], kind: int = 0) -> None:
-        """See `Pools`."""
+        """Copy rows `sources` to rows `targets` in all layers of a kind."""
         if (moved := self._moved[kind]) is not None:
             moved.copy(sources, targets)
             return
@@ -231,22 +231,22 @@ class HostPools(LayerPools):
                 part[targets] = part[sources]
 
     def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
-        """See `Pools`."""
+        """Copy rows of inputs in all recurrent layers."""
         for pool in self.states.values():
             for part in (pool.inputs.values, pool.gates.values):
                 part[targets] = part[sources]
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
-        """See `Pools`."""
+        """Put zeros into these rows in all layers."""
         for tensor in self.tensors():
             tensor.values[rows] = 0
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
-        """See `Pools`."""
+        """Copy the rows of a block, or a state, into `out`, see `Pools`."""
         self._move(kind, block, out, to_pools=False)
 
     def load(self, kind: int, block: int, rows: memoryview) -> None:
-        """See `Pools`."""
+        """Fill a block, or a state, with the bytes that `save` has copied."""
         self._move(kind, block, rows, to_pools=True)
 
     def _move(self, kind: int, block: int, rows: memoryview, *, to_pools: bool) -> None:

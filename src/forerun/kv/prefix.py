@@ -100,9 +100,9 @@ class PrefixIndex:
         self._passed.pop(block, None)
 
     def touch(self, key: Key) -> None:
-        """Count the block that is published under a key as used just now, if the block is evictable.
+        """Mark the block that is published under a key as used just now, if the block is evictable.
 
-        A sequence calls this at its end, because its own block may be private and equal to the published block.
+        This is called at the end of a sequence, whose own block may be private and equal to the published block.
         """
         block = self._block_of.get(key, -1)
         if block in self._evictable or block in self._passed:

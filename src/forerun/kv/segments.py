@@ -86,7 +86,7 @@ class Segment:
         """Overwrite entries in their file. entries: the new bytes, by number of the entry.
 
         Does nothing where the file no longer exists or may not be written to. The time of the file is set as well, even
-        without entries, because it counts as the last use of the segment.
+        where `entries` is empty, because this is the time of the segment's last use.
         """
         with suppress(OSError), open(self.entries, "r+b") as file:
             for number, entry in entries.items():
@@ -150,8 +150,8 @@ def used_blocks(path: Path) -> list[Carried]:
 def carry(blocks: Iterable[Carried], num_bytes: int) -> None:
     """Write blocks to new segments, as many as fit into `num_bytes` bytes in all.
 
-    A block stays in the folder (shelf) of its model. Blocks with the most uses come first, and among blocks with
-    equally many uses the oldest. So a block of a text is never dropped before its continuation.
+    A block stays in the folder (shelf) of its model. The blocks with the most uses are written first. Where blocks have
+    equally many uses, the oldest is written first. So a block of a text is never dropped before its continuation.
     """
     writers = dict[Path, Writer]()
     for block in sorted(blocks, key=lambda block: -block.entry.uses):

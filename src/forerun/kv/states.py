@@ -76,8 +76,9 @@ class _Line:
     state: the state that the sequence stands on. start: the number of tokens in that state. rows: the rows of kept
     tokens after `start`. pending: the rows of pending tokens. run: the rows of the run that is being written. saves:
     the states that the run writes, by position. snapshots: the states that wait for the keys of their blocks, by
-    position. marks: the positions whose states are to be published. sure: the number of tokens that are known to stay,
-    in whole blocks. ends: for the positions `start` and `sure`, the tokens of the block that ends there.
+    position. marks: the positions whose states are to be published. sure: the number of tokens that are known to be
+    final, in whole blocks of STATE_TOKENS. ends: for the positions `start` and `sure`, the tokens of the block that
+    ends there.
     """
 
     state: int = NOWHERE
@@ -101,8 +102,8 @@ class StateTables:
     """The places of the states and input rows of all sequences of one model, kept on the host without tensors.
 
     copy: copies input rows to other rows, in all recurrent layers. block_tokens: the number of tokens of a block;
-    states are published under the keys of blocks. keeper: is notified of states that are published, found and
-    withdrawn, as if they were blocks of kind `kind`.
+    states are published under the keys of blocks. keeper: the Keeper to notify of states that are published, found and
+    withdrawn. For the keeper, a state is a block of kind `kind`.
     """
 
     def __init__(
@@ -150,9 +151,9 @@ class StateTables:
             self._used(state, keys[-1], line.ends[line.start])
 
     def mark(self, slot: int, positions: Collection[int]) -> None:
-        """Let the states near these positions be published, once the sequence has passed them.
+        """Have states published at or shortly before these positions, once the sequence has reached them.
 
-        For each position, this is the state at the end of the last whole block up to the position.
+        Each position is rounded down to a common multiple of `block_tokens` and STATE_TOKENS.
         """
         line = self._lines[slot]
         whole = {position // self._unit * self._unit for position in positions}
@@ -173,10 +174,10 @@ class StateTables:
             self._copy(line.rows, copies)
 
     def publish(self, slot: int, tokens: Seq[int], keys: Seq[Key]) -> None:
-        """Note that these tokens stay, and publish the marked states among them, for other sequences to begin with.
+        """Record that these tokens are final, and publish the marked states that lie within them.
 
-        tokens: the committed tokens, from the beginning. keys: the keys of the sequence's published blocks, from the
-        first block on.
+        Later sequences can begin from published states. tokens: the committed tokens, from the beginning. keys: the
+        keys of the sequence's published blocks, from the first block on.
         """
         line = self._lines[slot]
         line.sure = max(line.sure, min(len(tokens), line.length) // STATE_TOKENS * STATE_TOKENS)
@@ -317,8 +318,8 @@ class StateTables:
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held]) -> list[int]:
         """Keep some of the pending rows and of the rows just written, as KVCache.keep does.
 
-        The states that the pass wrote stay, too. Returns the slots that have reached the end of a block of STATE_TOKENS
-        tokens.
+        The states that the pass wrote are kept, too. Returns the slots that have reached the end of a block of
+        STATE_TOKENS tokens.
         """
         reached = list[int]()
         for slot, rows in kept.items():
@@ -344,7 +345,10 @@ class StateTables:
         return reached
 
     def _arrive(self, line: _Line) -> None:
-        """Move a sequence to the last state that its pass wrote, and hold the states of marks, which wait for keys."""
+        """Move a sequence to the last state that its pass wrote.
+
+        States at marked positions are kept until the keys of their blocks are known.
+        """
         for position, state in sorted(line.saves.items()):
             if position in line.marks:
                 line.marks.discard(position)
@@ -370,9 +374,10 @@ class StateTables:
         self._arrive(line)
 
     def cut_length(self, slot: int, length: int, keys: Seq[Key], can_cut: Callable[[int], bool]) -> int:
-        """Return `length` if a slot can be cut to it, else the next smaller length with a published state, or 0.
+        """Return the largest length, at most `length`, to which a slot can be cut.
 
-        keys: the keys of the slot's published blocks. can_cut: returns whether the other layers can be cut to a length.
+        It is `length` itself, or a length with a published state, or 0. keys: the keys of the slot's published blocks.
+        can_cut: returns whether the other layers can be cut to a length.
         """
         if self._line(slot).start <= length and can_cut(length):
             return length

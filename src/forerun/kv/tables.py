@@ -21,10 +21,10 @@ one or more slots. A block is only written to if one slot refers to it and it is
 this. Three cases need an explanation:
 
 *A slot is cut inside a block that is published or shared.* `truncate_to` leaves the block as it is, because its rows
-are still right, and other slots may be reading them. A slot must call `reserve` before it writes after the cut.
-`reserve` makes the block private. If this slot is its only user, the block is withdrawn. Otherwise the kept rows are
-copied into a new block. So a cut never needs memory and cannot fail, and a slot that is cut again or released copies
-nothing.
+are still right, and other slots may be reading them. After the cut, `reserve` must be called before rows are written to
+the slot. `reserve` makes the block private. If the slot is the block's only user, the block is withdrawn. Otherwise the
+kept rows are copied into a new block. So a cut never needs memory and cannot fail, and nothing is copied for a slot
+that is cut again or released.
 
 *Two slots computed the same block.* Later sequences find the block that was published first, and the second slot's
 block stays private. Blocks that the second slot publishes later are found as continuations of the first block, until
@@ -62,8 +62,8 @@ class _Slot:
     """The blocks and rows of one sequence.
 
     table: the sequence's blocks. The blocks before index `first` were given back. root: the key before the first block.
-    keys: the keys of the leading blocks that are published, by this slot or as equal blocks by other slots. length: the
-    number of kept rows. pending: the parents of the pending rows.
+    keys: the keys of the leading blocks for which this slot or another slot has published a block with the same tokens.
+    length: the number of kept rows. pending: the parents of the pending rows.
     """
 
     table: list[int]
@@ -85,12 +85,12 @@ class _Slot:
 
 
 class BlockTables:
-    """The blocks of all sequences of one model, shared where sequences begin alike.
+    """The blocks of all sequences of one model. Sequences that begin with the same tokens share blocks.
 
     copy: copies physical rows, sources [n] to targets [n], one after the other, in every layer of these tables.
     prefix_caching: whether sequences share blocks. window: how many positions a row sees, its own included; None = all.
-    touched_blocks: once this number of blocks has been written, an evictable block is taken before a block that was
-    never written, because the operating system gives memory to a block only when it is written; None = num_blocks.
+    touched_blocks: once this number of blocks has been written, evictable blocks are taken before blocks that were
+    never written. This saves memory, because a block takes memory only when it is written. None = num_blocks.
     prefix_queries_tokens, prefix_hit_tokens: how many tokens `open` has looked up in all, and for how many it found
     rows.
     """
@@ -149,7 +149,7 @@ class BlockTables:
         return most
 
     def begin(self, slot: int, keys: list[Key], tokens: Seq[int], salt: str | None) -> None:
-        """Begin a sequence of these tokens with the blocks of these keys. keys: no more than `num_found` allows."""
+        """Begin a sequence of `tokens` with the published blocks of `keys`. keys: no more than `num_found` allows."""
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
         length = len(keys) * self.block_tokens
@@ -163,7 +163,7 @@ class BlockTables:
             self._used(block, keys[i], tokens[i * self.block_tokens : (i + 1) * self.block_tokens])
 
     def _counted(self, slot: int, num_tokens: int) -> int:
-        """Add the numbers of tokens that `open` looked up and found to the totals. Returns the number that it found."""
+        """Add to the totals how many tokens `open` looked up, and how many it found. Returns the number found."""
         num_hits = self._slots[slot].length
         if self.prefix_caching:
             self.prefix_queries_tokens += num_tokens
@@ -171,9 +171,9 @@ class BlockTables:
         return num_hits
 
     def _first_seen(self, length: int, spare: int = 0) -> int:
-        """Return the index of the first block that rows from position `length - spare` on see.
+        """Return the index of the first block that a row at position `length - spare` sees.
 
-        The last full block always counts as seen.
+        Where the row sees no full block, return the index of the last full block.
         """
         if self.window is None:
             return 0
@@ -466,9 +466,9 @@ class BlockTables:
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = _NONE_HELD) -> list[int]:
         """In each slot, keep some of the pending rows and of the rows just written, in order, and drop the other rows.
 
-        kept: for each slot, the indices of the rows to keep, ascending. An index counts the pending rows first, and
-        then the rows of the run. held: for each slot, rows after the kept ones that stay pending. Returns the slots in
-        which a block has become full. Such a block can be published when all kept tokens are committed.
+        kept: for each slot, the indices of the rows to keep, ascending. The pending rows are numbered first, and
+        then the rows of the run. held: for each slot, rows that come after the kept rows and stay pending. Returns the
+        slots in which a block has become full. Such a block can be published when all kept tokens are committed.
 
         A path through a tree is copied down to consecutive rows. A source is never before its destination, so ascending
         copies are safe (Miao et al. 2023). One call copies for all slots and layers. A chain moves nothing.
@@ -499,8 +499,8 @@ class BlockTables:
     def hold(self, slot: int, parents: Seq[int]) -> None:
         """Make the rows of the run just written pending, after earlier pending rows.
 
-        parents: the parent of each row, as an index that counts the pending rows first, and then the rows of the run;
-        -1 = the kept rows. Raises InternalError for a parent that does not come before its child, and where too few
+        parents: the index of each row's parent; -1 = the kept rows. The pending rows are numbered first, and then the
+        rows of the run. Raises InternalError for a parent that does not come before its child, and where too few
         rows are reserved.
         """
         own = self._slots[slot]
@@ -514,7 +514,7 @@ class BlockTables:
         """Set the kept length, drop pending rows, and give back every block at index >= ceil(length / block_tokens).
 
         Returns the kept length. It is 0 where the next row would see blocks that were given back because of a window.
-        Raises InternalError where `length` is more than the slot's kept length, because the rows after it may hold
+        Raises InternalError where `length` is more than the slot's kept length, because later rows may hold
         anything.
         """
         entry = self._slots[slot]
@@ -561,7 +561,7 @@ class BlockTables:
         """Raise InternalError where the data of the blocks contradict each other. Takes longer for a larger pool.
 
         Each block is free, evictable or used, and its count of users agrees with the tables. The index has each
-        published block under the tokens that it holds. Tables are long enough for their slots. No slot can write into a
+        published block under the right key. Tables are long enough for their slots. No slot can write into a
         block that another slot may read.
         """
         users = Counter(block for entry in self._slots.values() for block in entry.live)
