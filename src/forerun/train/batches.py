@@ -75,7 +75,7 @@ class WindowStream:
 
     @property
     def num_tokens(self) -> int:
-        """See `Rows`."""
+        """The number of tokens in one epoch."""
         return len(self.tokens)
 
     @property
@@ -108,11 +108,11 @@ class WholeRows:
 
     @property
     def num_tokens(self) -> int:
-        """See `Rows`."""
+        """The number of tokens in one epoch."""
         return self.ids.size
 
     def rows(self, first: int, count: int) -> Tensor:
-        """See `Rows`."""
+        """Return the rows first .. first+count-1 of the endless sequence, int64 [count, L + 1]."""
         chosen: list[int] = []
         while len(chosen) < count:
             epoch, index = divmod(first + len(chosen), len(self.ids))

@@ -1,4 +1,4 @@
-"""Writes the model card of a pair from the logs of its training, so that every number in the card was measured."""
+"""The model card of a pair, written from the logs of the training, so that every number in the card was measured."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
 class Prompt:
     """One held-out prompt.
 
-    text: its last line ends a signature, a docstring or a statement. module: the path of the source.
+    text: the prompt, which ends after a signature, a docstring or a statement. module: the path of the source file.
     """
 
     id: str

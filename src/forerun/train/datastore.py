@@ -1,4 +1,4 @@
-"""Makes the file of the drafter `datastore`: the tokens of texts, and their suffix array (REST, arXiv 2311.08252)."""
+"""The file of the drafter `datastore`: the tokens of texts, and their suffix array (REST, arXiv 2311.08252)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(
     """Write a datastore of texts (read_texts) with the ids of a target to `out`, and return its number of tokens.
 
     target: as for LLM; None = the default target. progress: called after each text, with the number of tokens so far.
-    Raises UserError for impossible options, where possible before any text is read.
+    Raises UserError for wrong options, and does so before any text is read where it can.
     """
     if out.is_dir() or not out.parent.exists():
         raise BadOption(f"out={str(out)!r} is not possible: it must be a file in a folder that exists")
@@ -68,9 +68,9 @@ def save(tokens: Ints, out: Path, fingerprint: str) -> None:
 def suffix_array(tokens: Ints) -> Ints:
     """Return the starts of all suffixes of `tokens` [n] in lexicographic order.
 
-    A suffix comes before every longer suffix that begins with it. By prefix doubling (Manber, Myers 1993): once
-    suffixes are sorted by their first h tokens, they are sorted by their first 2 h tokens, with the ranks of the
-    suffixes that begin h tokens later. Only suffixes with equal first h tokens are sorted again.
+    A suffix comes before every longer suffix that begins with it. The suffixes are sorted by prefix doubling (Manber,
+    Myers 1993). Sorting by the first h tokens gives each suffix a rank. Then suffixes with equal first h tokens are
+    sorted by the rank of the suffix that begins h tokens later. Now all are sorted by their first 2 h tokens.
     """
     num = len(tokens)
     order = np.argsort(tokens, kind="stable")

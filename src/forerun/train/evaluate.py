@@ -1,4 +1,4 @@
-"""Measures alpha-hat of a target and its draft model, by decoding held-out prompts with the package's own engine."""
+"""Measurement of alpha-hat for a target and its draft model, by decoding held-out prompts with forerun's own engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from forerun.types import SamplingParams
 
 @dataclass(frozen=True)
 class PairNumbers:
-    """Counts over all prompts. alpha_hat: accepted / tested tokens; None where no token was tested."""
+    """The counts of a target and its draft model over all prompts.
+
+    alpha_hat: accepted / tested tokens; None where no token was tested.
+    """
 
     temperature: float
     num_prompts: int

@@ -1,4 +1,4 @@
-"""The features that a head reads: hidden states of the target on texts, recorded as it writes, or computed again.
+"""The features that a head reads: hidden states of the target on texts, recorded while it writes, or computed again.
 
 The features of a token are the residual stream after some layers, the hidden state after the final norm, and the
 likeliest next id. Hidden states are always rounded to bfloat16, so a run on stored features equals a run on recomputed
@@ -60,7 +60,7 @@ class FeatureSource(Protocol):
 
 
 class Recomputed:
-    """Runs the target over a text whenever the features of the text are asked for.
+    """A source that runs the target over a text whenever the features of the text are asked for.
 
     layers: for each wanted hidden state, the number of layers before it. longest: the most tokens of a text.
     """
@@ -72,7 +72,7 @@ class Recomputed:
         self._runner = Runner(model, cache, taps=self._taps)
 
     def of(self, sample: Sample) -> Features:
-        """See FeatureSource. Runs the text in chunks."""
+        """Return the features of one text. The target runs the text in chunks."""
         runner, ids = self._runner, sample.ids.tolist()
         parts: list[Features] = []
         runner.cache.open(SLOT)
@@ -137,7 +137,7 @@ class Stored:
         self._rows: NDArray[Any] = self.file.rows() if samples else np.empty(0)
 
     def of(self, sample: Sample) -> Features:
-        """See FeatureSource."""
+        """Return the features of one text."""
         start = self._starts[sample.number]
         rows = self._rows[start : start + len(sample.ids)]
         return Features(
@@ -185,7 +185,7 @@ def facts_of(model: LoadedModel, samples: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_layers(folder: Path, wanted: Seq[int]) -> tuple[int, ...]:
-    """Return all layers that a folder stores. If these lack a wanted layer, return the wanted layers."""
+    """Return all layers that a folder stores, if it stores the wanted layers. Otherwise return the wanted layers."""
     path = folder / "features.json"
     had = read_json(path).get("layers") if path.exists() else None
     return tuple(had) if isinstance(had, list) and set(wanted) <= set(had) else tuple(wanted)

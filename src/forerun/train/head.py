@@ -53,12 +53,12 @@ class HeadTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the method, the first weights, and the samples' options. A run may resume with more texts."""
+        """The method, the first weights and the samples' options, see `Task`. So a run may resume with more texts."""
         begun = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
         return begun | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
 
     def loss(self, step: int) -> Tensor:
-        """See `Task`."""
+        """Return the loss of the batch of one step."""
         if hasattr(self.head, "at"):
             self.head.at(step / self.config.steps)
         with autocast(self.config):
@@ -81,7 +81,10 @@ class HeadTask:
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the folder out/head. Also write out/model where the target was trained too, or gets the head."""
+        """Write the folder out/head.
+
+        Also write out/model, if the target was trained too, or if the head is added to a copy of the target.
+        """
         weights, sizes = self.head.files()
         method, _ = registry.parse_spec(self.config.method)
         head_files.save(

@@ -45,7 +45,7 @@ BALANCE = 0.01  # weight of each router's imbalance (Fedus, Zoph, Shazeer 2021, 
 
 
 def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> dict[str, Any]:
-    """Train a language model by `loop.train`. Raises BadOption where the out folder's state is of another run."""
+    """Train a language model by `loop.train`. Raises BadOption where the out folder's state belongs to another run."""
 
     def shown_prepare() -> LanguageModel:
         with loop.progress_bar(quiet) as progress:
@@ -59,8 +59,8 @@ def train(config: TrainConfig, *, resume: bool = False, quiet: bool = False) -> 
 class Data:
     """The data of a run, and the tokenizer and end ids that the checkpoint needs. validation [n, seq_len + 1].
 
-    facts: for run.json. tokenizer_folder, end_id: None where the data are rows of ids, without text. end_id: the id
-    after each text. end_ids: the ids that end an output.
+    facts: the entries for run.json. tokenizer_folder, end_id: None where the data are rows of ids, without text.
+    end_id: the id after each text. end_ids: the ids that end an output.
     """
 
     batches: batches.Mixture
@@ -88,18 +88,18 @@ class LanguageModel:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Task`: the shape, the loss, and the data. A run may resume with more samples."""
+        """The shape, the loss and the data, see `Task`. A run may resume with more samples."""
         names = ("shape", "loss", "teacher", "after", "seed")
         return {**{name: getattr(self.config, name) for name in names}, **self.data.facts}
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """See `Task`. Empty, because all weights have the usual rate."""
+        """Empty, because all weights have the usual learning rate, see `Task`."""
         return {}
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """See `Task`."""
+        """The entries for run.json, see `Task`."""
         mixture = self.data.batches
         return {
             "num_parameters": self.config.shape.num_parameters,
@@ -109,7 +109,7 @@ class LanguageModel:
         }
 
     def loss(self, step: int) -> Tensor:
-        """See `Task`. Nothing is learned from tokens on which an earlier draft agrees with the target."""
+        """Return the loss of the batch of one step, without tokens on which an earlier draft agrees with the target."""
         windows = self.data.batches.batch(step).to(self.config.device)
         self.ops.imbalances.clear()
         with autocast(self.config):
@@ -132,7 +132,7 @@ class LanguageModel:
 
         With a teacher, also measure the KL divergence, alpha at temperature 1, and the share of tokens on which both
         models agree greedily. With earlier drafts, also measure the share of tokens on which at least one earlier draft
-        agrees with the teacher, and the share on which an earlier draft or this model does.
+        agrees with the teacher, and the share on which an earlier draft or this model agrees.
         """
         sums: dict[str, float] = {}
         rows_per_step, validation = self.config.rows_per_step, self.data.validation

@@ -51,7 +51,7 @@ class Task(Protocol):
         """Return numbers on held-out data."""
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
-        """Write the current weights as the checkpoint or head that will be used. log: the lines of log.jsonl."""
+        """Write the current weights as a checkpoint or head that can be loaded. log: the lines of log.jsonl."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Fits the tables of the drafters `unigram` and `bigram`: how often tokens occur, and which tokens follow which."""
+"""The tables of the drafters `unigram` and `bigram`, fitted to texts: counts of tokens, and of pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def train(
 ) -> Fit:
     """Fit tables to texts (read_texts) with the tokenizer of a target, and write them to `out`.
 
-    target: as for LLM; None = the default target. progress: called after each text. Raises UserError for impossible
-    options, where possible before any text is read.
+    target: as for LLM; None = the default target. progress: called after each text. Raises UserError for wrong
+    options, and does so before any text is read where it can.
     """
     for name, value, most in (("order", order, 2), ("max_followers", max_followers, tables.MOST_IDS)):
         if not 1 <= value <= most:

@@ -16,7 +16,7 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class TrainingOps(ReferenceOps):
-    """The reference operators over rows that are consecutive sequences of `seq_len_tokens` tokens each, in one run.
+    """The reference operators over one run, whose rows are consecutive sequences of `seq_len_tokens` tokens each.
 
     So training runs the same forward pass of the decoder as serving does, with one difference: keys, values and states
     come from the sequences themselves and not from a cache. Recurrent layers are computed by chunks, because gradients
@@ -30,7 +30,7 @@ class TrainingOps(ReferenceOps):
         self.imbalances: list[Tensor] = []
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """See `ReferenceOps`. Records the imbalance of passes with gradients, and so none of a teacher's passes."""
+        """Record a router's imbalance, but only in passes with gradients, so never in a teacher's passes."""
         if scores.requires_grad:
             self.imbalances.append(losses.imbalance(scores, chosen))
 

@@ -1,4 +1,4 @@
-"""Questions of people, from published files of conversations. A target answers them, and drafters learn from this.
+"""Questions that people asked, from published files of conversations. Drafters learn from a target's answers to them.
 
 A file is JSON lines or a JSON list. A list that is cut short is read up to the cut. An entry is a text, an object with
 a `prompt`, a `question` or an `instruction`, or an object with a conversation: `conversations` as in ShareGPT,

@@ -169,9 +169,9 @@ def _sample(
     say: Callable[[str], None],
     clock: Callable[[], float],
 ) -> State:
-    """Let the target write until its share of the time is over, or the questions have run out.
+    """Let the target write until the time for sampling is over, or the questions have run out.
 
-    Returns the new state.
+    The target writes at least LEAST_TOKENS tokens, if there are enough questions. Returns the new state.
     """
     begun, limit_s = clock(), SAMPLE_SHARE * 3600 * config.hours
     num_tokens = 0

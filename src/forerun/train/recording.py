@@ -1,4 +1,4 @@
-"""Keeps the hidden states of a target while it writes, so that no text is run again when a head learns from them."""
+"""Recording of a target's hidden states while it generates, so that training a head does not run any text again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Recording:
     file: FeatureFile | None = field(default=None, init=False)
 
     def make(self, target: Target) -> Drafter:
-        """Return the drafter that records features. LLM calls this as the option `draft`."""
+        """Return the drafter that records features. Pass this method to LLM as the option `draft`; LLM calls it."""
         self.recorder = Recorder(target, self.layers)
         return self.recorder
 
@@ -93,6 +93,6 @@ class Recording:
         self.file.write(start, features)
 
     def take(self, seq_id: int, num_tokens: int) -> Features:
-        """See Recorder."""
+        """Return the features of a sequence's first `num_tokens` tokens, and forget the sequence, see `Recorder`."""
         assert self.recorder is not None
         return self.recorder.take(seq_id, num_tokens)

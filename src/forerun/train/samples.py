@@ -1,8 +1,8 @@
-"""A file of texts that a target wrote itself, as token ids: `forerun train sample` appends to it, training reads it.
+"""A file of texts that a target wrote itself, as token ids. `forerun train sample` writes it, and training reads it.
 
-The file begins with a line that names the format. Then comes a line of JSON with the tokenizer and the weights that
-wrote the texts, and with the options. Records follow, each with a checksum. A process that is killed leaves at most one
-incomplete record, the last. This record is dropped when the next run opens the file.
+The file begins with a line that names the format. Then comes a line of JSON with the options, and with fingerprints of
+the tokenizer and the weights that wrote the texts. Records follow, each with a checksum. A process that is killed
+leaves at most one incomplete record, the last. This record is dropped when the next run opens the file.
 
 Records are in the order of their numbers, and each depends on its number and the options alone. So a file that was
 interrupted and continued is equal to an uninterrupted file, byte by byte. The options may not change in between, except
@@ -42,7 +42,7 @@ class Sample:
     """One text.
 
     number: its place in the order of all samples. temperature: the temperature of the answer. ids: the whole text. The
-    first `num_given` ids were given to the target, which wrote the others. answer_at: the index at which the answer
+    first `num_given` ids were given to the target, which wrote the rest. answer_at: the index at which the answer
     begins. Where the target wrote the question as well, the question comes before this index, and so do the ids of the
     chat template between question and answer.
     """
@@ -66,13 +66,13 @@ class Sample:
 
 
 class SampleWriter:
-    """Appends samples to a file. The options of an existing file are checked first.
+    """A writer that appends samples to a file. The options of an existing file are checked first.
 
     options: everything that samples depend on. An existing file must have the same options, except for `texts`.
-    num_tokens: the number of ids in the file. next_number: the number of the next sample: 1 more than the number of the
-    last sample in the file. So duplicates that were left out after that sample are made once more. Raises BadOption for
-    a file with other options, and for a file that another process writes to. Raises UnsupportedModel for a file of
-    another kind, and for a file that is damaged before its last record.
+    num_tokens: the number of ids in the file. next_number: the number of the next sample, which is 1 more than the
+    number of the last sample in the file. So duplicates that were left out after the last sample are made once more.
+    Raises BadOption for a file with other options, and for a file that another process writes to. Raises
+    UnsupportedModel for a file of another kind, and for a file that is damaged before its last record.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -164,7 +164,7 @@ class Samples:
     samples: tuple[Sample, ...]
 
     def split(self, held_out: bool) -> list[Sample]:
-        """Return the held-out samples, or else the samples that training may see."""
+        """Return the samples that are held out from training. With held_out = False, return the other samples."""
         return [sample for sample in self.samples if sample.is_held_out == held_out]
 
 

@@ -1,4 +1,4 @@
-"""Measures how likely a target accepts the first, second, ... child that a draft model proposes, for Sequoia trees."""
+"""Measurement of how likely a target accepts each child that a draft model proposes, by rank, for Sequoia trees."""
 
 from __future__ import annotations
 

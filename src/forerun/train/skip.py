@@ -1,8 +1,8 @@
 """`forerun train skip` searches for the layers of a target that draft for it best (Draft & Verify, arXiv 2309.08168).
 
-Two shares are measured for a set of layers: the share of positions of a text at which the set's likeliest token is the
-target's, and the share of the target's bytes that a pass through the set reads. Equation (1) of Leviathan et al. 2023
-turns both into a speed-up over plain decoding.
+Two numbers are measured for a set of layers. The first is the share of positions in a text at which the set's
+likeliest token is the target's. The second is the bytes that a pass through the set reads, as a fraction of the bytes
+of a target pass. Equation (1) of Leviathan et al. 2023 turns both into a speed-up over plain decoding.
 
 The paper searches by Bayesian optimisation. This search first leaves out each layer alone. Then it leaves out,
 together, the layers whose absence cost the least agreement. At last, it adds or removes single layers of the best set
@@ -41,8 +41,8 @@ FLIPS = 20  # random tries for each set that may be scored
 class Scored:
     """A set of layers with its score.
 
-    agreement: the share of positions at which the set's likeliest token is the target's. speedup: over plain decoding,
-    by equation (1) with the best draft length. Overhead and the costs of wider passes are not counted.
+    agreement: the share of positions at which the set's likeliest token is the target's. speedup: the speed-up over
+    plain decoding, by equation (1) with the best draft length, without overhead and the costs of wider passes.
     """
 
     layers: tuple[int, ...]
@@ -51,7 +51,7 @@ class Scored:
 
 
 class Scorer:
-    """Scores sets of layers of one model on texts.
+    """A scorer for sets of layers of one model, on texts.
 
     windows: pieces of the texts as ids; each is run as one sequence. Raises BadOption for a model in which some layers
     read the keys of other layers.
@@ -73,7 +73,7 @@ class Scorer:
         self._wanted = self._choices(None)
 
     def cost(self, layers: Seq[int]) -> float:
-        """Return the share of a target pass's bytes that a pass through these layers reads."""
+        """Return the bytes that a pass through these layers reads, as a fraction of the bytes of a target pass."""
         return 1 - self._layer_share * (self.num_layers - len(layers))
 
     def score(self, layers: Seq[int]) -> Scored:

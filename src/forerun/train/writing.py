@@ -1,4 +1,4 @@
-"""The target writes the texts that a drafter learns from, since a drafter must guess the target's texts, not people's.
+"""Texts that a target writes for a drafter to learn from, since a drafter must guess the target's texts, not people's.
 
 There are three kinds of text. *chat*: the target answers a given question. Where no questions are given, it gets only
 the opening of a user's turn. Then it writes first the question, at temperature 1, and then the answer (Xu et al. 2024,
@@ -83,7 +83,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The limits of lengths, in tokens. passage: the least and the most. question, answer: the most."""
+    """Limits for the number of tokens. passage: the least and the greatest number. question, answer: the greatest."""
 
     passage: tuple[int, int] = (16, 160)
     question: int = 160
@@ -135,7 +135,7 @@ class Plan:
 
 
 class Writer:
-    """Plans the samples of a target, and writes them.
+    """The samples of a target: `plan` decides what each sample is, and `write` has the target write the samples.
 
     texts: the texts from which passages are cut. questions: the questions with which conversations begin; questions
     that are too long are left out. Where there are no questions, the target writes its own. begun: the options of a
@@ -357,5 +357,5 @@ def first_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def longest(lengths: Lengths) -> int:
-    """Return an upper limit for the tokens of a sequence of these lengths, with room for the chat template."""
+    """Return an upper limit for the number of tokens in a sequence of these lengths, chat template included."""
     return max(lengths.question, 2 * lengths.passage[1] + 64) + lengths.answer + 256

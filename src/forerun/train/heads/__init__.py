@@ -3,7 +3,7 @@
 The package is scanned for these files. Each file defines four names. `Options` is a frozen dataclass, whose fields have
 help and range in `metadata`. `LR` is the peak learning rate where none is given. `layers` returns which residual
 streams of the target are read. `Head(options, teacher, seed)` follows the protocol below. `forerun train head` looks
-the head up in this module and gets its batches from here. loop.py trains.
+the head up in this module and gets its batches from here. loop.py has the training loop.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Teacher:
     def of(cls, model: LoadedModel, counts: Tensor, num_ids: int) -> Teacher:
         """Read the parts from a model in memory.
 
-        counts [V]. num_ids: the number of ids that have a token; the others are padding.
+        counts [V]. num_ids: the number of ids that have a token; the other ids are padding.
         """
         ids = range(model.config.vocab_size)
         embedded = model.rows.to_host(model.embed(ids))
@@ -86,7 +86,7 @@ class Teacher:
 
 
 def last_attending(target: Spec) -> int:
-    """Return the index of the last layer with attention; -1 = no layer has it."""
+    """Return the index of the last layer with attention; -1 = no layer has attention."""
     return max((i for i, block in enumerate(target.blocks) if block.attention is not None), default=-1)
 
 
@@ -263,7 +263,7 @@ class Rows:
     mass: Tensor
 
     def found(self, own: Tensor) -> Tensor:
-        """Return where the head's likeliest id is the target's, [S, L] bool. own [R, n]: logits of the learned rows."""
+        """Return where head and target agree on the likeliest id, [S, L] bool. own [R, n]: the learned rows' logits."""
         agrees = torch.zeros_like(self.wanted)
         agrees[self.learned] = self.ids[own.argmax(-1)] == self.best[self.learned]
         return agrees
@@ -337,15 +337,15 @@ def shifted(rows: Tensor, num: int) -> Tensor:
 
 
 class Head(Protocol):
-    """A head that is trained. weights: by their names in the file of the head.
+    """A head that is trained. weights: the trained weights, by their names in the head's file.
 
     Six further members are optional. `at(share)` is called before each step with the share of the steps that is done.
     `rates` has the learning rates of some weights, by name, as multiples of the usual rate. `backbone` is a copy of the
     target that is trained too (backbone.py). `go_on_as(config)` takes over settings from the config.json of an earlier
-    head, from which training goes on. `read(folder)` reads the weights of such an earlier head, where its file has
+    head, from which training goes on. `read(folder)` reads the weights of such an earlier head, where its file uses
     other names. `save_beside(out, checkpoint)` writes more beside the folder of the head.
 
-    The file of a head may have `remark(checkpoint)`, which returns a warning about this target for the user, or None.
+    The module of a head may define `remark(checkpoint)`. It returns a warning for the user about this target, or None.
     """
 
     weights: dict[str, Tensor]
@@ -360,7 +360,7 @@ class Head(Protocol):
         """Return the numbers of `Rows` by position, for the log, each as a sum and its divisor."""
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and the config.json that the drafter of this name reads."""
+        """Return the tensors and the config.json that the head's drafter reads."""
 
 
 def rate_of(spec: str, hidden_size: int = RATED_SIZE) -> float:

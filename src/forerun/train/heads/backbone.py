@@ -9,7 +9,7 @@ and the target's learning rate is a fraction of the heads' (`backbone_rate`). L_
 original target wrote, where p is the distribution of the original target and q the distribution of the new one. The
 paper uses this loss for models without a data set (section 2.3.2, self-distillation), and otherwise the cross entropy
 of a text. All layers and the final norm are trained here, while the paper trains low-rank adapters. Embeddings and LM
-head stay, so that heads may go on using rows of them.
+head stay unchanged, because heads use rows of both.
 
 The new target is another model than the original: `save` writes it as a separate checkpoint, with a card.
 """

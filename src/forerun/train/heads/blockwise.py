@@ -49,7 +49,7 @@ class Head(medusa.Head):
         super().__init__(options, teacher, seed)
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """See `medusa.Head`. The first matrix is random, and everything else is 0."""
+        """Return the first weights: the first matrix is random, and everything else is 0."""
         shapes = head_files.feed_forward_shapes(self.options.heads, self._units, width)
         weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
         weights["hidden.weight"].normal_(0, width**-0.5, generator=self._random)
@@ -77,7 +77,7 @@ class Head(medusa.Head):
         self.weights["output.bias"].copy_(fitted[:, -1])
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """See `medusa.Head`. Returns the hidden states plus one output of the layer."""
+        """Return the hidden states plus one output of the layer, for the rows that learn, [R, H]."""
         x = batch.hidden[learned].float()
         width = x.shape[-1]
         output, inner = slice(head * width, (head + 1) * width), F.relu(self._linear("hidden", x))

@@ -93,15 +93,15 @@ class Head:
         self._norm = decoder.final_norm or Norm()
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package. Does nothing."""
+        """Do nothing, because no first weights are fitted."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package. The anchors depend on the batch alone, also in a resumed run."""
+        """Return the loss of a batch. The anchors depend on the batch alone, also in a resumed run."""
         start = int(batch.ids.sum()) % self.options.every
         return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package. Measures at every possible anchor."""
+        """Return the numbers of `Rows` by position, measured at every possible anchor."""
         sums: dict[str, tuple[float, float]] = {}
         for start in range(self.options.every):
             anchors = self._anchors(batch, start)
@@ -116,12 +116,12 @@ class Head:
         return sums
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `Head` in this package."""
+        """Return the tensors and the config.json that the drafter reads."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
         return weights | {"d2t": self._vocab.offsets()}, self.config.to_json(self._teacher.config.num_layers)
 
     def go_on_as(self, config: Mapping[str, Any]) -> None:
-        """See `Head` in this package. Takes over the id of the mask, because the layers were trained with it."""
+        """Take over the id of the mask from an earlier head, because the layers were trained with this id."""
         self.config = dataclasses.replace(self.config, mask_id=int(config["dflash_config"]["mask_token_id"]))
 
     def _anchors(self, batch: Batch, start: int) -> Tensor:
@@ -187,7 +187,7 @@ def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
 
 
 def _visible(batch: Batch, anchors: Tensor) -> Tensor:
-    """Return which tokens an anchor's block may attend to: its text before the anchor, [S, A, L] bool."""
+    """Return which tokens an anchor's block may attend to: earlier tokens of the anchor's text, [S, A, L] bool."""
     before = torch.arange(batch.ids.shape[1]) < anchors.unsqueeze(1)
     return (batch.text[:, anchors].unsqueeze(2) == batch.text.unsqueeze(1)) & before
 

@@ -158,13 +158,13 @@ class SteppingHead:
         self.weights["input.weight"].copy_(torch.linalg.solve(squares + ridge, products).T)
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package. Which rows continue depends on the batch alone, also in a resumed run."""
+        """Return the loss of a batch. Which rows continue depends on the batch alone, also in a resumed run."""
         every = self._learning.every
         going_on = torch.arange(batch.ids.shape[1]) % every == int(batch.ids.sum()) % every
         return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package. All rows are measured in every step."""
+        """Return the numbers of `Rows` by step. All rows are measured in every step."""
         return measured(self._steps(batch), batch, self.ids)
 
     def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -241,7 +241,7 @@ class Head(SteppingHead):
 
     @torch.no_grad()
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `SteppingHead`. A feed-forward part that is narrower than the target's is fitted as well."""
+        """Fit the projection `input`, and also a feed-forward part that is narrower than the target's."""
         if self._narrowing is None:
             super().begin(batches)
             return
@@ -252,14 +252,14 @@ class Head(SteppingHead):
         self._narrowing = None  # frees its sums, too
 
     def features(self, batch: Batch) -> Tensor:
-        """See `SteppingHead`. The rows of several layers, each after its own norm, are joined by one product."""
+        """Return the features: the rows of several layers, each after its own norm, joined by one matrix product."""
         w, num = self.weights, batch.layers.shape[2]
         rows = batch.layers.float().clamp(-head_files.LARGEST, head_files.LARGEST)
         norms = torch.stack([w[f"fc_norm.{i}.weight"] for i in range(num)])
         return F.linear(norm_of(rows, norms, self._eps).flatten(2), w["fc.weight"])
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `Head` in this package."""
+        """Return the tensors and the config.json that the drafter reads."""
         weights = {name: weight.detach().bfloat16() for name, weight in self.weights.items()}
         return weights | {"d2t": self._vocab.offsets()}, self.config.to_json()
 

@@ -37,7 +37,7 @@ class Head(medusa.Head):
     """All heads in float32, with gradients. They begin as the target's own LM head."""
 
     def first_weights(self, width: int) -> dict[str, Tensor]:
-        """See `medusa.Head`. The first block of head k reads k + 2 rows: a hidden state and k + 1 embeddings."""
+        """Return the first weights. The first block of head k reads k + 2 rows: a hidden state and k + 1 embeddings."""
         weights: dict[str, Tensor] = {}
         for head in range(self.options.heads):
             layers = {f"0.{name}": head + 2 for name in ("linear", "res_connection")}

@@ -60,19 +60,19 @@ class Head:
 
     @property
     def rates(self) -> dict[str, float]:
-        """See `Head` in this package. The weights of a target that is trained too get a lower rate."""
+        """The learning rates of some weights: the weights of a target that is trained too get a lower rate."""
         return {} if self.backbone is None else dict.fromkeys(self.backbone.weights, self.options.backbone_rate)
 
     def at(self, share: float) -> None:
-        """See `Head` in this package."""
+        """Set the share of the steps that is done."""
         if self.backbone is not None:
             self.backbone.share = share
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package. Does nothing."""
+        """Do nothing, because no first weights are fitted."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package."""
+        """Return the loss of a batch, with its gradient."""
         if self.backbone is None or not self.backbone.learns:
             return decayed(self._heads(batch), self.options.decay, self.options.loss)
         rows = self.backbone.rows(batch)
@@ -80,14 +80,14 @@ class Head:
         return self.backbone.loss(batch, rows, heads)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package. Where the target is trained too, the heads are compared with the new target."""
+        """Return the numbers of `Rows` by position, measured against the new target if the target is trained too."""
         if self.backbone is None:
             return measured(self._heads(batch), batch, self.ids)
         renewed = self.backbone.renewed(batch)
         return measured(self._heads(renewed), renewed, self.ids) | self.backbone.measure(batch, renewed)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `Head` in this package."""
+        """Return the tensors and the config.json that the drafter reads."""
         trained = {name: weight for name, weight in self.weights.items() if not name.startswith(PREFIX)}
         weights = {name: weight.detach().bfloat16() for name, weight in trained.items()}
         sizes = {"hidden_size": self._teacher.config.hidden_size, "draft_vocab_size": len(self.ids)}

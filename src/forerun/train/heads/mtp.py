@@ -65,21 +65,21 @@ class Head(SteppingHead):
         super().__init__(teacher, decoder, Vocabulary(teacher, options.draft_vocab), weights, options, 0)
 
     def features(self, batch: Batch) -> Tensor:
-        """See `SteppingHead`. Returns the hidden states after the target's final norm."""
+        """Return the hidden states after the target's final norm."""
         return batch.hidden.float().clamp(-head_files.LARGEST, head_files.LARGEST)
 
     def fed(self, stream: Tensor) -> Tensor:
-        """See `SteppingHead`. Returns the residual stream after the block's norm."""
+        """Return the residual stream after the block's norm."""
         return self.normed(stream)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `Head` in this package."""
+        """Return the tensors and the config.json that the drafter reads."""
         return {
             name: tensor_of(weight) for name, weight in self._published(names_of(self.decoder)).items()
         }, self._config
 
     def read(self, folder: str) -> dict[str, Tensor]:
-        """See `Head` in this package. In the file, the weights have the names of published files."""
+        """Read the weights of an earlier head, whose file has the names of published files."""
         block = next_tokens.find(OpenedCheckpoint.of(folder))
         assert block is not None  # an earlier check has read its file
         weights = {
@@ -90,7 +90,7 @@ class Head(SteppingHead):
         }
 
     def save_beside(self, out: Path, checkpoint: Checkpoint) -> None:
-        """See `Head` in this package. Writes a copy of the target's folder with the block added."""
+        """Write a copy of the target's folder with the block added."""
         opened = checkpoint.opened
         if _has_folder(opened):
             assert opened.source is not None

@@ -68,18 +68,18 @@ class Head:
         self.ids = torch.arange(len(teacher.head))
 
     def begin(self, batches: Iterable[Batch]) -> None:
-        """See `Head` in this package. Does nothing."""
+        """Do nothing, because no first weights are fitted."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """See `Head` in this package."""
+        """Return the loss of a batch, with its gradient."""
         return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """See `Head` in this package. Measures at the same places as `loss`."""
+        """Return the numbers of `Rows` by position, measured at the same places as `loss`."""
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `Head` in this package."""
+        """Return the tensors and the config.json that the drafter reads."""
         weights = {name: weight.detach().clone() for name, weight in self.weights.items()}
         return weights, {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
 
