@@ -128,7 +128,7 @@ class BeamSearch:
     # ---------------------------------------------------------------------------------------------------------- judge
 
     def rule(self, draft: Draft, b: int) -> Ruling:
-        """Replay the steps of the search, and return what all live beams share: nodes of the draft, and the next token.
+        """Replay the steps of the search. Returns the nodes of the draft and the next token that all live beams share.
 
         The next token is NO_TOKEN where the live beams share no token after these nodes, and where the search is over.
         """
@@ -179,7 +179,7 @@ class BeamSearch:
         return step, kept, held
 
     def conclude(self) -> None:
-        """Give the best texts to the outputs. Where masks left too few texts, the remaining outputs are aborted."""
+        """Give the best texts to the outputs. Where masks allowed too few texts, the remaining outputs are aborted."""
         self.seq.finish_reason = "stop"
         for output, text in zip(self.outputs, [*self.search.pool.texts, *[None] * len(self.outputs)], strict=False):
             if output.seq.finish_reason is not None:
@@ -252,7 +252,7 @@ class SearchRequest(Request):
         return Committed(step, kept, step.num_accepted + (search.num_steps > 0), held)
 
     def _ends(self, tokens: Seq[int]) -> bool:
-        """Return whether the last token completes a stop text, if the tokens before it contain no stop text.
+        """Return whether the last token completes a stop text. The tokens before it must contain no stop text.
 
         Only the end of the text is read, as far back as the longest stop text reaches. So the time does not grow with
         the text.

@@ -85,7 +85,7 @@ def _costs(config: EngineConfig, runner: Runner, members: Router) -> Costs:
 
 
 def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | None:
-    """Let the caches of all models use the folder of kv_disk; return the folder, or None where kv_disk is not set."""
+    """Let the caches of all models use the folder of kv_disk. Returns the folder; None where kv_disk is not set."""
     limit = disk_limit(config)
     if limit is None:
         return None
@@ -97,9 +97,9 @@ def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | 
 
 
 def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
-    """Let a model's cache use a shelf of the folder (kv/disk.py).
+    """Let a model's cache use the model's own subfolder (shelf) of the folder (kv/disk.py).
 
-    The name of the shelf is a hash of everything that decides the bits of the cache's rows.
+    The name of the shelf is a hash of everything that decides the bits of the model's cache rows.
     """
     cache, model = runner.cache, cast(Any, runner.model)
     if not isinstance(cache, BlockCache) or cache.keeper is not None or not hasattr(model, "stored"):

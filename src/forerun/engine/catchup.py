@@ -1,8 +1,8 @@
-"""The number of committed tokens that drafters may run in a step: catching up at most about doubles the step.
+"""The number of committed tokens that drafters may run in a step to catch up.
 
 A draft model that lacks committed tokens has to run them before it can draft. To run all of them at once would pause
-every stream, so the tokens are spread over several steps. The time of a token and the time of a usual step are learned
-from the reports of steps. This module reads no clock.
+every stream, so the tokens are spread over several steps. Catching up may make a step at most about twice as long. The
+time of a token and the time of a usual step are learned from the reports of steps. This module reads no clock.
 """
 
 from __future__ import annotations

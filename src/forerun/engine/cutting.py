@@ -1,4 +1,4 @@
-"""Remove drafted tokens that cannot be accepted: ids that the model never writes, and ids that a grammar refuses."""
+"""The removal of drafted tokens that cannot be accepted: ids that the model never writes, or that a grammar refuses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ LEAST = 1e-3  # probability of all these ids together: below it, a drafter's dra
 def without(draft: Draft, ids: Collection[int]) -> Draft:
     """Return a draft without the nodes whose tokens are among `ids`, and without the nodes and extra rows below them.
 
-    Where these ids together had less than LEAST of the probability when a token was drawn, the token stays, even if it
-    is one of these ids.
+    Where `ids` together had less than LEAST of the probability when a token was drawn, the token is kept, even if it is
+    one of `ids`.
 
     The distribution of the request's output does not change. It would change if nodes were removed because of their
     drawn token while the remaining nodes were still judged by the drafter's q. So each remaining node that was drawn
-    from such a q gets a new distribution: q conditioned on all other ids. This is as if a coin were tossed before each
-    draw. With q's probability of these ids, no token is drafted at this place. Otherwise the token is drawn from the
-    conditioned q. The coin depends only on earlier draws, and the node's distribution is the one from which its token
-    was drawn. A verification rule requires no more. Remaining siblings that were independent draws from q are
-    independent draws from the conditioned q. The same holds for draws without replacement. A point mass may be removed
-    because its token is known before the draw. Greedy and `match` texts do not depend on a draft.
+    from such a q gets a new distribution: q conditioned on all other ids. The effect is as if each draw had two steps.
+    The first step decides whether a token is drafted at all: with the probability that q gives to `ids`, this place
+    gets no token. Otherwise the second step draws the token from the conditioned q. The first step depends only on
+    earlier draws, and the node has the distribution from which its token was drawn. A verification rule requires no
+    more. If siblings were drawn from q independently, or without replacement, the remaining siblings are draws of the
+    same kind from the conditioned q. A point mass may be removed because its token is known before the draw. Greedy and
+    `match` texts do not depend on a draft.
     """
     unwanted, seen = sorted(ids), dict[int, Probs | None]()
 

@@ -41,7 +41,7 @@ _Texts = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], Grammar | Limited |
 
 
 def philox_coins(seq: Sequence) -> Coins:
-    """Return the coins of one round. They depend only on the request's seed, the position and the round."""
+    """Return the random decisions of one round. They depend only on the request's seed, the position and the round."""
     return PhiloxCoins(seq.seed, len(seq.tokens), seq.round)
 
 
@@ -54,11 +54,11 @@ class _Entry:
 
 
 class Engine:
-    """Runs requests: add them, then step until they are finished. Not thread-safe: only one thread may step.
+    """An engine over loaded models. Add requests, then step until they are finished.
 
-    start_ids: in an encoder-decoder, the ids with which the decoder's text begins; prompts are then sources of the
-    encoder. turns: the turns of the engines that step one after another; None = all engines of this process on the
-    model's device.
+    The engine is not thread-safe: only one thread may step. start_ids: in an encoder-decoder, the ids with which the
+    decoder's text begins; the prompts of such a model are sources of the encoder. turns: the turns of the engines that
+    step one after another; None = all engines of this process on the model's device.
     """
 
     def __init__(
@@ -106,7 +106,10 @@ class Engine:
         self._behind_s = 0.0  # seconds of the last step after its report
 
     def use_pacing(self, pacing: Pacing) -> None:
-        """Replace the pacing policy. Raises InternalError while there are requests, which only the old policy knows."""
+        """Replace the pacing policy.
+
+        Raises InternalError while there are requests, because only the old policy knows them.
+        """
         if self.scheduler.waiting or self.scheduler.running:
             raise InternalError("another pacing policy can be taken between requests only")
         self.pacing = self.stepper.pacing = pacing
@@ -171,10 +174,10 @@ class Engine:
                 self._has_drafted = self._has_drafted or request.seq.draft != NONE
 
     def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Let the pacing policy measure passes on this machine, if a request wanted a drafter and no request is left.
+        """Let the pacing policy measure passes on this machine.
 
-        The measurement ends as soon as goes_on() is False. Each measured pass waits for this engine's turn on the
-        device.
+        Does nothing while a request runs or waits, and as long as no request has wanted a drafter. The measurement ends
+        as soon as goes_on() is False. Each measured pass waits for this engine's turn on the device.
         """
         if self._has_drafted and not self.scheduler.running and not self.scheduler.waiting:
             self.pacing.measure(Pause(goes_on, self.scheduler.fair.turn))
@@ -282,7 +285,10 @@ class Engine:
         return ended
 
     def abort(self, request: Request) -> None:
-        """End a request at once and free its cache; its committed tokens stay. An ended request stays as it is."""
+        """End a request at once and free its cache. Its committed tokens are kept.
+
+        Does nothing for a request that has ended.
+        """
         if request.seq.finish_reason is None:
             request.abort()
             self._finish_and_tell(request)
@@ -294,7 +300,7 @@ class Engine:
         """Go on after a step that raised an error: end the running requests, and notify all requests that ended.
 
         If no request was running, the waiting requests are ended. requests: the requests that were unfinished before
-        the step. A request whose last token was committed by the step is complete, and ends normally.
+        the step. A request whose last token was committed in the step is complete, and ends normally.
         """
         ran = self.scheduler.running[:] or self.scheduler.waiting[:]
         for request in dict.fromkeys([*ran, *(r for r in requests if r.seq.finish_reason is not None)]):
@@ -317,9 +323,10 @@ class Engine:
             self._tell_of(request)
 
     def _tell_of(self, request: Request) -> None:
-        """Call a request's `hear`, but only once after the request has ended. If `hear` raises, the request is ended.
+        """Call a request's `hear`. Once the request has ended, `hear` is called for the last time.
 
-        When the request of a beam search has ended, its outputs are notified, too.
+        If `hear` raises an error, the request is ended. When the request of a beam search has ended, its outputs are
+        notified, too.
         """
         hear = request.hear
         if request.seq.finish_reason is not None:

@@ -46,8 +46,8 @@ _NEAR_KEYS = 256.0  # chunks whose numbers of keys differ by less than this say 
 class _Limit(NamedTuple):
     """The time limit of a step.
 
-    usual_s: the usual time of such a step without prompts; 0 where no request decodes. known: the record that predicts
-    the time of the step's chunks.
+    usual_s: the usual time of a step with the same number of decoding requests and without prompts; 0 where no request
+    decodes. known: the record that predicts the time of the step's chunks.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ class _Limit(NamedTuple):
 class Allowance:
     """The number of tokens, and the number of seconds, that the prompts of a step may still take.
 
-    known: predicts the seconds of a chunk; None = the time is not limited.
+    known: the record that predicts the seconds of a chunk; None = the time is not limited.
     """
 
     def __init__(self, num_tokens: int, seconds: float = 0.0, known: Chunks | None = None) -> None:
@@ -114,9 +114,9 @@ class Fair:
         self.seat.is_reading &= num_running > 0
 
     def allowance(self, most: int) -> Allowance:
-        """Return what the prompts may take of the planned step: at most `most` tokens.
+        """Return the allowance of the prompts in the planned step: at most `most` tokens.
 
-        The prompts may take nothing where the time of a step without prompts has to be measured first.
+        The allowance is 0 where the time of a step without prompts has to be measured first.
         """
         num_decoding, others = self.seat.num_streams, self._turns.beside(self.seat)
         limit = self._limit(num_decoding, others)
@@ -168,9 +168,10 @@ class Fair:
         known.observe(report.num_prefill_tokens, report.num_prefill_keys, max(0.0, report.seconds - usual_s))
 
     def _judge(self, report: StepReport, limit: _Limit) -> None:
-        """Lower the share after a step that was too long because of its chunk; raise it after a step within its limit.
+        """Adapt the share of the allowed time that chunks aim at.
 
-        Nothing changes after a step that would have been too long even without its chunk.
+        The share is lowered after a step that was too long because of its chunk. It is raised after a step within its
+        limit. Nothing changes after a step that would have been too long even without its chunk.
         """
         expected_s, share = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys), self._share
         if report.seconds <= limit.seconds:

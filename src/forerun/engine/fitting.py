@@ -34,7 +34,7 @@ class OwnDraft(drafters.Wanted):
 
 @dataclass(frozen=True)
 class Outlines:
-    """The models that LLM would load and make, and the needs of the drafters, before any weight is read.
+    """The models that LLM would load or make, and the needs of the drafters. No weight has been read yet.
 
     drafts: every drafting method, including the parts of combined methods.
     """
@@ -82,7 +82,7 @@ class Outlines:
         return outlines
 
     def _has_no_more_bits(self, quantization: str) -> bool:
-        """Return whether some weights of the target will be integers of no more bits than `quantization` has."""
+        """Return whether some weights of the target will be integers of at most as many bits as `quantization` has."""
         opened = self.opened
         packed_bits = [scheme.bits for scheme in opened.outline.schemes.values() if opened.packs(scheme)]
         return bool(packed_bits) and min(packed_bits) <= Quantization.parse(quantization).bits
@@ -257,7 +257,7 @@ def with_room(outlines: Outlines) -> Opened:
 
 
 def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
-    """Check several engines with `refuse_early` before any weight is read, and their memory together.
+    """Check several engines with `refuse_early` before any weight is read, and check that all fit into memory together.
 
     Returns the engines' targets. Raises UserError as `refuse_early` does. Raises CapacityError, with numbers, where
     this machine has no memory for all engines at once. configs: the engines' configurations by name.
@@ -288,7 +288,7 @@ def plan_together(outlines: Mapping[str, Outlines], available: int | None) -> Me
 
 
 def _at_most(outlines: Outlines, options: Mapping[str, int]) -> EngineConfig:
-    """Return an engine's configuration with these options as upper limits of its own values."""
+    """Return an engine's configuration, with its values capped at the values of these options."""
     config = outlines.opened.config
     current = {"max_seq_len": outlines.opened.max_seq_len, "max_batch_size": config.max_batch_size}
     least: dict[str, Any] = {name: min(value, current[name]) for name, value in options.items()}

@@ -110,7 +110,8 @@ class LLM:
     def params(self, **fields: Any) -> SamplingParams:
         """Return the default parameters with these fields changed: `llm.params(max_tokens=32)`.
 
-        SamplingParams(max_tokens=32) has the defaults of SamplingParams instead of the model's, such as temperature 1.
+        In SamplingParams(max_tokens=32), the other fields have the defaults of the class, such as temperature 1, and
+        not the model's defaults.
         """
         return SamplingParams(**{**self.usual_fields, **fields})
 
@@ -359,7 +360,7 @@ class LLM:
         return end
 
     def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Run `call` once after each step, when all requests of the step were notified.
+        """Run `call` once after each step, when all requests of the step have been notified.
 
         The engine's thread runs `call`. So news of many requests can be handed to another thread at once. Returns a
         function that ends these calls.
@@ -374,9 +375,9 @@ class LLM:
     def pass_times(self) -> dict[str, PassTime]:
         """Return the curves of pass times over rows on this machine: the target's under "", the drafters' by name.
 
-        If the pacing policy needs pass times, they are measured once on a machine, when no request has come for a
-        second. Until then a curve is a default, which the passes of requests correct. Before the first pass, the
-        curve's `one_row_s` is None.
+        If the pacing policy needs pass times, they are measured once on a machine, as soon as no request has come for a
+        second. Until then each curve is a default curve, which the passes of requests correct. `one_row_s` of a curve
+        is None before the model's first pass.
         """
         costs = self.engine.costs
         return {name: copy.deepcopy(curve) for name, curve in {"": costs.target, **costs.drafts}.items()}
@@ -460,7 +461,7 @@ def _nothing() -> None:
 
 
 def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:
-    """Yield a request's chunk of a step, and remove the reader of a request that has ended.
+    """Yield the chunk of one request in one step. If the request has ended, its reader is removed.
 
     A step without new tokens has no chunk, unless the request has ended.
     """
@@ -475,7 +476,7 @@ def _own_drafter(options: dict[str, Any]) -> Callable[[Target], Drafter] | None:
     """Return the caller's function that makes a drafter; None where the caller gave no such function.
 
     Where there is such a function, the option `draft` is set to "none". Raises BadOption where another option also
-    names a drafter, and for a drafter in place of the function.
+    names a drafter, and where the caller gave a drafter itself instead of a function that makes one.
     """
     names = ("draft", "draft_model")
     for name in names:

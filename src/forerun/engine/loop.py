@@ -22,11 +22,11 @@ PAUSE_S = 1.0  # seconds without a request, after which the engine measures
 
 
 class Loop:
-    """Owns an engine: everything that touches the engine runs in one thread, between two steps.
+    """The owner of an engine: commands to the engine run in the thread that steps, between two steps.
 
-    The thread starts with the first request. When no request is left, the thread lets the engine measure its passes,
-    once, and then sleeps. failure: the error of the last step that failed as a whole. The requests that ran in that
-    step are ended, and the thread goes on.
+    The thread starts with the first request. When no request is left, the thread lets the engine measure its passes
+    once, and then sleeps until the next command. failure: the error of the last step that failed as a whole. The
+    requests that ran in that step are ended, and the thread goes on.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -126,10 +126,10 @@ class Loop:
         self._stepping, self._posting = threading.Lock(), threading.Lock()
 
     def _run(self, begun: SimpleQueue[None]) -> None:
-        """Run commands and steps, unless another thread does so already.
+        """Run commands and steps, unless another thread already does so.
 
-        Another thread may do so, because a thread may have begun although Ctrl-C interrupted its start. begun: a queue
-        that gets an item as soon as a thread runs commands and steps.
+        Another thread may do so where Ctrl-C interrupted `_post` while it started that thread. begun: a queue that
+        gets an item as soon as a thread runs commands and steps.
         """
         is_first = self._stepping.acquire(blocking=False)
         if is_first:
@@ -171,7 +171,10 @@ class Loop:
             self._call_behind()
 
     def _next(self) -> Callable[[], object] | None:
-        """Return the next command. If none comes for PAUSE_S seconds, let the engine measure passes until one comes."""
+        """Return the next command.
+
+        If none comes for PAUSE_S seconds, the engine measures passes until a command comes.
+        """
         try:
             return self._commands.get(timeout=PAUSE_S)
         except Empty:

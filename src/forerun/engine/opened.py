@@ -60,7 +60,7 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
 def torch_device(name: str) -> str:
     """Return torch's device for the name auto, cpu or cuda. Raises BadOption for cuda where torch sees no CUDA device.
 
-    auto means cpu even where there is a CUDA device, until more than one card has been tried (docs/use/gpu.md).
+    auto always means cpu, because forerun has been tested on only one model of CUDA card (docs/use/gpu.md).
     """
     if name != "cuda":
         return "cpu"
@@ -77,7 +77,7 @@ class Opened:
     """A target under a configuration. drafters.Known describes the properties that drafters read.
 
     files: the opened checkpoint of the target, without weights. has_loaded_draft: whether the caller has loaded a draft
-    model, for which `auto` then stands. config_only: whether only config.json was read; tokenizers are then not
+    model; if so, `auto` stands for this model. config_only: whether only config.json was read; tokenizers are then not
     compared. beside: checkpoints opened so far, by place (`named.place`). methods: the parsed specs of drafters. meant:
     the cached results of `resolve`.
     """
@@ -94,8 +94,8 @@ class Opened:
     def of(cls, config: EngineConfig, has_loaded_draft: bool = False, *, config_only: bool = False) -> Opened:
         """Open the target that a configuration names, or the default model where it names no target.
 
-        Raises UserError for options that are impossible by themselves, before any file is opened, and later for options
-        that the files rule out. config_only: whether to read only config.json.
+        Options that are impossible by themselves raise UserError before any file is opened. Options that the files rule
+        out raise UserError later. config_only: whether to read only config.json.
         """
         target = config.target or named.default()
         methods = _refuse_options(config, auto_draft(target, has_loaded_draft))
@@ -264,7 +264,7 @@ class Opened:
 
     @cached_property
     def packs(self) -> Callable[[Scheme], bool]:
-        """A function of a quantisation scheme: whether its matrices stay in memory as the integers of their files."""
+        """A function that tells for a quantisation scheme whether its matrices stay in memory as integers."""
         return packed_schemes(self.operators, self.dtype)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Bring a caller's prompts, conversations and parameters into one form, or refuse them."""
+"""The conversion of a caller's prompts, conversations and parameters into one form, and the errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -310,8 +310,8 @@ class Request:
         """Return the request's run of the next pass: the last committed token, then the draft.
 
         best_only: whether the pass can return the likeliest token of each row in place of logits. The run asks for this
-        if the request needs no logits. coins: the coins of this round if the device may draw the tokens; None = it may
-        not.
+        if the request needs no logits. coins: the random decisions of this round, if the device may draw the tokens;
+        None = it may not.
         """
         raise NotImplementedError
 
@@ -338,7 +338,10 @@ class Request:
     def detail(
         self, draft: Draft, b: int, verdict: Verdict, granted: int, tosses: Seq[Toss], pacing: Mapping[str, float]
     ) -> RoundDetail:
-        """Return the details of a round that is judged and not yet committed. Nodes are numbered in the sequence."""
+        """Return the details of a round that is judged and not yet committed.
+
+        The sequence's nodes are numbered from 0.
+        """
         nodes, known = draft.nodes(b), self.judged_rows()
         parents = [p - nodes.start if p >= 0 else -1 for p in draft.parents[nodes.start : nodes.stop]]
         judging = [known[parent + 1] if known else None for parent in parents]
@@ -376,7 +379,7 @@ class Request:
         return len(tokens)
 
     def abort(self) -> None:
-        """End the request; its committed tokens stay. The unfinished outputs of a beam search end, too."""
+        """End the request; its committed tokens are kept. The unfinished outputs of a beam search end, too."""
         self.seq.finish_reason = "abort"
         for output in self.outputs:
             if output.seq.finish_reason is None:
@@ -499,7 +502,7 @@ class Request:
 
 
 class Reader:
-    """Makes the chunks of one request from the marks that were set after its steps, in order.
+    """The reader of one request. It makes a chunk from each mark that was set after a step, in order.
 
     A reader runs in the thread that reads the chunks. So the thread that steps need not decode text for the chunks.
     """

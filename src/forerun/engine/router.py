@@ -49,15 +49,16 @@ def _how_to_add(name: str) -> str:
 
 
 class Router(Drafter):
-    """Hands every sequence to the drafter that `seq.draft` names, and joins the drafts.
+    """The drafter of an engine with several drafters.
 
-    members: the drafters by name; the first one serves requests that choose no drafter. aliases: other names for
-    members. is_auto: whether draft=auto chose the first drafter. If so, a request whose rule cannot judge the drafts of
-    that drafter is served by `lookup`. shares_s: for each sequence, the seconds that catching up has taken in this step
-    so far. unasked: ids of the sequences whose drafter was not called in this step, because the drafter does not draft
-    after forced tokens. spares: whether requests go on without a drafter that raises an error; if False, the error is
-    raised. packs_siblings: whether equal siblings of a draft share a row; if False, each node has its own row, which
-    tests use to compare. unwritten: ids that the model never writes; they are removed from all drafts.
+    Each sequence is passed to the drafter that `seq.draft` names, and the drafts are joined. members: the drafters by
+    name; the first one serves requests that choose no drafter. aliases: other names for members. is_auto: whether
+    draft=auto chose the first drafter. If so, a request whose rule cannot judge the drafts of that drafter is served by
+    `lookup`. shares_s: for each sequence, the seconds that catching up has taken in this step so far. unasked: ids of
+    the sequences whose drafter was not called in this step, because the drafter does not draft after forced tokens.
+    spares: whether requests go on without a drafter that raises an error; if False, the error is raised.
+    packs_siblings: whether equal siblings of a draft share a row; if False, each node has its own row, which tests use
+    to compare. unwritten: ids that the model never writes; they are removed from all drafts.
     """
 
     spares = True
@@ -151,7 +152,7 @@ class Router(Drafter):
         return draft.packed() if self.packs_siblings else draft
 
     def _held(self, seqs: Seq[Sequence], budget: Budget) -> dict[int, int]:
-        """Map each sequence whose grammar may force tokens to the largest number of nodes that it may have.
+        """Map each sequence whose grammar may force tokens to the largest number of draft nodes of the sequence.
 
         This number does not depend on what pacing has granted.
         """
@@ -168,7 +169,7 @@ class Router(Drafter):
         """Return drafts with forced tokens before and after the drafters' tokens.
 
         Forced tokens before a draft are never rejected. So the request's drafter drafts as if these tokens were
-        committed, and its records of them stay valid. held: the result of `_held`.
+        committed, and the drafter's records of these tokens stay valid. held: the result of `_held`.
         """
         asked, own_coins, limits = list(seqs), list(coins), [0] * len(seqs)
         runs = self._forced(seqs, coins, held)
@@ -200,7 +201,7 @@ class Router(Drafter):
         return {b: tokens for b, tokens in parts.items() if tokens}
 
     def _with_end(self, part: Draft, seq: Sequence, most: int, carries: Callable[[int, int], bool]) -> Draft:
-        """Append the tokens that a grammar forces after a draft's best path, if all of them have room and are worth it.
+        """Append the tokens that a grammar forces after a draft's best path, if all fit and are worth their rows.
 
         If the path is accepted, the same pass also decides the token after the forced tokens. To append only some of
         the forced tokens would merely move rows from the next pass to this pass. most: the largest number of nodes of

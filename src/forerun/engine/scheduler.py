@@ -12,9 +12,9 @@ request may also preempt requests of a worse priority, if it then fits. A preemp
 tokens, and later runs them again. This recomputation is cheap where the prefix cache still has the blocks. Drafts get
 only the rows and blocks that remain after all this, so that no draft ever preempts a request.
 
-Rows that are being read from disk for a waiting request take blocks, too. These blocks count like the blocks of a
-running request, and the last request in rank gives up its blocks first in both cases. A request for which there is no
-room is run later. No request is ended to make room for another.
+Rows that are being read from disk for a waiting request take blocks, too. Such a request is ranked together with the
+running requests, and the last in rank gives up its blocks first. A request for which there is no room is run later. No
+request is ended to make room for another.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Fetching(NamedTuple):
 
 
 class Scheduler:
-    """Admits and preempts requests, and splits prompts into chunks.
+    """The scheduler of an engine: it admits and preempts requests, and splits prompts into chunks.
 
     A request's slots in the caches of target and drafters are opened and released together. sources: the sources of an
     encoder-decoder, None for other models. A source runs before its request. A step runs at least one waiting source,
@@ -140,9 +140,9 @@ class Scheduler:
     ) -> tuple[list[tuple[Request, int]], int]:
         """Share the prompt tokens of a step among prompts. Returns their chunks, and the number of remaining blocks.
 
-        prompts: in order of rank. is_quiet: whether no request decodes. In such a step, once a prompt is finished, a
-        prompt that the step cannot finish gets no tokens, so that its chunk delays no first token. Only the tokens that
-        the first prompt in rank is owed are run in any case.
+        prompts: in order of rank. is_quiet: whether no request decodes. If so, once the step finishes a prompt, it runs
+        no part of a prompt that it cannot finish, because that chunk would delay the first token of the finished
+        prompt. Tokens that are owed to the first prompt in rank are run all the same.
         """
         takes, has_ended, offers = {request: 0 for request, _ in prompts}, False, self._offers(prompts)
         for request, room, most in offers:
@@ -160,7 +160,7 @@ class Scheduler:
     def _offers(self, prompts: Seq[_Stand]) -> list[tuple[Request, Room, int]]:
         """Return the prompts in the order of prefill, each with the largest number of tokens that it may take.
 
-        Before them comes an additional entry, for the tokens that the first prompt in rank is owed.
+        The first entry is an additional one, for the tokens that are owed to the first prompt in rank.
         """
         offers = []
         for request, room in prompts:
@@ -184,7 +184,7 @@ class Scheduler:
         self._owed = first.seq.id, max(0.0, owed)
 
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
-        """Return the requests whose source runs in this step, the requests whose source waits, and the budget left."""
+        """Return the requests whose source runs in this step, those whose source waits, and the remaining budget."""
         assert self.sources is not None
         begun, held_up = list[Request](), set[Request]()
         for request, _ in stands:
@@ -209,7 +209,7 @@ class Scheduler:
     def blocks_for(self, seq: Sequence) -> int:
         """Return the largest number of blocks that a sequence may need.
 
-        No draft reaches beyond the sequence's longest output.
+        Drafts need no further blocks, because no draft reaches beyond the sequence's longest output.
         """
         return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
 
@@ -220,7 +220,7 @@ class Scheduler:
     def most_tokens(self, seq: Sequence) -> int:
         """Return the largest number of tokens that a sequence may hold.
 
-        The beams of a search may share nothing but the prompt.
+        In a beam search, the tokens after the prompt count once for each beam, because beams may share only the prompt.
         """
         num_more = 0 if seq.hypotheses is None else seq.params.num_beams - 1
         return seq.max_len + num_more * (seq.max_len - seq.num_prompt_tokens)
@@ -250,11 +250,12 @@ class Scheduler:
     def _victims(self, request: Request, claims: dict[int, int]) -> Seq[Request] | None:
         """Return the running requests to preempt so that a waiting request fits.
 
-        They are the last in rank, as few as possible. Only requests of a worse priority are preempted. Returns None
-        where the waiting request would not fit even if all of these were preempted. A request that runs alone always
-        fits. Blocks that are being read from disk count as taken where they belong to a request that ranks before the
-        waiting request. Otherwise they count as free, because their request would give them up. claims: a cache of
-        `_claim` by sequence. It is filled only where the batch has a place, because many requests may wait for a place.
+        Only requests of a worse priority are preempted, as few as possible, and the last in rank first. Returns None
+        where the waiting request would not fit even if all of them were preempted. A request that runs alone always
+        fits. Blocks into which rows are being read from disk count as taken if their request ranks before the waiting
+        request. Otherwise they count as free, because their request would give them up. claims: the results of `_claim`
+        so far, by sequence id. More results are computed only where the batch has a place, because many requests may
+        wait for a place.
         """
         needed = -(-(len(request.seq.tokens) - 1 + request.num_unrun) // self.cache.block_tokens)
         needed += self._source_blocks(request.seq)
@@ -350,9 +351,10 @@ class Scheduler:
         self.fair.left(len(self.running))
 
     def give_way(self) -> bool:
-        """Free the blocks of the last request in rank that holds any: give up its fetch, or preempt it if it runs.
+        """Free the blocks of the last request in rank that runs or waits for rows from disk.
 
-        Returns False where a single running request holds all blocks.
+        A running request is preempted. For a waiting request, no more rows are read from disk. Returns False where a
+        single running request holds all blocks.
         """
         last = max((*self.running, *(one.request for one in self._fetching)), key=_rank)
         if last not in self.running:
@@ -366,7 +368,7 @@ class Scheduler:
     def recover(self) -> bool:
         """Make room after a pass found fewer free blocks than were counted. Returns False where no room can be made.
 
-        The next plan admits nobody: otherwise the request that gave way could come back at once.
+        The next plan admits no request, because the request that gave way could otherwise come back at once.
         """
         self._is_full = True
         return self.give_way()

@@ -55,7 +55,7 @@ class _Laps:
 
 @dataclass
 class Stepper:
-    """Runs steps of the engine. coins(seq) makes the coins of one sequence's next round."""
+    """The runner of the engine's steps. coins(seq) makes the random decisions of one sequence's next round."""
 
     runner: Runner
     drafter: Router

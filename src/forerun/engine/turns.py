@@ -28,7 +28,7 @@ class Seat:
     """The facts about one engine that other engines read.
 
     stretch, max_itl_s: the time limits of steps in which the engine's requests decode, as in Fair. num_streams: the
-    number of the engine's requests that decode. usual_s: the usual time of a step with so many streams; None = not
+    number of the engine's requests that decode. usual_s: the usual time of a step with that many streams; None = not
     known yet. is_reading: whether the engine has prompts to run.
     """
 
@@ -59,12 +59,12 @@ class Turns:
         self.renew()
 
     def renew(self) -> None:
-        """Forget who has the turn and who waits: a child of fork(2) has no copy of the threads that step."""
+        """Forget who has the turn and who waits, because a child of fork(2) has no copy of the threads that step."""
         self._lock = threading.Lock()
         self._waiting, self._is_taken = deque[threading.Lock](), False
 
     def join(self, seat: Seat) -> Seat:
-        """Show an engine's seat to the other engines, as long as the engine itself keeps the seat. Returns the seat."""
+        """Show an engine's seat to the other engines, until the seat is garbage-collected. Returns the seat."""
         with self._lock:
             self._seats.add(seat)
         return seat
