@@ -36,13 +36,13 @@ def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
 
 
 class Probes:
-    """The probes: several ways to read a large buffer, which can run between runs of the measured code.
+    """The probes: several ways to read a large buffer. They can run between runs of the measured code.
 
     The fastest probe sets a limit that no kernel may exceed. There are several probes, because a plain loop of loads is
     slower than a kernel that prefetches, and because the fastest probe differs from machine to machine. On a CPU
-    csrc/bandwidth.cpp reads as the native kernels do. Where torch is installed, its operators are probes, too.
-    Every probe reads each byte once and writes almost nothing. with_torch: False leaves torch's operators out, for
-    callers that gave torch fewer threads.
+    csrc/bandwidth.cpp reads as the native kernels do. Where torch is installed, its operators are probes, too. Every
+    probe reads each byte once and writes almost nothing. with_torch: False leaves torch's operators out, for callers
+    that gave torch fewer threads.
     """
 
     def __init__(self, device: str, *, with_torch: bool = True) -> None:

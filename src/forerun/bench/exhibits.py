@@ -348,7 +348,7 @@ CHARACTER_IN, LINE_IN = 0.0765, 0.19  # inches, of the monospaced font at 9 poin
 
 
 def _coloured(coloured: Coloured) -> Figure:
-    """Draw lines of tokens in a monospaced font, and fold those that are too long."""
+    """Draw lines of tokens in a monospaced font. Lines that are too long are folded."""
     lines = [line for tokens in coloured.lines for line in _folded(tokens.tokens)]
     width = max(70, *(sum(len(token.text) for token in line) for line in lines))
     figure = _figure(CHARACTER_IN * width, 0.9 + LINE_IN * len(lines))

@@ -70,9 +70,10 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan, dict[str, Any]]:
-    """Return a plan and options of the engine. A workload sets both, and the given options override its plan.
+    """Return the plan and the engine's options.
 
-    Raises BadOption for an unknown workload, and for a workload together with other shapes.
+    A workload sets both, and the given options override the workload's plan. Raises BadOption for an unknown workload,
+    and for a shape that is given together with a workload.
     """
     if workload is not None and workload not in WORKLOADS:
         raise BadOption(registry.unknown("workload", workload, WORKLOADS))
@@ -103,7 +104,10 @@ def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
 
 
 def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measured:
-    """Measure, and print how large the measurement is. Raises UserError where the measurement is impossible."""
+    """Run the measurement, print its size, and return the results.
+
+    Raises UserError where the measurement is impossible.
+    """
     prompts = read_texts_or_ids(plan.num_prompts, plan.prompt_file)
     if plan.draft_shape != "none":
         for name in _models(config, plan):
@@ -270,9 +274,9 @@ def tallied(
 ) -> dict[tuple[float, Variant], Tally]:
     """Run every prompt on every engine, in turns, and return the tallies by temperature and variant.
 
-    Each prompt begins with another variant, because a run may be slower after one variant than after another. The runs
-    of a tally are in the order of repeats, and within a repeat in the order of prompts. Two variants may share an
-    engine.
+    Each prompt begins with a different variant than the prompt before it, because a run may be slower after one variant
+    than after another. The runs of a tally are in the order of repeats, and within a repeat in the order of prompts.
+    Two variants may share an engine.
     """
     by_id = {id(llm): llm for llm in llms.values()}
     for llm in by_id.values():
@@ -373,7 +377,7 @@ def run_together(
 
 
 class Took(NamedTuple):
-    """The seconds of one answer, and of the wait for its first tokens. num_first: how many tokens came first."""
+    """The seconds of one answer, and the seconds until its first tokens. num_first: the number of first tokens."""
 
     seconds: float
     first_s: float

@@ -197,14 +197,14 @@ def named_ways(ways: Seq[Way], plan: MethodsPlan | SuitePlan) -> list[Way]:
 
 
 def _compared(plan: MethodsPlan | SuitePlan) -> list[str]:
-    """Return the options that make up the names of ways: the options with several values, or else only the drafter."""
+    """Return the options that make up the names of ways: those with several values, otherwise only the drafter."""
     several = {"draft": plan.drafts, "pacing": plan.pacings, "rule": plan.acceptances}
     names = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
     return names or ["draft"]
 
 
 def same(ways: Seq[Way]) -> str:
-    """Return the fields with one value in all ways, as a text that has a comma before each field."""
+    """Return a text of the fields that are the same in all ways, with a comma before each field."""
     values = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
     return "".join(f", {what} {value}" for what, (value, *others) in values.items() if value is not None and not others)
 

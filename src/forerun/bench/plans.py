@@ -1,4 +1,4 @@
-"""The options of each benchmark, as dataclasses whose fields are the command's flags. Nothing here imports numpy."""
+"""The options of each benchmark, as dataclasses whose fields are the command's flags. This module imports no numpy."""
 
 from __future__ import annotations
 

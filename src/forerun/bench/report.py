@@ -205,7 +205,7 @@ def _number(value: Any) -> str:
 
 
 def svg_of(picture: Plot | Timeline | Coloured) -> str:
-    """Return a picture as inline SVG, without the ids of groups. Other pictures of the page would have the same ids."""
+    """Return a picture as inline SVG, without the ids of groups, because all pictures have the same ids."""
     file = io.StringIO()
     save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
     svg = file.getvalue()

@@ -86,7 +86,10 @@ class Line:
 
 
 def plain_pass_s_of(tallies: Iterable[Tally]) -> float:
-    """Return the median seconds of plain decoding's passes at all temperatures, which do not change a pass."""
+    """Return the median seconds of plain decoding's passes.
+
+    Passes at all temperatures are taken together, because the temperature does not change a pass.
+    """
     return median(step.target_forward_s for t in tallies if t.variant.spec_length == 0 for step in t.steps)
 
 

@@ -1,10 +1,10 @@
 """`forerun bench suite`: plain decoding and the default drafting on a public benchmark, prefill included.
 
-Each conversation gets a fresh engine, as a user's first request does. Drafters that search the text remember earlier
-answers, and would find an answer that is asked for again. The ways of drafting take turns in an order that rotates,
-because a shared machine is faster in one minute than in the next. Plain decoding runs twice in each turn. A kind of
-work is run again where the times of these two runs differ by more than `NOISE`. Where the rule must keep the text of
-plain decoding, the two texts are compared.
+Each conversation gets a fresh engine, as a user's first request does. Otherwise drafters that search the text would
+find their earlier answer when the same question is asked again. The ways of drafting take turns in an order that
+rotates, because a shared machine is faster in one minute than in the next. Plain decoding runs twice in each turn. A
+kind of work is run again where the times of these two runs differ by more than `NOISE`. Where the rule must keep the
+text of plain decoding, the two texts are compared.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ class Measuring:
         )
 
     def check(self) -> None:
-        """Check every way on every conversation before anything is measured.
+        """Check every way of drafting on every conversation before anything is measured.
 
-        Raises UserError where a way cannot serve, or where a conversation is too long.
+        Raises UserError where a way of drafting is impossible, or where a conversation is too long.
         """
         for way in self.ways:
             with self.engine(way) as llm:
@@ -241,7 +241,7 @@ class Measuring:
     def _ask_all(
         self, conversation: Conversation, number: int, temperature: float, progress: Progress, task: Any
     ) -> None:
-        """Answer a conversation in every way, and compare the texts with the texts from plain decoding."""
+        """Answer a conversation with every way of drafting, and compare the texts with plain decoding's texts."""
         texts = dict[str, list[list[int]]]()
         for way in latency.rotated(self.ways, len(self.runs) // len(self.ways)):
             progress.update(task, description=f"T={temperature:g} {conversation.id} {way.name}")

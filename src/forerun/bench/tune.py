@@ -167,9 +167,9 @@ def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, l
 def contenders_of(predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
     """Return the ways to measure: plain decoding, the most promising fixed lengths, and drafters with pacing=auto.
 
-    Each of the best drafters is measured at its best length. The best drafter is also measured at a second length. Of
-    all lengths that are predicted to reach CLOSE times the best speed-up, the second length is the farthest from the
-    best. A drafter that was never right is not measured.
+    Each of the best drafters is measured at its best length. The best drafter is also measured at a second length. It
+    is the length farthest from the best, among the lengths that are predicted to reach CLOSE times the best speed-up. A
+    drafter that was never right is not measured.
     """
     is_right = {spec for spec, lengths in predictions.items() if any(one.tokens_per_pass > 1 for one in lengths)}
     best = {spec: max(predictions[spec], key=lambda one: one.speedup) for spec in predictions if spec in is_right}
@@ -197,7 +197,7 @@ def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Predi
 def _race(
     bench: TuningEngine, predictors: Mapping[str, Predictor], passes: Passes, until: float, progress: Progress
 ) -> list[Contender]:
-    """Run step 3: whole rounds of all ways in turns, as long as another round fits into the time."""
+    """Run step 3: whole rounds of all ways in turns, at least FEWEST_ROUNDS, and more while they fit the time."""
     predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
     contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
     task = progress.add_task("measuring", total=FEWEST_ROUNDS * len(contenders) * len(bench.groups))
@@ -251,7 +251,10 @@ def one_round(
     task: TaskID,
     passes: Passes | None = None,
 ) -> None:
-    """Run all prompts with each contender that is still in the race, in turns. passes: learns the pass times."""
+    """Run all prompts with each contender that is still in the race, in turns.
+
+    passes: the pass times, which are corrected by the passes of this round.
+    """
     plain, running = contenders[0], [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
         order = rotated(running, number + group)

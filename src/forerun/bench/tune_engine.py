@@ -186,10 +186,11 @@ def _short(params: SamplingParams) -> SamplingParams:
 
 
 def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[int], SamplingParams]]:
-    """Return the prompts as ids, with their parameters. Raises UserError with the number of an impossible prompt.
+    """Return the prompts as ids, with their parameters.
 
-    Where the model has a chat template, a text is a message, as in `forerun generate`. The shipped model, and a model
-    without a template, continues the text.
+    A text becomes a user message where the model has a chat template, as in `forerun generate`. Two kinds of models
+    continue the text instead: the shipped model, and any model without a template. Raises UserError for an impossible
+    prompt; the message gives the prompt's number.
     """
     goes_on = not chats(llm)  # a model that does not know turns may end at once, which measures nothing
     default = SamplingParams(max_tokens=plan.max_tokens, temperature=plan.temperature, ignore_eos=goes_on)

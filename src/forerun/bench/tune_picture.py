@@ -21,7 +21,7 @@ NO_STAR = "Chosen: {}."
 
 
 def caption(found: Found, drawn: Collection[Contender]) -> str:
-    """Return the picture's caption. Marks of measured ways are explained only where they are drawn."""
+    """Return the picture's caption. It explains the marks of measured contenders only if the picture shows them."""
     parts = [LINES]
     if drawn:
         parts.append(DOTS)

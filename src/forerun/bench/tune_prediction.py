@@ -126,8 +126,8 @@ def deepest_of(texts: Iterable[Seq[Round]]) -> int:
 def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None) -> Replayed:
     """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
 
-    spec_length: at most the draft length of the recorded run. With exactly that length, the recorded rounds are
-    counted. deepest: the longest path that the drafter makes; None = the longest path in these texts.
+    spec_length: at most the draft length of the recorded run; with exactly that length, the rounds are counted as they
+    were recorded. deepest: the longest path that the drafter makes; None = the longest path in these texts.
     """
     deepest = deepest_of(texts) if deepest is None else deepest
     num_tokens, num_passes, sizes = 0, 0, Counter[int]()
@@ -156,9 +156,10 @@ def _stretches(text: Seq[Round]) -> list[list[_Token]]:
 def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: int) -> int:
     """Return how many tokens from `start` on are accepted from a draft of `spec_length` nodes.
 
-    A draft that begins where a recorded draft began has no more nodes than that draft. Any other draft may run on into
-    the next recorded draft, over the target's own token between the two. The drafter is assumed to guess that token
-    with its likeliest node. The recorded run only shows that the drafter was right before and after the token.
+    A draft that begins where a recorded draft began has no more nodes than the recorded draft. Any other draft may go
+    on from one recorded draft to the next. Between the two lies one token of the target. The drafter is assumed to
+    guess this token with its likeliest node, although the recorded run only shows that the drafter was right before and
+    after the token.
     """
     is_recorded = stretch[start].place == 0
     num = used = 0  # used: nodes of the draft down to the last end of a recorded path
@@ -263,8 +264,8 @@ class Passes:
     """The time of a pass over a number of rows, divided by the time of a plain pass in the same turn.
 
     curve(rows): the calibrated curve, for passes without a text before the rows. `add` takes measured passes on texts,
-    which correct the curve: between two ROW_EDGES the curve is moved by the median error of these passes. Elsewhere the
-    correction is interpolated linearly.
+    which correct the curve. For the passes between two ROW_EDGES, the correction at their mean number of rows is their
+    median error. Between these numbers of rows, the correction is interpolated linearly.
     """
 
     def __init__(self, curve: Callable[[float], float], num_together: float = 1.0) -> None:
@@ -322,7 +323,10 @@ class Predictor:
 
     @cached_property
     def rest_per_token_s(self) -> float:
-        """The seconds outside of passes and drafting for each token that a step emits beyond one per sequence."""
+        """The seconds outside of passes and drafting that each further token of a step takes.
+
+        Further tokens are all tokens of a step beyond one for each sequence.
+        """
         more = fmean(step.num_emitted for step in self.steps) - self.num_together
         return max(0.0, usual([rest_s(step) for step in self.steps]) - self.plain_rest_s) / more if more > 0 else 0.0
 

@@ -1,8 +1,8 @@
 """The results of `forerun tune`: the measurements of each way, the choice with its reason, a table, a config file.
 
 The speed-up of a way is plain decoding's time for all prompts divided by the way's time. For each group of prompts, the
-seconds per token of both are divided round by round, and the median of these ratios counts. So a machine that is slower
-for a minute does not matter.
+seconds per token of both are divided round by round, and the median of these ratios is taken. So a machine that is
+slower for a minute does not matter.
 """
 
 from __future__ import annotations
@@ -291,5 +291,5 @@ def write_config(file: Path, options: Mapping[str, Any], found: Found) -> None:
 
 
 def _toml(value: Any) -> str:
-    """Return a text, number or boolean as TOML: JSON of these is valid TOML, except for the character U+007F."""
+    """Return a text, number or boolean as TOML. Their JSON is valid TOML as well, except for the character U+007F."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

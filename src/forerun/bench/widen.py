@@ -71,7 +71,7 @@ def widen_checkpoint(
     """Widen a checkpoint in memory.
 
     ops: the operators of the widened model, None = the checkpoint's. quantization: int8 or int4[:group=N] for the
-    widened weights. End ids stay, and the tokenizer gets tokens for new ids. Raises what `widen`, `grow` and
+    widened weights. End ids do not change, and the tokenizer gets tokens for new ids. Raises what `widen`, `grow` and
     `QuantisingSource` raise.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer

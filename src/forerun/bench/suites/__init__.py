@@ -1,9 +1,9 @@
-"""Public benchmarks as conversations. Each file here names one benchmark, locates its questions, and reads a line.
+"""Public benchmarks as conversations. Each file of this folder describes one benchmark.
 
 A file is a suite if it has the constant TITLE. It also has a LICENCE, a HOME where people get the questions, and a
-function `conversation` that reads one line. Where a package of PyPI holds the questions, PACKAGE and MODULE name the
-package, and FILES names the files inside of it. This repository does not contain the questions of public benchmarks.
-The questions come from the package, or from a file that the user names.
+function `conversation` that reads one line of a file of questions. Where a package of PyPI holds the questions, PACKAGE
+and MODULE name the package, and FILES names the files inside of it. This repository does not contain the questions of
+public benchmarks. The questions come from the package, or from a file that the user names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BFCL, the Berkeley Function Calling Leaderboard, version 4: questions that are answered by calls of functions.
 
 Patil et al. 2025, "The Berkeley Function Calling Leaderboard", ICML. Only questions of one turn are read. Longer
-questions call functions and go on with the results, but no function is run here.
+questions need the results of called functions, but forerun runs no function.
 """
 
 from __future__ import annotations

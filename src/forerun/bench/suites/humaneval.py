@@ -1,6 +1,6 @@
 """HumanEval: 164 functions of Python to complete (Chen et al. 2021, arXiv:2107.03374, section 2.2).
 
-The user says the beginning of the function and nothing else, as in other measurements of speculative decoding.
+The user's message is only the beginning of the function, as in other measurements of speculative decoding.
 """
 
 from __future__ import annotations
