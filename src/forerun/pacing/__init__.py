@@ -1,7 +1,7 @@
-"""Pacing policies decide how far to draft. Each is one file, found by scanning this folder.
+"""The pacing policies, which decide how far to draft. Each is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`. spec_length
-is the engine's option, None where it was not given; costs holds the times of passes. `auto` is built from files that
+is the engine's option, None where it was not given. costs holds the times of passes. `auto` is built from files that
 any policy may use: cost.py (the pass times of an engine), pass_time.py (the time of a pass by its rows), measuring.py
 (the measurement of that time), mixing.py (pass times of a mixture of experts), acceptance.py (how likely each drafted
 token is to be accepted), stopping.py (where a chain ends, if its drafter tells its confidence), reading.py (when a
@@ -22,7 +22,7 @@ BEAM_LEVELS = 2  # levels that a beam search drafts by default
 
 
 class Pacing:
-    """A policy decides how many tokens to draft, before drafting and before each draw.
+    """A policy that decides how many tokens to draft, before drafting and before each draw.
 
     A decision about a token may depend on everything that is known before the token is drawn, but never on the token
     itself; otherwise the output's distribution would change (docs/exactness.md).
@@ -59,7 +59,7 @@ class Pacing:
     def go_on(self, seq: Sequence, depth: int, draft_probs: Probs, logits: Row | None = None) -> bool:
         """Return whether to draw the token at `depth` (0 = first) from `draft_probs`.
 
-        logits [V]: the drafter's logits, where `reads_logits` asks for them and the drafter has a model; else None.
+        logits [V]: the drafter's logits; None unless `reads_logits` is set and the drafter has a model.
         """
         return True
 
@@ -76,7 +76,7 @@ class Pacing:
         return True
 
     def measure(self, pause: Pause = NOW) -> None:
-        """Measure what the policy needs, between two steps. The measurement is given up when the pause ends."""
+        """Measure what the policy needs, between two steps. The measurement is given up when `pause` ends."""
 
     def observe(self, report: StepReport) -> None:
         """Learn from the numbers of the step that was just done."""

@@ -7,8 +7,8 @@ share of drafted tokens that were accepted, as in Draft & Verify (Zhang et al. 2
     share <- 0.5 share + 0.5 accepted / drafted
     lambda <- 0.9 lambda + 0.1 (lambda + 0.01 if share < 0.9, else lambda - 0.01)
 
-lambda stays unchanged after a draft that reached its longest length with a good share. Each request has its own lambda
-and share.
+lambda does not change where the share is at least 0.9 and the draft had its longest length. Each request has its own
+lambda and share.
 """
 
 from __future__ import annotations

@@ -71,11 +71,11 @@ class _Request:
 
 
 class _SafetyNet:
-    """Compares a few plain steps with the drafting steps around them, and pauses drafting where drafting is slower.
+    """A comparison of a few plain steps with the drafting steps around them. Drafting pauses where it is slower.
 
-    num_left: the number of plain steps that the comparison still needs; below 0, it counts the drafting steps after the
-    plain steps. num_lost: the number of comparisons in a row that plain decoding has won. plain, drafting: the tokens
-    and the seconds of both kinds of steps, [2].
+    num_left: the number of plain steps that the comparison still needs; a negative number counts the drafting steps
+    after the plain steps. num_lost: the number of comparisons in a row that plain decoding has won. plain, drafting:
+    the tokens and the seconds of both kinds of steps, [2].
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _SafetyNet:
 
 
 class AutoPacing(Pacing):
-    """Grants the drafts that make the most expected tokens per second.
+    """The policy that grants the drafts with the most expected tokens per second.
 
     spec_length: the largest number of nodes that one request is granted.
     """
@@ -275,7 +275,10 @@ class AutoPacing(Pacing):
         self._searching[request.seq.draft].observe(request.seq.id, gain)
 
     def _add_search(self, request: _Request, stop: Stop, prices: Prices, is_searched: bool) -> None:
-        """Set the stop of a drafter that searches: whether it searches this text, and whether its model drafts."""
+        """Complete the stop of a drafter that searches.
+
+        The stop tells whether the drafter searches this text, and whether the drafter's model drafts.
+        """
         seq, reading = request.seq, request.reading
         stop.search = self._stops.search(seq, prices) if is_searched else None
         tokens, gain = promised(stop)

@@ -51,9 +51,9 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class Pause:
-    """The time in which passes may be measured: as long as goes_on() is True, each pass within a turn().
+    """The time in which passes may be measured. It lasts as long as goes_on() is True.
 
-    By default the time does not end, and passes wait for nothing.
+    Each pass runs within a turn(). By default the time does not end, and passes wait for nothing.
     """
 
     goes_on: Callable[[], bool] = _always
@@ -77,7 +77,7 @@ def kept(runner: Runner) -> PassTime | None:
 
 
 def of_runner(runner: Runner, pause: Pause = NOW) -> PassTime:
-    """Measure the curve of a model on this machine, and keep it for later processes if its rounds agree.
+    """Measure the curve of a model on this machine. If its rounds agree, the curve is kept for later processes.
 
     The curve's `one_row_s` is None where nothing could be measured. Raises Unwanted when the pause ends.
     """
@@ -196,13 +196,13 @@ def calibrated(
 ) -> PassTime:
     """Measure the curve: run passes of all widths in turn, in several rounds. A width is a number of rows.
 
-    The first width is one row. In each round the time of a width is divided by the time of one row, so that it does not
-    matter if the machine slows down from round to round. The ratio of a width is the median over the rounds, and at
-    least the ratio of the width before it. Wide passes are timed last, and are divided by the time of the widest narrow
-    pass instead. While a wide pass computes, other processes push weights out of the processor's last-level cache. So a
-    pass of one row after a wide pass would take up to twice as long as in plain decoding. Where the time limit is too
-    short, rounds are left out first, and then widths. A width for which the cache has no room is left out, too. Where
-    nothing could be measured, the built-in curve is returned.
+    The first width is one row. In each round the time of each width is divided by the time of one row, so that it does
+    not matter if the machine slows down from round to round. The ratio of a width is the median over the rounds, and at
+    least the ratio of the width before it. Wide passes are timed last, and their time is divided by the time of the
+    widest narrow pass instead. While a wide pass computes, other processes push weights out of the processor's
+    last-level cache. So a pass of one row after a wide pass would take up to twice as long as in plain decoding. Where
+    the time limit is too short, rounds are left out first, and then widths. A width for which the cache has no room is
+    left out, too. Where nothing could be measured, the built-in curve is returned.
     """
     rounds = _Rounds(run, clock, least_limit_s, limit_passes)
     try:
@@ -221,7 +221,10 @@ def calibrated(
 
 
 class _Rounds:
-    """Times passes up to a limit: the longer of `least_limit_s` seconds and `limit_passes` passes of one row."""
+    """Rounds of timed passes, up to a time limit.
+
+    The limit is the longer of `least_limit_s` seconds and `limit_passes` passes of one row.
+    """
 
     def __init__(
         self, run: Callable[[int], Any], clock: Callable[[], float], least_limit_s: float, limit_passes: int
@@ -243,8 +246,8 @@ class _Rounds:
     def of(self, widths: Seq[int]) -> tuple[dict[int, float], list[float]]:
         """Time passes of these widths in rounds. Returns ratios by width, and the first width's seconds in each round.
 
-        The ratio of each width after the first is the median over the rounds of its time divided by the first width's
-        time.
+        In each round, the time of each width is divided by the first width's time. The ratio of a width is the median
+        over the rounds. The first width has no ratio.
         """
         firsts_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
         try:
@@ -260,7 +263,7 @@ class _Rounds:
         return {rows: statistics.median(samples) for rows, samples in ratios.items() if samples}, firsts_s
 
     def timed(self, rows: int) -> float:
-        """Run a pass over so many rows, and return its seconds."""
+        """Run a pass over this many rows, and return its seconds."""
         start = self.clock()
         self.run(rows)
         self.last_s = self.clock() - start

@@ -26,7 +26,7 @@ DOUBLINGS = 12  # how often the largest number of rows is doubled, until every e
 
 @dataclass
 class Mixture:
-    """Where real passes lie between passes over equal rows and passes over unlike rows.
+    """The position of real passes between passes over equal rows and passes over unlike rows.
 
     num: the number of experts of a layer, on average. widths [W]: numbers of rows, ascending from 1. alike, unlike [W]:
     for each width, the number of experts chosen for equal rows and for unlike rows, on average over layers. extra [W]:
@@ -58,16 +58,17 @@ class Mixture:
 
     @property
     def share(self) -> float:
-        """Where real rows lie: 0 = their experts are as few as for equal rows, 1 = as many as for unlike rows.
+        """The position of real rows: 0 = as few experts are chosen as for equal rows, 1 = as many as for unlike rows.
 
         The share is 1 at the beginning.
         """
         return self._seen / self._possible
 
     def extra_passes(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
-        """Return how much longer a pass takes than a pass over as many equal rows, in passes of one row, elementwise.
+        """Return how much longer a pass takes than a pass over the same number of equal rows, elementwise.
 
-        num_experts: the number of experts chosen for the rows; None = as many as are usually chosen for real rows.
+        The result is in passes of one row. num_experts: the number of experts chosen for the rows; None = as many as
+        are usually chosen for real rows.
         """
         rows = np.asarray(num_rows, dtype=np.float64)
         share: npt.ArrayLike = self.share

@@ -26,10 +26,11 @@ STEEPEST = 8.0  # a curve is at most so many times as steep as the default curve
 class Fit:
     """The time of one row and the steepness of a curve, fitted to the passes of steps by least squares.
 
-    A pass that takes r passes of one row by the curve is expected to take one_row_s (1 + steepness (r - 1)) seconds.
-    Errors are relative to the duration of the pass, and later passes weigh more. The steepness is drawn towards 1 with
-    the weight of half a pass over 4 rows. Narrow passes lose weight only with each further narrow pass, and wide passes
-    only with each further wide pass, because a thousand plain steps tell nothing about the steepness.
+    Where the curve gives a pass the time of r passes of one row, the pass is expected to take one_row_s (1 + steepness
+    (r - 1)) seconds. Errors are relative to the duration of the pass, and later passes weigh more. The steepness is
+    drawn towards 1 with the weight of half a pass over 4 rows. Narrow passes lose weight only with each further narrow
+    pass, and wide passes only with each further wide pass, because a thousand plain steps tell nothing about the
+    steepness.
     """
 
     def __init__(self, curve: PassTime) -> None:
@@ -39,7 +40,7 @@ class Fit:
         self._sums = {False: np.zeros(5), True: np.zeros(5)}
 
     def observe(self, seconds: float, num_ratios: float) -> float:
-        """Add a pass that would take `num_ratios` passes of one row at steepness 1; return the seconds of one row."""
+        """Add a pass that would take `num_ratios` passes of one row at steepness 1. Returns the seconds of one row."""
         x, weight = num_ratios - 1, num_ratios**-2
         sums = self._sums[x > 0]
         sums *= 1 - FRESH
@@ -59,13 +60,14 @@ class Fit:
 
 @dataclass
 class PassTime:
-    """The time of a pass by its rows: `ratios[i]` passes of one row at `widths[i]` rows, linear between and beyond.
+    """The time of a pass by its rows. A pass over `widths[i]` rows takes as long as `ratios[i]` passes of one row.
 
-    one_row_s: the seconds of a pass of one row, None until such a pass was measured; `observe` updates it. is_steady:
-    whether the rounds of the calibration agreed, so that the curve also holds at other times. mixture: the time that is
-    added to the ratios where rows have different experts, because the ratios hold for rows that all have the same
-    experts; None = the model has no experts. fit: corrects the steepness by the passes of steps, for a default curve
-    and for a curve that is not steady; None = the curve needs no correction.
+    The time is linear between the widths, and beyond the last width. one_row_s: the seconds of a pass of one row, None
+    until such a pass was measured; `observe` updates it. is_steady: whether the rounds of the calibration agreed, so
+    that the curve also holds at other times. mixture: the time that is added to the ratios where rows have different
+    experts, because the ratios hold for rows that all have the same experts; None = the model has no experts. fit:
+    corrects the steepness by the passes of steps, for a default curve and for a curve that is not steady; None = the
+    curve needs no correction.
     """
 
     widths: Seq[float] = WIDTHS
@@ -93,7 +95,10 @@ class PassTime:
         return passes if self.fit is None else 1 + self.fit.steepness * (passes - 1)
 
     def observe(self, seconds: float, num_ratios: float) -> None:
-        """Update `one_row_s` by a pass of `seconds` that should take as long as `num_ratios` passes of one row."""
+        """Update `one_row_s`.
+
+        A pass took `seconds`, and was expected to take as long as `num_ratios` passes of one row.
+        """
         self._num_seen += 1
         had = self.one_row_s or seconds / num_ratios
         row_s = min(seconds / num_ratios, 3 * had)  # another process may have held the pass up

@@ -1,6 +1,6 @@
 """The decision when a draft model reads a text that it has not read yet: a rent-or-buy problem.
 
-A drafter that searches the text before it asks its model can do without the model. To read the text so far has a price,
+A drafter that searches the text before it runs its model can do without the model. To read the text so far has a price,
 which is paid once. Reading is due when rounds without the model have lost as much as this price. It is due earlier
 where reading is expected to gain much more in the rest of the text. So a short prompt is soon read for a long answer,
 and a long prompt is never read for an answer that ends before the reading has paid.
@@ -19,7 +19,7 @@ NEEDED = 0.5  # the search is assumed to find nothing in this share of the remai
 
 @dataclass
 class Reading:
-    """Whether the draft model of one request should read its text. Everything but `is_read` is in tokens.
+    """The decision whether the draft model of one request should read its text. All fields but `is_read` are in tokens.
 
     is_read: whether the model has read the text. num_unread: the number of tokens of the text that the model has not
     read; None = not known yet. A prefix shared with an earlier text counts as read. gain: the expected gain of a round
@@ -32,7 +32,7 @@ class Reading:
     owed: float = 0.0
 
     def is_due(self, price: float, num_rounds: float) -> bool:
-        """Return whether the model should draft, for which it must read the text.
+        """Return whether the model should draft. Before it drafts, it must read the text.
 
         price: the cost of reading the text so far. num_rounds: how many more rounds are expected.
         """

@@ -1,11 +1,11 @@
 """The end of a chain of guesses, for drafters that tell how sure they are of each guess.
 
-A model's guess is right about as often as the model says, but not exactly, and not equally for every text. So the share
-of accepted tokens is counted by the probability that the drafter gave the tokens, for the drafter and for each request.
-The product of these shares over a chain is the probability that the whole chain so far is accepted. One more token is
-worth drafting while its expected gain exceeds its cost. The gain is that product times the usual share. The cost is the
-time of the token, times the current rate of tokens per second. This is optimal stopping for a ratio of two sums: the
-rate in the optimal rule is the rate of the best policy itself.
+A guess is right about as often as the model's probability for it says, but not exactly, and not equally for every text.
+So the share of accepted tokens is counted by the probability that the drafter gave the tokens, for the drafter and for
+each request. The product of these shares over a chain is the probability that the whole chain so far is accepted. One
+more token is worth drafting while its expected gain exceeds its cost. The gain is that product times the usual share.
+The cost is the time of the token, times the current rate of tokens per second. This is optimal stopping for a ratio of
+two sums: the rate in the optimal rule is the rate of the best policy itself.
 """
 
 from __future__ import annotations
@@ -143,19 +143,25 @@ class Prices:
 
     @property
     def rows(self) -> Floats:
-        """The price of each further row in tokens, [spec_length]."""
+        """The price of each further row, in tokens, [spec_length]."""
         return self.rate * self.rows_s
 
 
 class Stops:
-    """Chooses where chains end, for drafters that tell their confidence. spec_length: nodes of the longest chain."""
+    """The rules that end chains, for drafters that tell their confidence.
+
+    spec_length: the number of nodes of the longest chain.
+    """
 
     def __init__(self, spec_length: int, costs: Costs) -> None:
         self.spec_length, self.costs = spec_length, costs
         self.known: dict[str, Stopping] = {}  # by drafter, and by drafter and SEARCH
 
     def of(self, draft: str, what: str = "") -> Stopping:
-        """Return the record of a drafter, at first a new one. what: SEARCH = the record of guesses from the text."""
+        """Return the record of a drafter. The first call for a record makes it.
+
+        what: SEARCH = the record of guesses from the text; "" = the record of the drafter's other guesses.
+        """
         return self.known.setdefault(draft + what, Stopping())
 
     def prices(self, seqs: Seq[Sequence], are_drafting: Seq[bool], num_others: int, num_rows: int) -> Prices:
@@ -192,7 +198,7 @@ class Stops:
         return Stop(shares, worth, share)
 
     def search(self, seq: Sequence, prices: Prices) -> Stop:
-        """Return the Stop that ends the guess which the drafter finds in the text before it asks its model."""
+        """Return the Stop that ends the guess which the drafter finds in the text before it runs its model."""
         shares, _ = self.of(seq.draft, SEARCH).shares(seq.id)
         return Stop(shares, np.minimum(prices.rows, 2.0).tolist())
 
@@ -213,7 +219,7 @@ class Stops:
 
 
 def promised(stop: Stop) -> tuple[float, float]:
-    """Return the expected number of tokens of a round, and the gain of its draft in tokens, less the draft's cost.
+    """Return the expected number of tokens of a round, and the gain of its draft less the draft's cost, in tokens.
 
     The draft ends where one more token of usual acceptance costs more than it gains.
     """

@@ -8,11 +8,11 @@ raises the time of the pass:
 A length pays if its utility is above 1. Each request goes through test phases of a few trials and set phases of many
 rounds. A trial is `test_rounds` rounds of one length. A test phase begins with the best length of the last test phase.
 If the best length so far pays, the next longer length is tried. If it does not pay, or the longer length was tried
-before, the next shorter length is tried. The phase ends when neither length is left to try, and after four trials. The
+before, the next shorter length is tried. The phase ends when neither length is left to try, or after four trials. The
 set phase keeps the best length for `set_rounds` rounds. If no length paid, the set phase drafts nothing. Each time that
 this happens again in a row, the set phase lasts twice as long as the last time, up to 32 times `set_rounds`.
 
-The paper times passes with and without drafts. Here the time of a pass is read from its calibrated curve, for the
+The paper times passes with and without drafts. This policy reads the time of a pass from its calibrated curve, for the
 number of experts that were chosen (cost.py), and only the drafter's time is measured. So no pass is run without drafts
 for the comparison. In a batch, a pass is compared with the same pass without the draft of this one request. The draft
 pays if the tokens per second of the pass are higher with it. Which lengths are tried, and in what order, is this file's
