@@ -63,7 +63,7 @@ class Answer(Response):
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The error for a client that has disconnected, or that takes no bytes of its answer."""
 
 
 class Exchange:
@@ -100,7 +100,7 @@ class Exchange:
                     await self._answer(job, prompts, place, model_place)
 
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
-        """Generate the answer and send it. places: the request's places, in the server's Gate and in the model's."""
+        """Generate the answer and send it. places: the request's places in the Gates of the server and of the model."""
         service = self._service
         with self._guarding():
             await self._services.compile(service, job.params)

@@ -1,4 +1,4 @@
-"""The output file of a batch. No answer is written twice, and an answer counts only once it is on the disk.
+"""The output file of a batch. No answer is written twice. An answer counts as written only when it is on the disk.
 
 The process may be killed at any moment. The file then holds whole lines, and at most one torn line at the end, which
 the next run cuts off. While one process has the file open, a lock keeps other processes out. The id of an answer
@@ -103,7 +103,10 @@ class AnswerFile:
         os.ftruncate(self._fd, self._size_bytes)
 
     def _read(self, asked: Mapping[str, str]) -> list[str]:
-        """Count the lines. Returns the custom_ids of requests that have changed since they were answered."""
+        """Read the file, and note which requests have answers.
+
+        Returns the custom_ids of requests that have changed since they were answered.
+        """
         self.finished, self.refused, self.num_unmarked, self._size_bytes = set(), [], 0, 0
         changed = list[str]()
         for number, line in enumerate(self._lines(), 1):
@@ -147,7 +150,7 @@ class AnswerFile:
         _sync_folder(path.parent)
 
     def append(self, answers: Seq[Mapping[str, Any]]) -> None:
-        """Add one line per answer. When this returns, all are on the disk. Raises CapacityError if the disk is full."""
+        """Add one line per answer, and return once all are on the disk. Raises CapacityError if the disk is full."""
         if not answers:
             return
         data = b"".join(map(_line, answers))

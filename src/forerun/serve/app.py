@@ -192,7 +192,7 @@ def _no_route(path: str, app: FastAPI) -> str:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a Receive that gives a body that was read before, and after it the messages of `receive`."""
+    """Return a Receive that first gives a body that was read already, and then the messages of `receive`."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiving() -> Message:
@@ -202,7 +202,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 class Door:
-    """The middleware before every route: gives a request an id, checks the API key, and logs the request at its end."""
+    """The middleware before every route. It gives a request an id, checks the API key, and logs the ended request."""
 
     def __init__(
         self, app: ASGIApp, services: Services, api_key: str | None, pages: tuple[str, ...], origins: Origins
@@ -307,7 +307,7 @@ class Door:
         return any(path.startswith(f"{page}/api/") for page in self._pages)
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused where the body for a page is too large, because pages themselves have no limits."""
+        """Raise Refused where the body for a page is too large, or its length unknown. Pages do not check this."""
         length, limits = headers.get(b"content-length", b""), self._services.limits
         by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._services.first.llm.engine.max_seq_len)
         most = min(by_context, limits.max_body_bytes)
@@ -319,7 +319,10 @@ class Door:
             raise Refused(f"{message}to /v1/completions, or raise {option}", code="body_too_large", status=413)
 
     def _is_known(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        """Return whether a request brings the API key or needs none, in a time that reveals nothing about the key."""
+        """Return whether a request brings the API key, or needs none.
+
+        The duration of the check reveals nothing about the key.
+        """
         if self._api_key is None or path in OPEN_PATHS or self._is_page(path):
             return True
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")

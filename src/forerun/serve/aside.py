@@ -2,7 +2,7 @@
 
 Python runs one thread at a time, and a JSON parser or a tokenizer lets no other thread run until it is done. The
 process is started for the first long body. It reads short bodies before long ones. A second process tries to compile
-grammars, because that may take any amount of time and memory. This second process ends where a grammar takes more than
+grammars, because that may take any amount of time and memory. This second process ends if a grammar takes more than
 MOST_TRIED_S or MOST_TRIED_BYTES (texts.py).
 """
 

@@ -106,7 +106,7 @@ def seed_of(custom_id: str) -> int:
 
 @dataclass
 class Numbers:
-    """A listener that counts the tokens and the seconds of this run."""
+    """A listener that counts the tokens of this run and measures its time."""
 
     started_s: float = field(default_factory=time.perf_counter)
     num_tokens: int = 0
@@ -148,7 +148,7 @@ class Running:
 
 
 class Requests:
-    """Makes engine requests from the requests of a file, and answers from requests that have ended.
+    """A converter of the requests in a file to engine requests, and of ended requests to answers.
 
     name: the model's name in answers. served_names: the names that bodies may give the model, see `Generate.job`.
     defaults: values for the fields of SamplingParams that a body leaves out.
@@ -212,7 +212,7 @@ class Requests:
 
 
 class Runner:
-    """Keeps about `window` choices in an engine, and turns requests that have ended into answers."""
+    """A loop that keeps about `window` choices in an engine, and turns ended requests into answers."""
 
     def __init__(self, requests: Requests, window: int) -> None:
         self._requests, self._window = requests, window
@@ -220,7 +220,7 @@ class Runner:
         self._news: SimpleQueue[Request] = SimpleQueue()
 
     def run(self, requests: Iterator[BatchRequest], answers: AnswerFile, on_step: Callable[[], None]) -> None:
-        """Answer all requests. on_step: called whenever a step of the engine has advanced some of them."""
+        """Answer all requests. on_step: called after each step of the engine that has advanced any of the requests."""
         try:
             while True:
                 refused = self._fill(requests)

@@ -5,7 +5,7 @@ name. Each API defines how its fields are treated (fields.py), and every other f
 counts as absent. Some agents always send unsupported fields. So a server may be set to ignore such fields and to name
 them in the answer (`Given.ignored`).
 
-Nothing here needs a web framework, a file or a clock.
+This module needs no web framework, file or clock.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def _prediction(given: Mapping[str, Any]) -> str:
 
 
 def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> Refused:
-    """Return the Refused for an error of SamplingParams. Its message gives the field the name that the body uses."""
+    """Return the Refused for an error of SamplingParams, with the field's name as the body has it."""
     message, name = str(error).replace(", or None", ", or null"), error.option
     if name is None:
         return Refused(message)
@@ -457,7 +457,7 @@ def status_of(error: ForerunError) -> tuple[int, str | None, str | None]:
 
 
 def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
-    """Return the report on speculation for all choices together, with the seed that makes the same choices again.
+    """Return the report on speculation for all choices together. It contains the seed that reproduces the choices.
 
     Counts are sums over all choices, see RequestReport. A ratio is None where its denominator is 0. scores: the scores
     of the outputs of a beam search.

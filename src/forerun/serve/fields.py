@@ -35,9 +35,9 @@ class Field:
     """One field of a body. A field without a schema is never honoured.
 
     neutral: the permitted values, all without effect; or a function that says whether a value is permitted. inert:
-    whether every value is accepted, because no answer depends on the field. why: the reason for `neutral` or `inert`.
-    For a required field, the message to a client that leaves the field out. is_noted: whether requests are served
-    without the field, and their clients are told so.
+    whether every value is accepted, because no answer depends on the field. why: the reason for `neutral` or `inert`;
+    for a required field, the message to a client that leaves it out. is_noted: whether the field is ignored, and listed
+    as ignored in the answer.
     """
 
     schema: Schema | None = None
@@ -80,7 +80,7 @@ def inert(why: str, *names: str) -> dict[str, Field]:
 
 
 def noted(*names: str) -> dict[str, Field]:
-    """Return fields that are ignored. Clients that send them are told so."""
+    """Return fields that are ignored. The answer to a client that sends such a field lists it as ignored."""
     return dict.fromkeys(names, Field(is_noted=True))
 
 

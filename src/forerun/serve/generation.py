@@ -18,7 +18,7 @@ from forerun.errors import ForerunError
 
 
 class News:
-    """Carries news from the engine's thread into the event loop.
+    """The news of the engine's thread for the event loop.
 
     on_news: called in the event loop, before the tasks that wait for the news are woken. Only `ring` wakes the loop,
     once for all requests of a step, because a wake-up costs both threads more than all other work for a request's news.
@@ -97,7 +97,7 @@ class Generation:
     def num_new_tokens(self) -> float:
         """Return how many tokens the next call of `chunks` would turn into text.
 
-        Returns inf where `chunks` would do more than that: at the beginning, at the end of a choice, with
+        Returns inf where `chunks` would have other work as well: at the beginning, at the end of a choice, with
         log-probabilities, and after an error.
         """
         if not self._readers or self.error is not None or self.requests[0].seq.params.logprobs is not None:
@@ -113,7 +113,7 @@ class Generation:
     def chunks(self) -> list[tuple[int, Chunk]]:
         """Return the new chunks, each with the index of its choice. Raises the error that ended the generation.
 
-        Text is made here, so the event loop itself may call this only where `num_new_tokens` is small.
+        This makes text, so it may be called in the event loop only where `num_new_tokens` is small.
         """
         if not self._readers:
             self._readers = [Reader(request) for request in self.requests]
@@ -131,7 +131,7 @@ class Generation:
     def outputs(self) -> list[RequestOutput]:
         """Return the outputs of all requests, in order. To be called when all requests have ended.
 
-        Raises the error that ended a request. Text is made here, as in `chunks`.
+        Raises the error that ended a request. Not to be called in the event loop, because this makes text.
         """
         if (failure := self.failure) is not None:
             raise failure

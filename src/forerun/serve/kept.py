@@ -90,10 +90,11 @@ class Kept:
                 self._drop(response_id)
 
     def extend(self, key: str, body: bytes) -> bytes:
-        """Return a body whose input includes the conversation that the body continues, and the items that it refers to.
+        """Return a body with its references to kept responses and items resolved.
 
-        A body without such references, or one that cannot be parsed, is returned as it is. Raises Refused where a
-        response or an item is not kept or belongs to another key, and where a body with references is too long.
+        The input then begins with the conversation that the body continues, and contains each item in place of the
+        reference to it. A body without references, or one that cannot be parsed, is returned as it is. Raises Refused
+        where a response or an item is not kept or belongs to another key, and where a body with references is too long.
         """
         if not names_kept(body):
             return body

@@ -19,8 +19,8 @@ class Arriving:
     """The bodies of requests that have begun to arrive and are not whole yet. Used by the event loop's thread alone.
 
     Such a body takes no place in the Gate. most: the largest number of such bodies. most_bytes: the largest number of
-    bytes of all such bodies together. Beyond either limit the oldest body is given up, so that clients that never end
-    their bodies keep nobody out.
+    bytes of all such bodies together. Beyond either limit, the oldest body is given up. So clients that never end their
+    bodies cannot block other clients.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -128,7 +128,7 @@ class Place:
 
 
 class Gate:
-    """Counts the choices that run or wait, over all requests. Used by the event loop's thread alone.
+    """A limit on the number of choices that run or wait, over all requests. Used by the event loop's thread alone.
 
     capacity: the most choices that run or wait. batch: the most choices that run at once.
     """

@@ -1,7 +1,7 @@
 """Log-probabilities in the two forms of the OpenAI API, and the texts that name tokens there.
 
-A token is named by its text, with the space before it where it has one. A token that is only part of a character is
-named by its bytes, as in bytes:\\xe2\\x80. A control token goes by its own name.
+A token is named by its text, including a leading space. A token that is only part of a character is named
+by its bytes, as in bytes:\\xe2\\x80. A control token goes by its own name.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ class Families:
 
 
 class Metrics:
-    """Counts every step of an LLM and every request that ends. model: the value of the label model_name.
+    """A listener that counts every step of an LLM and every request that ends.
 
-    families: the server's metrics; None = there is no other model.
+    model: the value of the label model_name. families: the server's metrics; None = the LLM is the only model.
     """
 
     def __init__(self, llm: LLM, model: str, families: Families | None = None) -> None:

@@ -1,6 +1,6 @@
 """The options of a server, besides the options of its engines. A field with a help text is a flag of `forerun serve`.
 
-The checks, help() and the arguments of a replica in Ray follow from the fields, too. Nothing here imports a web
+The checks, help() and the arguments of a replica in Ray follow from the fields, too. This module imports no web
 framework.
 """
 
@@ -18,7 +18,7 @@ METRICS_PREFIXES = ("forerun", "vllm")
 
 
 class _Checked:
-    """A base of frozen dataclasses. Raises BadOption for a field outside of its range, or not among its choices."""
+    """A base class of frozen dataclasses. Raises BadOption for a value outside of its field's range or choices."""
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
@@ -95,7 +95,7 @@ class ServerOptions(_Checked):
 @with_fields
 @dataclass(frozen=True)
 class LabOptions(ServerOptions):
-    """The options of `forerun lab`, which starts a server for the lab's page, besides the options of its engine."""
+    """The options of `forerun lab`, besides its engine's options. The command starts a server for the lab's page."""
 
     port: int = option(8001, "0 = one that is free")
     api_key: str | None = option(None, "what the page asks for", envvar="FORERUN_API_KEY", usual="nothing")

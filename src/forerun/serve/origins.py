@@ -7,8 +7,8 @@ page's own. An API key keeps such a page out. Without a key, the server checks t
 the names of --allow-host. It also accepts addresses, localhost and this machine's names, because no page controls where
 these lead.
 
-A body must be declared as JSON. Ollama's clients often leave this declaration out. So Ollama's routes do not require it
-in a request without any header that only browsers send. With a POST, browsers always send Origin.
+A body must be declared as JSON. Ollama's clients often leave this declaration out. So Ollama's routes require it only
+in requests that have a header of browsers, such as Origin. With a POST, browsers always send Origin.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Origins:
 
     @classmethod
     def parse(cls, origins: Iterable[str], hosts: Iterable[str] = (), *, only_local: bool = False) -> Origins:
-        """Return the Origins of some options. Raises BadOption for a value that is no origin, or no host name."""
+        """Return the Origins that the options give. Raises BadOption for a value that is no origin, or no host name."""
         allowed, names = [origin.rstrip("/").lower() for origin in origins], [host.lower() for host in hosts]
         for origin in allowed:
             if not _ORIGIN.fullmatch(origin):
@@ -135,8 +135,8 @@ class Origins:
     def knows(self, headers: Mapping[bytes, bytes]) -> bool:
         """Return whether the server accepts the host name of a request (header Host).
 
-        It accepts this machine's names and addresses, allowed host names, the hosts of allowed origins, and requests
-        without a host name. No page can have pointed these names at this machine.
+        It accepts this machine's names and addresses, allowed host names, and the hosts of allowed origins, because no
+        foreign page controls where these lead. It also accepts requests without a host name.
         """
         host = _header(headers, b"host")
         if not host or ANY in self.hosts | self.allowed:

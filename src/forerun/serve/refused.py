@@ -1,4 +1,4 @@
-"""The error for a request that is not honoured, whatever its API."""
+"""The error for a request that is not honoured, in any API."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Events(Protocol):
 
 
 class Reader(Protocol):
-    """Reads texts for a model; see `texts.Texts`."""
+    """A reader of texts for a model; see `texts.Texts`."""
 
     @property
     def name(self) -> str: ...
@@ -122,11 +122,11 @@ class Generate:
 
 @dataclass(frozen=True)
 class Count:
-    """A route that computes its answers from texts, such as the token ids of a text, or their number.
+    """A route that computes its answers from texts. Such an answer is, for example, the token ids of a text.
 
-    work: makes the answer from the model's texts and the fields of a body. finish: completes the answer with facts that
-    only the server's models give; None = the answer is complete. alternatives: names of fields; a body must have one of
-    them. also: other paths of the route.
+    work: makes the answer from the model's Reader and the fields of a body. finish: completes the answer with facts
+    that only the server's models give; None = the answer is complete. alternatives: names of fields; a body must have
+    one of them. also: other paths of the route.
     """
 
     form: Form
@@ -156,7 +156,7 @@ class Look:
 class Api:
     """One API. error: makes the answer to a request that has failed.
 
-    below: path prefixes. An error at a path with such a prefix gets this API's form, unless a route has raised it.
+    below: path prefixes. An error at a path with such a prefix gets this API's form, unless a route handles it.
     is_lax: whether clients may send a body without declaring that it is JSON. absent: path -> reason, for paths that
     other servers of this API have and this server lacks. A path that ends in a slash stands for all paths below it.
     """

@@ -238,8 +238,8 @@ class PatientProtocol(H11Protocol):
     """uvicorn's protocol with time limits for headers that do not end, and for clients that take nothing.
 
     headers_s: how long a request's headers may take, from the beginning of the connection or from their first byte.
-    stall_s: how long a client may take no bytes. Then the connection is cut, because closing it in the usual way would
-    wait for the unsent bytes.
+    stall_s: how long a client may take no bytes. After this time, the connection is cut, because closing it in the
+    usual way would wait for the unsent bytes.
     """
 
     headers_s: float

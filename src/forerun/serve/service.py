@@ -80,9 +80,9 @@ class Service:
     def make(self, job: Job, prompts: Seq[Seq[int]]) -> tuple[Job, list[Any]]:
         """Return the job as it will be served, and its engine requests, which are not queued yet.
 
-        Not to be called in the event loop. Agents send large limits. So if the prompt and max_tokens together exceed
-        the context, max_tokens and min_tokens are removed, and the job lists them as ignored. The answer may then fill
-        the context. Raises UserError.
+        Not to be called in the event loop. Many agents send a max_tokens that is too large. So if the prompt and
+        max_tokens together exceed the context, max_tokens and min_tokens are removed, and the job lists them as
+        ignored. The answer may then fill the context. Raises UserError.
         """
         try:
             requests = [request for prompt in prompts for request in self.llm.engine.make(prompt, job.params)]
@@ -168,7 +168,7 @@ class Services:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics of all models. An event that belongs to no model is counted for the first model."""
+        """The first model's metrics. They also count events that belong to no model; their text covers all models."""
         return self.first.metrics
 
     @property

@@ -60,7 +60,7 @@ class TextOptions:
 
 
 def _pages(column: int) -> int:
-    """Return this process's number of memory pages; 0 where the system does not say.
+    """Return this process's number of memory pages; 0 where the number cannot be read.
 
     column: 0 = the whole address space, 1 = the resident pages.
     """
@@ -86,7 +86,7 @@ def _limited() -> Iterator[None]:
 
 
 class Library:
-    """Reads the bodies of a server. Each body is read by the Texts of the model that it names; see `_of`."""
+    """A reader of a server's bodies. Each body is read by the Texts of the model that it names; see `_of`."""
 
     def __init__(self, texts: Seq[Texts]) -> None:
         self._first, self._by_name = texts[0], {name: reader for reader in texts for name in reader.options.names}
@@ -135,7 +135,7 @@ class OnlyAside(Exception):
 
 
 class Texts:
-    """Reads bodies for one model. tokenizer, template: the model's, if they are already loaded."""
+    """A reader of bodies for one model. tokenizer, template: the model's own, if they are already loaded."""
 
     def __init__(
         self,
@@ -210,10 +210,10 @@ class Texts:
         return templated(job, lambda: self.template, ignore_unsupported=self.options.ignore_unsupported)
 
     def _with_wishes(self, job: Job) -> Job:
-        """Return a job that lists as ignored the wishes that cannot be met.
+        """Return a job with the wishes that cannot be met added to `ignored`.
 
         Such a wish is a context longer than max_seq_len, or a limit of the reasoning that the tokenizer does not
-        permit. The limit is then removed from the job.
+        permit. In the second case, the limit is removed from the job.
         """
         form, unkept = job.answer_form, list[str]()
         if job.context is not None and job.context[1] > self.max_seq_len:

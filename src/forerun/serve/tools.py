@@ -73,7 +73,7 @@ def thinking_limit(value: Any, name: str) -> int | None:
 
 
 def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:
-    """Return the chat template variables that say how long the model thinks; None where there are none to set.
+    """Return values for the chat template's variables about thinking; None where no variable is to be set.
 
     reads: the variables that the template reads. effort: one of EFFORTS. thinks: whether the model thinks at all.
     """

@@ -51,7 +51,10 @@ def api_of(path: str) -> Api | None:
 
 
 def errors_of(path: str) -> Errors:
-    """Return the function that writes errors at this path. It is for errors that no route has raised."""
+    """Return the function that writes the error responses of the API at this URL path.
+
+    It is for errors that no route handles, for example an unknown path.
+    """
     api = api_of(path)
     return plain_error if api is None else api.error
 

@@ -216,7 +216,7 @@ def _options(read: Given) -> dict[str, Any]:
 
 
 def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
-    """Raise Refused for an option that would change which tokens repeat_penalty counts.
+    """Raise Refused for an option that would change which tokens repeat_penalty penalises.
 
     Without a repeat_penalty, any value of the option is permitted.
     """

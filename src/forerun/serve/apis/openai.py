@@ -1,6 +1,6 @@
 """OpenAI's /v1/chat/completions and /v1/completions (request bodies, whole and streamed answers), and /v1/models.
 
-Follows OpenAI's API reference. Fields of vLLM and of llama-server that agents send are honoured or noted, too.
+Follows OpenAI's API reference. Fields of vLLM and of llama-server that agents send are honoured or ignored.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """OpenAI's /v1/responses: bodies and answers, whose items are messages, reasoning and calls of functions.
 
 `instructions` and the system and developer messages at the beginning become one system message, because chat templates
-know only one. Reasoning, text and calls of the assistant that follow each other become one message. A response is kept
-for a while (kept.py) unless `store` is false. A later request can continue it with `previous_response_id`. Follows
-OpenAI's API reference (Responses), also in the order of the stream's events.
+know only one. Consecutive reasoning, text and calls of the assistant become one message. A response is kept for a while
+(kept.py) unless `store` is false. A later request can continue it with `previous_response_id`. Follows OpenAI's API
+reference (Responses), also in the order of the stream's events.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapping[str, Any]:
     """Turn a custom tool, whose input is a text, into a function with one text argument.
 
-    Models only know how to call functions. A regular expression constrains the text. A Lark grammar is only described
-    to the model, and is listed in `ignored`. Raises Refused.
+    Models only know how to call functions. If the tool limits its input by a regular expression, the argument must
+    match the expression. A Lark grammar is only described to the model, and is listed in `ignored`. Raises Refused.
     """
     form, about, limits = tool.get("format") or {"type": "text"}, tool.get("description"), {}
     if not isinstance(form, Mapping) or form.get("type") not in ("text", "grammar"):
@@ -300,10 +300,7 @@ def _messages(instructions: str | None, given: Any) -> list[Message]:
 
 
 class _Conversation:
-    """Builds messages from items.
-
-    Reasoning, text and calls of the assistant that follow each other become one message.
-    """
+    """A builder of messages from items. Consecutive reasoning, text and calls of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -412,7 +409,7 @@ def _output_items(
 
 
 class _Items:
-    """Makes the items of one answer, without their content."""
+    """A builder of the items of one answer, without their content."""
 
     def __init__(self, job: Job, answer_id: str) -> None:
         self._id = answer_id
@@ -432,7 +429,7 @@ class _Items:
         return {"id": f"msg_{end}", "type": "message", **message}
 
     def is_custom(self, one: Span | ToolCall) -> bool:
-        """Return whether an item calls a tool that takes a text."""
+        """Return whether an item is a call of a custom tool, which takes a text."""
         return isinstance(one, ToolCall) and one.name in self._customs
 
     def called(self, call: ToolCall) -> dict[str, str]:
