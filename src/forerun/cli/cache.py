@@ -66,9 +66,10 @@ def clear(
 
 
 def _folder(given: Path | None, kv_disk: str | None) -> Path:
-    """Return the folder of blocks. Raises BadOption where both options name it, or where --kv-disk is malformed.
+    """Return the folder of blocks.
 
-    Ends the command where no folder is named and the folder in the user's cache does not exist.
+    Raises BadOption where --folder and --kv-disk both name the folder, and where --kv-disk is malformed. Ends the
+    command where no folder is named and the folder in the user's cache does not exist.
     """
     from forerun.kv.disk import Limit, default_path
 

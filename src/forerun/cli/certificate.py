@@ -1,4 +1,4 @@
-"""Prints a certificate for people to read: a line for each check, what failed, the verdict, and what is not proven."""
+"""A certificate as printed for people: a line for each check, what failed, the verdict, and what is not proven."""
 
 from __future__ import annotations
 

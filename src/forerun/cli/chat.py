@@ -237,7 +237,7 @@ class Chat:
         return f"written to {file}"
 
     def load(self, name: str) -> str:
-        """Go on with a conversation that `save` wrote as a line. Without a name, load the conversation kept last.
+        """Continue a conversation that `save` wrote as a line. Without a name, load the conversation kept last.
 
         Returns what to tell the user. Raises BadOption where there is no such conversation.
         """
@@ -259,10 +259,11 @@ class Chat:
         return f"{num} question{'s' * (num != 1)} and what was answered are back"
 
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
-        """Write the answer to `out` as it grows, remember both turns, and return the line of numbers.
+        """Write the answer to `out` as it grows, remember message and answer, and return the line of numbers.
 
         keys: whether Ctrl-C ends only the answer, and not the chat. Raises UserError or CapacityError where the
-        conversation cannot be continued. The turn is forgotten then, and also where its answer is empty.
+        conversation cannot be continued; the message is then forgotten. It is also forgotten where the answer was
+        stopped before its first text.
         """
         messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
         end = self.llm.listen(numbers)
@@ -411,7 +412,7 @@ def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
 def _read(value: str) -> Any:
     """Read a JSON value, such as a number, or None. Any other text stays as it is.
 
-    SamplingParams then refuses the text where it wants a number.
+    Where the parameter must be a number, SamplingParams refuses the text.
     """
     try:
         return None if value.lower() == "none" else json.loads(value)
@@ -425,10 +426,10 @@ class _Stopped(KeyboardInterrupt):
 
 @dataclass
 class _Interrupt:
-    """Handles Ctrl-C: raises _Stopped once, while an answer is awaited.
+    """A handler for Ctrl-C that raises _Stopped once, while an answer is awaited.
 
-    A second Ctrl-C does nothing, because it would interrupt the writing of the answer's end. Neither does a Ctrl-C that
-    comes when the answer has just ended.
+    Any other Ctrl-C is ignored. A second Ctrl-C would interrupt the program while it writes the end of the answer. A
+    Ctrl-C that comes just after the end of the answer is ignored too.
     """
 
     is_awaited: bool = False
@@ -488,8 +489,8 @@ def run(
     """Answer messages until the input ends: messages that are typed in a terminal, or the lines of a pipe.
 
     A terminal offers editing and history. Each call of a tool is run only where somebody at a terminal says yes to it.
-    With kv_disk the conversation is kept. goes_on: whether to continue the conversation that was kept last; raises
-    BadOption where there is none.
+    With kv_disk the conversation is kept. goes_on: whether to continue the conversation that was kept last. Raises
+    BadOption where no conversation was kept.
     """
     kept = None if llm.config.kv_disk is None else Conversations(default_folder())
     terminal = sys.stdin is not None and sys.stdin.isatty()

@@ -1,7 +1,7 @@
-"""The conversations that `forerun chat` keeps by itself where --kv-disk keeps their KV caches.
+"""The conversations that `forerun chat` keeps by itself if --kv-disk keeps their KV caches.
 
 Each conversation is a file with one line, as `/save` writes it. The folder is in the user's cache, and nobody else can
-read it. The file is written after every answer, whole or not at all. Where there are more than MOST_KEPT files, the
+read it. After every answer, the whole file is replaced at once. Where there are more than MOST_KEPT files, the
 least recently written ones are removed.
 """
 

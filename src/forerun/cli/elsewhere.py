@@ -1,4 +1,4 @@
-"""Answers to an option that a command does not have: which command has it, or which name it has here."""
+"""Answers to an option that a command does not have: which command has it, or which name it has in forerun."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of_ollama(words: Seq[str]) -> str | None:
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield each command, after its path as a user types it."""
+    """Yield the path of each command, as a user types it, and the command itself."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
@@ -110,8 +110,8 @@ def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> 
 def _way_out(param: Any, parser: Any, home: str) -> str:
     """Return what a user can do about an option that only the command `home` has as a flag.
 
-    An option of the engine can be set without a flag for every command with options of the engine. Any other option
-    must be left out, or used with `home`.
+    If the command has options of the engine, any option of the engine can be set by its FORERUN_* variable or in the
+    config file. Any other option must be left out, or used with `home`.
     """
     if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
         return f"leave it out or use {home}"

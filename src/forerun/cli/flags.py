@@ -1,7 +1,7 @@
 """Command-line flags that several commands share, made from the dataclasses that hold the defaults.
 
-A flag that is not given is None. Then the FORERUN_* variable counts, or else the config file, or else the default.
-Nothing here imports numpy.
+A flag that is not given is None. Its value then comes from the FORERUN_* variable, or else from the config file, or
+else it is the default. This module does not import numpy.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def everyday(*more: str) -> Fields:
 def sampling(*names: str) -> Fields:
     """Return the flags of these sampling parameters, in this order. Without names, return the flags of all parameters.
 
-    A parameter with the name of an engine option, such as draft, gets no flag here, because the engine option has that
-    flag. A prompt file can set such a parameter for each request.
+    A parameter with the name of an engine option, such as draft, gets no flag, because the engine option has that flag
+    already. A prompt file can set such a parameter for each request.
     """
     fields = SamplingParams.__dataclass_fields__
     usual = {name: f"the model's own, else {fields[name].default}" for name in DRAWING}

@@ -1,4 +1,4 @@
-"""Breaks texts into lines of a given width. Help texts need this file, so it imports only the standard library."""
+"""Breaking of texts into lines of a given width. Help texts need this file, so it imports only the standard library."""
 
 from __future__ import annotations
 

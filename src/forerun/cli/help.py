@@ -124,7 +124,7 @@ class _Group(TyperGroup):
 
 
 class App(typer.Typer):
-    """A command with subcommands. text: its help. moved: a map from former subcommands to their names as benchmarks."""
+    """A command with subcommands. text: its help. moved: former subcommand -> the benchmark that replaces it."""
 
     def __init__(self, text: str, moved: Mapping[str, str] | None = None) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Reads the prompts of a command from its arguments, a file, or standard input."""
+"""The prompts of a command, from its arguments, a file, or standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows an answer in a terminal while it grows: word by word, and as Markdown once a paragraph is complete."""
+"""The display of an answer in a terminal while it grows: word by word, and as Markdown once a paragraph is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARSER = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enab
 
 
 class Page:
-    """Shows an answer on a console: its complete paragraphs, and below them the growing paragraph, which is redrawn."""
+    """An answer on a console: its complete paragraphs, and below them the growing paragraph, which is redrawn."""
 
     def __init__(self, console: Console, live: Live) -> None:
         self._console, self._live, self._growing, self._drawn_s = console, live, "", 0.0

@@ -105,7 +105,10 @@ class Models:
         return cls(outlines, by_name, unchecked)
 
     def plan(self, available: int | None) -> tuple[Opened, MemoryPlan]:
-        """Return the target as an engine would open it, and the plan. available: bytes; None = this machine's."""
+        """Return the target as an engine would open it, and the plan.
+
+        available: the memory for the plan, in bytes; None = the memory that the device has available.
+        """
         from forerun.memory.machine import available_bytes
 
         device = self.outlines.opened.device

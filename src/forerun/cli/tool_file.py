@@ -60,7 +60,7 @@ class ToolFile:
 
 
 def _functions(path: Path) -> dict[str, Callable[..., Any]]:
-    """Return the functions that are defined in the file itself, in the order of their lines."""
+    """Return the public functions that are defined in the file itself, in the order of their lines."""
     spec = importlib.util.spec_from_file_location(f"forerun_tools_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise BadOption(f"{path} is no Python file: name one that ends in .py")
@@ -80,8 +80,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function, in the form in which chat templates take tools.
 
     The docstring's first paragraph describes the function. Indented lines like "city: where" (below "Args:") describe
-    its parameters. Raises BadOption for a parameter without a type, with a type that JSON has no word for, or that
-    cannot be given by name.
+    its parameters. Raises BadOption for a parameter that has no type, that has a type unknown to JSON, or that cannot
+    be given by name.
     """
     doc = inspect.getdoc(function) or ""
     said = {match[1]: match[2] for line in doc.splitlines() if (match := _ARGUMENT.match(line))}

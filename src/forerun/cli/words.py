@@ -29,7 +29,10 @@ def percent(rate: float) -> str:
 
 
 def precision(llm: LLM) -> str:
-    """Return a model's precision: the bits of quantised weights, else its dtype, and the file's dtype if it differs."""
+    """Return a model's precision: the bits of quantised weights, or else the dtype.
+
+    If the file has another dtype, the text names that as well.
+    """
     checkpoint = llm.checkpoint
     if checkpoint.model.weight_bits:
         return checkpoint.model.precision
@@ -41,7 +44,7 @@ def precision(llm: LLM) -> str:
 
 
 def backend(llm: LLM) -> str:
-    """Return which operators compute the target, why faster operators do not, and which others compute drafts."""
+    """Return which operators compute the target, why faster ones do not, and which other operators compute drafts."""
     target = llm.checkpoint.model
     runners = [runner for drafter in llm.engine.drafter.members.values() for runner in drafter.runners]
     others = {computed(model) for model in (runner.model for runner in runners) if model.ops.name != target.ops.name}
@@ -98,7 +101,7 @@ def drawing(params: SamplingParams) -> str:
 
 
 def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams) -> list[str]:
-    """Return why an output ended, as a part of the closing line. The list is empty where the model ended the output."""
+    """Return why an output ended, as a list of words for the closing line; [] where the model ended the output."""
     if reason == "length":
         return ["cut at --max-tokens" if num_tokens == params.max_tokens else "cut at --max-seq-len"]
     return {None: ["stopped"], "abort": ["aborted"]}.get(reason, [])
