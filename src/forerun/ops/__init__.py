@@ -169,7 +169,7 @@ def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: boo
     """Return the dtype of a KV cache of this shape under the option kv_cache_dtype.
 
     name: the backend that computes the model. own: the model's own cache dtype. must: whether to raise BadOption where
-    the backend cannot keep the cache in the wanted dtype. If not, `own` is returned in this case.
+    the backend cannot keep the cache in the wanted dtype. With must=False, `own` is returned there.
     """
     if option in ("auto", own):
         return own

@@ -92,8 +92,8 @@ class Model(Protocol):
     def bytes_per_pass(self) -> int:
         """The bytes of weights that one pass of a few rows reads: every matrix once, as it is in memory.
 
-        Of a mixture of experts, only as many experts count as are chosen for one row. 0 = the weights are not known,
-        because the caller gave a torch module.
+        In a mixture of experts, only the experts of a single row are counted. 0 = the weights are not known, because
+        the caller gave a torch module.
         """
 
     def forward(

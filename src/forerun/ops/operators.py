@@ -45,7 +45,7 @@ class Operators:
     """The operators of a backend, which compute its models.
 
     row_invariant: whether the bits of an output row depend on that row alone; tests check this. extra_row: the usual
-    cost of one more row, as a share of the cost of a one-row pass; the cost on a given machine is measured.
+    cost of one more row, as a share of the cost of a one-row pass. The actual cost is measured on each machine.
     """
 
     name = ""

@@ -55,7 +55,7 @@ class Scheme:
 
     @property
     def most(self) -> int:
-        """The largest magnitude of a number that a scale multiplies."""
+        """The largest magnitude of a code's value before its scale is applied."""
         if self.table:
             return max(map(abs, self.table))
         if self.floats:
@@ -125,8 +125,8 @@ class QuantisedRows:
         """Return float32 scales and subtracted numbers, each [R, count]: one number for every `span` weights of a row.
 
         Places beyond the end of a row are 0. offset: the form of the subtracted numbers, "zero" or "minimum"; "minimum"
-        turns zero points into minimums. All numbers are exact, because a product of two numbers of at most 8 and 16
-        bits has fewer than 24 bits.
+        turns zero points into minimums. All numbers are exact, because the product of an 8-bit number and a 16-bit
+        number has fewer than 24 bits.
         """
         scales = _expanded(self.scales, self.super_scales, self.scheme)[..., 0]
         if self.zeros is not None:
@@ -167,7 +167,7 @@ def mxfp4(codes: Codes, exponents: Codes) -> QuantisedRows:
 
 
 class HasFileno(Protocol):
-    """A file that kernels may read by its descriptor."""
+    """A file that kernels can read through its descriptor."""
 
     def fileno(self) -> int: ...
 

@@ -108,7 +108,7 @@ def _positive(scales: Floats) -> HostTensor:
 def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
     """Return the scheme to which a weight is rounded; only for weights that `is_rounded` accepts.
 
-    Raises BadOption where groups do not divide the weight's rows.
+    Raises BadOption where the group size does not divide the weight's rows.
     """
     num_in = weight.shape[1]
     bits = quantization.bits if quantization.again else max(quantization.bits, weight.least_bits)
@@ -124,7 +124,10 @@ def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
 
 
 def is_rounded(weight: Weight) -> bool:
-    """Tell whether a weight gets fewer bits when a model is rounded. Matrices, experts and the embedding do."""
+    """Tell whether a weight gets fewer bits when a model is rounded.
+
+    Matrices, experts and the embedding get fewer bits.
+    """
     return weight.least_bits < 16
 
 
@@ -133,8 +136,8 @@ class RoundedWeights(Mapping[str, HostTensor | QuantisedMatrix]):
 
     The module `models.quantising` does the same for weights in files. weights: the weights of the spec. read(name,
     rows): returns rows of a matrix. vector(name): returns a norm or a bias. as_tensors: the dtype in which all weights
-    are returned, with rounded matrices dequantised; None = rounded matrices stay quantised. Raises BadOption where
-    groups do not divide a row.
+    are returned, with rounded matrices dequantised; None = rounded matrices stay quantised. Raises BadOption where the
+    group size does not divide a row.
     """
 
     def __init__(

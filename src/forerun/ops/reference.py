@@ -58,7 +58,7 @@ class Plan(CacheView):
         return self.masks[b, window]
 
     def positions(self, b: int) -> Tensor:
-        """Return the logical position of each cache row that run b reads [rows]; the run's own rows come last.
+        """Return the logical position of each cache row that run b reads, [rows]. The run's own rows come last.
 
         A pending row that no row of the run sees gets its index as its position, which is never used.
         """
@@ -525,8 +525,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Measured on two AVX2 cores, 2048 x 2048 to 8192 x 2048, in GB/s of weights: the default BLAS reads 17-19 at 1 row
     and 4-7 at 6 rows; oneDNN reads 29-32 at 1 row and 12-14 at 6 rows. Below a million weights, oneDNN's call overhead
-    (30 us) eats the gain. Prepacked weights give 15-18 at 6 rows but only 16-26 at 1 row, so both copies would be
-    needed. That is not worth twice the memory.
+    (30 us) outweighs the gain. Prepacked weights give 15-18 at 6 rows but only 16-26 at 1 row, so a model would need
+    both forms of its weights. That is not worth twice the memory.
     """
     if weight.numel() < ONEDNN_MIN_WEIGHTS or not _onednn_serves(x, weight):
         return F.linear(x, weight, bias)

@@ -1,8 +1,8 @@
 """Positions as numbers: rotations for each kind of rope, sinusoids, and buckets of distances.
 
-All operators take these numbers from here. They are computed in numpy, in steps that IEEE 754 rounds alike everywhere,
-so that a model's output does not depend on any library's cosine or power. Only the powers of theta come from the C
-library, in float64; rounding them to float32 removes the differences between libraries.
+All operators take these numbers from here. They are computed in numpy, in steps that IEEE 754 rounds in the same way on
+every machine, so that a model's output does not depend on any library's cosine or power. Only the powers of theta come
+from the C library, in float64; rounding them to float32 removes the differences between libraries.
 """
 
 from __future__ import annotations

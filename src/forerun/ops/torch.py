@@ -140,8 +140,8 @@ class Step:
 class TorchAttention:
     """The attention of one block.
 
-    at: the prefix of the block's weight names. biased: the attention of another block, whose position bias is used
-    here, too; None = there is none.
+    at: the prefix of the block's weight names. biased: the attention of another block, whose position bias this block
+    uses, too; None = the block uses no other block's bias.
     """
 
     def __init__(self, a: Attention, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
@@ -539,8 +539,8 @@ class TorchModel:
     def bytes_per_pass(self) -> int:
         """The bytes of weights that one pass of a few rows reads: every matrix once, as it is in memory.
 
-        An untied embedding does not count, because only a few of its rows are looked up. Of a mixture of experts, only
-        as many experts count as are chosen for one row.
+        An untied embedding does not count, because only a few of its rows are looked up. In a mixture of experts, only
+        the experts of a single row are counted.
         """
         unread = round(sum(block.experts.unread_bytes for block in self.blocks if block.experts is not None))
         if self._packed is not None:
@@ -701,7 +701,7 @@ class TorchModel:
     def rounded(self, quantization: Quantization) -> TorchModel:
         """Return a second model with all matrices rounded and then dequantised; this model stays as it is.
 
-        Raises BadOption where groups do not divide a row.
+        Raises BadOption where the group size does not divide a row.
         """
         weights = RoundedWeights(
             blocks.weights(self.config),

@@ -1,7 +1,7 @@
-"""Memory of the reference operators: weights to the byte, and an upper bound of the buffers of a pass.
+"""Memory of the reference operators: weights to the byte, and an upper bound of the memory of a pass.
 
 The bound follows the code that allocates: ops/torch.py, ops/reference.py, ops/torch_pools.py. On a CPU, oneDNN compiles
-a kernel for every pair of a matrix and a number of rows, and keeps it. So memory grows while a process runs.
+and keeps one kernel for each matrix and each number of rows. So memory grows while a process runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPILED_MAX_BYTES = 1_700_000_000  # of all, measured: 1.0 GB for 2,000, 1.68 G
 
 @dataclass(frozen=True)
 class ReferenceSizes:
-    """The sizes of the reference operators. Weights, rows and caches have one dtype.
+    """The memory that the reference operators take. Weights, rows and caches have one dtype.
 
     in_place: whether consecutive rows of the cache are read without a copy.
     """
@@ -81,9 +81,9 @@ class ReferenceSizes:
         ]
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Return the memory of oneDNN's kernels, one for each matrix and number of rows that can occur.
+        """Return the memory of the kernels that oneDNN compiles on a CPU. There are none on an accelerator.
 
-        On an accelerator there are no such kernels.
+        oneDNN keeps one kernel for each matrix and each number of rows that can occur.
         """
         count = 0
         for run in passes:
@@ -103,7 +103,7 @@ class ReferenceSizes:
         return self.dtype != "float32" or math.prod(shape) >= ONEDNN_MIN_WEIGHTS
 
     def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
-        """Return the peak bytes of one pass: outside of attention, within attention, and for the logits at the end."""
+        """Return three peaks of a pass in bytes: outside of attention, within attention, and for the final logits."""
         size, copies = itemsize(self.dtype), 2 if self.row_by_row else 1
         widened = 0 if size == PROB_BYTES else PROB_BYTES
         logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
@@ -113,7 +113,7 @@ class ReferenceSizes:
         return outside + held, within + held + working, logits + hidden
 
     def _layer_bytes(self, run: Pass) -> tuple[int, int]:
-        """Return the most bytes in memory at once inside one layer: outside of attention, and while attention works.
+        """Return two peaks in bytes inside one layer: outside of attention, and while attention works.
 
         The first number follows TorchBlock.run line by line. The layer's input stays in memory until the layer is done.
         """
@@ -154,10 +154,11 @@ class ReferenceSizes:
         return masks + reading, max(building, converting + gathered + max(scored, self._sdpa_bytes(run)))
 
     def _scored_bytes(self, run: Pass) -> int:
-        """Return the bytes of attention with soft caps, sinks or position biases. Follows the function `_scored`.
+        """Return the bytes of attention with soft caps, sinks or position biases.
 
-        The keys of each query head are float32, and so are three copies of the scores: the product, an intermediate
-        step of the soft cap, and the result. Distances from rows back to keys are int64.
+        The sum follows the function `_scored`. The keys of each query head are float32, and so are three copies of the
+        scores: the product, an intermediate step of the soft cap, and the result. Distances from rows back to keys are
+        int64.
         """
         widths, rows = Widths.of(run.model), 1 if self.row_by_row else run.longest_run
         scores, distances = 3 * widths.heads * rows * run.context, 8 * rows * run.context

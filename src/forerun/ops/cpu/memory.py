@@ -46,10 +46,10 @@ from forerun.ops.quantised import QuantisedMatrix, Scheme
 
 @dataclass(frozen=True)
 class NativeSizes:
-    """The sizes of the native operators. Weights and caches are float32 or bfloat16, and rows are float32.
+    """The memory that the native operators take. Weights and caches are float32 or bfloat16, and rows are float32.
 
     schemes: by model name, the schemes of the model's quantised matrices. rounded: the names of models whose matrices
-    are rounded in memory; they are packed in rounded form whatever `dtype` is.
+    are rounded in memory. Such matrices are packed in rounded form, whatever `dtype` is.
     """
 
     dtype: str
@@ -121,7 +121,7 @@ class NativeSizes:
         return ()
 
     def loading_bytes(self, model: Spec) -> int:
-        """Return the larger of two amounts: the blocks of a file, and the part of a tensor that is in memory twice.
+        """Return the larger of two numbers of bytes: blocks of a file, or the part of a tensor that is in memory twice.
 
         Two blocks of a file are in memory at once. Where quantised matrices are packed, these two count as four,
         because blocks that are unpacked or rounded take several times their bytes. While a tensor is packed, at most
@@ -225,7 +225,7 @@ def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
 def allocated_bytes(num_bytes: int) -> int:
     """Return the bytes that the system allocates for a buffer of this size.
 
-    Large buffers, from the size of a huge page on, take whole pages of the usual size.
+    A buffer of at least the size of a huge page takes whole pages of the usual size.
     """
     return int(native.extension().allocated_bytes(num_bytes))
 

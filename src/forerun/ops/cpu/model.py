@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
     """Return the distribution from which a token was drawn.
 
-    made: a pair of ids and probabilities, where None in place of the ids = the probabilities are for all ids. None in
-    place of the pair = the likeliest token was taken, without a draw.
+    made: a pair of ids and probabilities. Where the ids are None, the probabilities are for all ids. Where the whole
+    pair is None, the likeliest token was taken without a draw.
     """
     if made is None:
         return Probs.of_point(token)
@@ -211,8 +211,8 @@ class CpuModel:
     def bytes_per_pass(self) -> int:
         """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once.
 
-        Weights that are only applied to the rows of a source do not count. Of a mixture of experts, only as many
-        experts count as are chosen for one row.
+        Weights that are only applied to the rows of a source do not count. In a mixture of experts, only the experts of
+        a single row are counted.
         """
         of_sources = [name for name in self.matrices if name.startswith("encoder.") or name.endswith(".kv")]
         decoders = {name: matrix for name, matrix in self.matrices.items() if name not in of_sources}
@@ -432,7 +432,8 @@ class CpuModel:
     def rounded(self, quantization: Quantization) -> CpuModel:
         """Return a second model of these weights with every matrix rounded; this model stays as it is.
 
-        Raises BadOption where a matrix already has no more bits than asked for, or groups do not divide a row.
+        Raises BadOption where a matrix already has no more bits than asked for, or the group size does not divide a
+        row.
         """
         if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
@@ -475,7 +476,7 @@ class CpuModel:
         """Return the id and value of the largest logit for each of these rows of hidden [T, H].
 
         Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest. The values have
-        the same bits as in `logits`. The other logits are not written to memory.
+        the same bits as in `logits`. No other logits are written to memory.
         """
         if not rows:
             return [], []

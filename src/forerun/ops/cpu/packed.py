@@ -22,10 +22,10 @@ from forerun.types import RaggedBatch
 class PackedMatrix:
     """A packed weight [num_out, num_in], made of one or several parts.
 
-    paired: whether the parts are gate and up of a gated feed-forward block; their outputs lie side by side in memory
-    then. dtype: for dense weights, their dtype; for quantised weights, the dtype of the model's keys and values. bits:
-    the bit widths of quantised weights, ascending; () = the weights are dense. bias: float32 [num_out], also copied
-    into the packed matrix; None = there is no bias.
+    paired: whether the parts are gate and up of a gated feed-forward block. If so, their outputs lie side by side in
+    memory. dtype: for dense weights, their dtype; for quantised weights, the dtype of the model's keys and values.
+    bits: the bit widths of quantised weights, ascending; () = the weights are dense. bias: float32 [num_out], also
+    copied into the packed matrix; None = there is no bias.
     """
 
     handle: Any
@@ -90,8 +90,8 @@ class Format:
         Where the schemes differ, the format has the most bits and the smallest groups among them, and table codes are
         packed as 8-bit codes (`Scheme.looked_up`). Scales that are powers of two take one byte each, unless the schemes
         differ. Other scales and subtracted numbers are float32 in two cases: where a scheme has float32 numbers, and
-        where each is a product of two numbers, as for K-quants that are packed together with other schemes. Otherwise
-        they are float16, but may turn out not to fit.
+        where each number is a product of two numbers, as for K-quants that are packed together with other schemes. In
+        all other cases they are float16. Packing then finds out whether the numbers fit into float16.
         """
         if len(set(schemes)) > 1:
             schemes = [scheme.looked_up() for scheme in schemes]
@@ -131,7 +131,10 @@ class Format:
 
 
 def packs(scheme: Scheme) -> bool:
-    """Tell whether the kernels read matrices of this scheme: integer codes in groups of 16 or of a multiple of 32."""
+    """Tell whether the kernels can read matrices of this scheme.
+
+    They read integer codes in groups of 16, or in groups of a multiple of 32.
+    """
     return scheme.bits in BITS and not scheme.floats and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
 
 
@@ -154,9 +157,9 @@ def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format])
 
 
 def distances_of(buckets: Buckets) -> list[int]:
-    """Return the distances from a row back to a key that have a bias in the kernels, in the kernels' order.
+    """Return, in the kernels' order, the distances that have a bias in the kernels.
 
-    See Biases in csrc/kernels.h.
+    A distance is counted from a row back to a key. Biases in csrc/kernels.h explains the order.
     """
     block = int(native.extension().KEY_BLOCK)
     reach = buckets.max_distance + block
@@ -164,7 +167,7 @@ def distances_of(buckets: Buckets) -> list[int]:
 
 
 def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Encode the sources of a batch's runs like runs (see `run_numbers`). All rows of a source are cached."""
+    """Encode the source of each run of a batch, in the form of `run_numbers`. All rows of a source are cached."""
     numbers = [0] * (6 * len(tables))
     for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
         numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)

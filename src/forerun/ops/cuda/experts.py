@@ -37,13 +37,13 @@ class Tally:
     def tell(self, to: list[int], layers: list[int]) -> None:
         """Copy this pass's counts to the host.
 
-        to: the list to which `arrive` will append the number of chosen experts of each of these layers.
+        to: a list. For each of these layers, `arrive` will append the number of chosen experts to it.
         """
         self._host.copy_(self.counts, non_blocking=True)
         self._told = to, layers
 
     def arrive(self) -> None:
-        """Append the counts that `tell` copied to the list that it was given. The device must have finished."""
+        """Append the numbers of chosen experts to the list that `tell` was given. The device must have finished."""
         if self._told is not None:
             to, layers = self._told
             to += [int(self._host[i, 1]) for i in layers]
@@ -115,9 +115,9 @@ def _packed(part: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """Return what must be equal for all experts in a field.
+    """Return the property of a field's value that must be equal for all experts.
 
-    For a tensor, this is its dtype and shape; for any other value, it is the value.
+    The property of a tensor is its dtype and shape. For any other value, it is the value itself.
     """
     return (value.dtype, value.shape) if isinstance(value, Tensor) else value
 

@@ -23,7 +23,7 @@ def _begun(EARLY: tl.constexpr):
     """Let the next kernel begin, and wait until the previous kernel has ended.
 
     EARLY: whether kernels are launched before the previous kernel has ended (programmatic dependent launch). A kernel
-    waits here before it reads what others write, so it ends after all earlier kernels.
+    waits here before it reads the results of other kernels, so it ends after all earlier kernels.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -67,7 +67,8 @@ def _activated(x, ACT: tl.constexpr):
 def _dot(a, b, acc, PRECISION: tl.constexpr):
     """Return acc plus the matrix product of a and b.
 
-    PRECISION "widened" is for the interpreter, which cannot multiply bfloat16. float32 holds the products exactly.
+    PRECISION "widened" is for the interpreter, which cannot multiply bfloat16. Products are then computed in float32,
+    which holds them exactly.
     """
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -220,7 +221,7 @@ def _part(words, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _numbers(at, COUNT: tl.constexpr):
-    """Load the numbers, such as scales, of COUNT groups for a tile's outputs -> COUNT tensors [TILE].
+    """Load one number, such as a scale, for each of COUNT groups and each output of a tile -> COUNT tensors [TILE].
 
     The numbers stay in memory order, see _by_output.
     """
@@ -244,7 +245,7 @@ def _by_output(numbers):
 def _nibbles(words, zeros, ZERO: tl.constexpr, ZEROS: tl.constexpr, PRECISION: tl.constexpr):
     """Unpack words [4, 8, 4, N] of 4-bit codes into weights [4, 2, 8, N, 2, 4, 2], which are codes less zero points.
 
-    ZEROS: whether the zero points are `zeros` [TILE], one for each output; otherwise all are ZERO.
+    ZEROS: whether each output has its own zero point, in `zeros` [TILE]. Otherwise every zero point is ZERO.
     """
     if PRECISION == "widened":
         less, more = ZERO, ZERO
@@ -685,15 +686,15 @@ def attended(
     SPLIT_KEYS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the query heads of one row that share a key head, over one part of the row's keys.
+    """Attend with one row's query heads that share a key head, over one part of the row's keys.
 
     Row t sees the first lengths[t] keys. If i is below seen[t], the block table of the row's run gives the place of key
     i. Otherwise key i lies in cache row tails[t, i - seen[t]]. SEES_ALL: whether a row also sees later keys than its
-    own. If so, its own key is number places[t]; otherwise its own key is the last that it sees. biases [HEADS, 2 reach
-    + 1]: the biases of distances from a row back to a key, from -reach to reach. Distances beyond have the biases of
-    these ends. parts [T, HEADS, splits, DIM] receives the weighted sums of values. stats [T, HEADS, splits, 2] receives
-    the largest scores and the sums of weights. DIRECT: whether there is only one part; if so, the result is written to
-    `out`.
+    own. If so, its own key has the index places[t]; otherwise its own key is the last that it sees. biases [HEADS, 2
+    reach + 1]: the biases of distances from a row back to a key, from -reach to reach. Distances beyond this range have
+    the biases of its ends. parts [T, HEADS, splits, DIM] receives the weighted sums of values. stats [T, HEADS, splits,
+    2] receives the largest scores and the sums of weights. DIRECT: whether there is only one part; if so, the result is
+    written to `out`.
     """
     _begun(EARLY)
     row = tl.program_id(0)

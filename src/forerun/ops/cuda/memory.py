@@ -1,4 +1,4 @@
-"""Memory of the CUDA backend: weights to the byte, an upper bound of a pass, and the memory that graphs keep.
+"""Memory of the CUDA backend: weights to the byte, an upper bound of a pass's memory, and the memory of graphs.
 
 The bound follows the code that allocates: ops/cuda/operators.py, model.py and sampling.py. The bound was derived, not
 measured on a card.
@@ -28,7 +28,7 @@ from forerun.ops.torch_memory import ReferenceSizes
 
 @dataclass(frozen=True)
 class CudaSizes(ReferenceSizes):
-    """The sizes of the CUDA backend. schemes: by model name, the schemes of the model's quantised matrices."""
+    """The memory that the CUDA backend takes. schemes: by model name, the schemes of the model's quantised matrices."""
 
     schemes: Mapping[str, Schemes] = field(default_factory=dict)
 
@@ -37,7 +37,7 @@ class CudaSizes(ReferenceSizes):
     ) -> list[MemoryPart]:
         """Return one part for each model, then one for each head.
 
-        Of a model, the matrices that are packed count with their packed bytes. All other weights count in `dtype`.
+        Packed matrices of a model count with their packed bytes, and all its other weights count in `dtype`.
         """
         parts = []
         for name, model in models.items():

@@ -1,6 +1,6 @@
 """Models of the CUDA backend: a pass of a few rows is one CUDA graph, with one copy to the device before it.
 
-Blocks like Llama's or Gemma's run on joined kernels: two for the products of attention, two for the products of the
+Blocks like Llama's or Gemma's run on fused kernels: two for the products of attention, two for the products of the
 feed-forward part, and further ones that do everything between two products. Experts may take the place of the
 feed-forward part (ops/cuda/experts.py). Other blocks run operator by operator, as in ops/torch.py, in the same graph.
 """
@@ -66,7 +66,7 @@ class _Stream:
 
 
 class _Joined:
-    """A block that runs on joined kernels. The function `joins` tells which blocks can run on them."""
+    """A block that runs on fused kernels. The function `joins` tells which blocks can run on them."""
 
     def __init__(self, ops: CudaOps, block: TorchBlock, dtype: torch.dtype) -> None:
         self.ops, self.block, self.dtype = ops, block, dtype
@@ -167,7 +167,7 @@ def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -
 
 
 def joins(block: TorchBlock) -> bool:
-    """Tell whether a block runs on joined kernels."""
+    """Tell whether a block can run on fused kernels."""
     spec, attention = block.spec, block.attention
     if attention is None or (block.mlp is None) == (block.experts is None):
         return False
@@ -458,8 +458,8 @@ class CudaModel(TorchModel):
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
         """Copy the description of `_rows_of_sources`, padded to the size of a graph, to the device.
 
-        rows, runs: the size of the graph. Returns the description, and its part of the graph's key; None for both where
-        there is no encoder.
+        rows, runs: the size of the graph. Returns the description, and the part of the graph's key that depends on it.
+        Where there is no encoder, both are None.
         """
         if self.encoder is None:
             return None, None
@@ -760,7 +760,8 @@ class CudaModel(TorchModel):
     def rounded(self, quantization: Quantization) -> CudaModel:
         """Return a second model of these weights with every matrix rounded; this model stays as it is.
 
-        Raises BadOption where a matrix already has no more bits than asked for, or groups do not divide a row.
+        Raises BadOption where a matrix already has no more bits than asked for, or the group size does not divide a
+        row.
         """
         if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
@@ -798,8 +799,8 @@ def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[]
 class _Told:
     """The probabilities of the ids that `run_ahead` draws, and whole distributions where the judge may need them.
 
-    Where the drafter shares the noise of its target, a rejected token is replaced without a look at the draft's
-    distributions.
+    The judge does not need them where the drafter shares the noise of its target, because a rejected token is then
+    replaced without a look at the draft's distributions.
     """
 
     def __init__(self, draws: Seq[Draw]) -> None:

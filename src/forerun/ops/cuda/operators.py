@@ -261,10 +261,10 @@ class CudaOps(ReferenceOps):
 
     @staticmethod
     def cut(num: int, outs: int) -> tuple[int, int]:
-        """Return the number of rows and the number of outputs of a tile.
+        """Return the number of rows and the number of outputs of a tile, for a pass of `num` rows.
 
-        outs: the number of outputs where rows are few. Neither of the two numbers changes the bits of the product's
-        rows. Only the fields of Tiles change them.
+        outs: the number of outputs of a tile in a pass of few rows. Neither of the two returned numbers changes the
+        bits of the product's rows. Only the fields of Tiles change them.
         """
         rows = next((rows for rows in ROWS if num <= rows), ROWS[-1])
         return rows, max(outs, 64) if rows == ROWS[-1] else outs

@@ -109,8 +109,8 @@ class Packed:
     def __getitem__(self, rows: slice | list[int]) -> Packed | Tensor:
         """Return some outputs.
 
-        A slice stays packed, and is not copied where it begins at a tile. For a list of outputs, dequantised rows are
-        returned; see `rows`.
+        A slice stays packed, and is not copied if it begins where a tile begins. For a list of outputs, dequantised
+        rows are returned; see `rows`.
         """
         if not isinstance(rows, slice):
             return self.rows(torch.tensor(rows, dtype=torch.int64, device=self.device))
@@ -144,9 +144,9 @@ class Packed:
         return codes.flatten(1)[:, : self.num_in]
 
     def _tiled(self, parts: Mapping[str, Tensor]) -> Packed:
-        """Lay out a matrix in the form of this one.
+        """Lay out the tensors of another matrix in the form of this matrix.
 
-        parts: the tensors of that matrix in the order of outputs, as `_taken` returns them.
+        parts: the other matrix's tensors in the order of outputs, as `_taken` returns them.
         """
         num_out, num_in = parts["codes"].shape
         codes = _filled(parts["codes"], -(-num_in // STEP) * STEP)
@@ -229,7 +229,10 @@ class Packed:
 
     @classmethod
     def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> tuple[Packed, dict[str, Tensor]]:
-        """Return a matrix in the form of these rows, not laid out yet, and its tensors in the order of outputs."""
+        """Return a matrix in the form of these rows, and its tensors in the order of outputs.
+
+        The returned matrix is not laid out yet.
+        """
         rows = rows.looked_up()
         scheme, num_in = rows.scheme, rows.codes.shape[1]
         kind = "fp8" if scheme.floats else "int4" if scheme.bits <= 4 else "int8"

@@ -74,7 +74,7 @@ class Rows(CacheView):
     tables: Tensor = None  # type: ignore[assignment]
 
     def part(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the lengths, seen, runs, tails and positions of some rows."""
+        """Return some rows of `lengths`, `seen`, `runs`, `tails` and `positions`."""
         tensors = self.lengths, self.seen, self.runs, self.tails, self.positions
         return tuple(part[start:stop] for part in tensors)  # type: ignore[return-value]
 

@@ -126,11 +126,11 @@ def searched(
     """Fix one nibble of the threshold of a row. One call is one pass of the search.
 
     The threshold is the least key for which the sum over all keys up to it reaches the row's goal. BY_MASS: whether
-    ticks are summed; otherwise ids are counted. sums int64 [NIBBLES, R, parts, 16]: the sums of each pass. Only ids
-    whose keys begin with the known nibbles of the threshold count, and there is one sum for each value of the next
-    nibble. states int64 [NIBBLES + 1, R, 2]: the known nibbles of the threshold, and the sum over lower keys. goals:
-    int64 [R]. cuts int64 [R, 2]: with HAS_CUT, ids whose keys are above cuts[row, 0] are left out. step: the number of
-    the pass. Pass 0 only sums, and the last pass, NIBBLES, only fixes a nibble.
+    ticks are summed; otherwise ids are counted. sums int64 [NIBBLES, R, parts, 16]: the sums of each pass, one for each
+    value of the next nibble. An id is included only if its key begins with the known nibbles of the threshold. states
+    int64 [NIBBLES + 1, R, 2]: the known nibbles of the threshold, and the sum over lower keys. goals: int64 [R]. cuts
+    int64 [R, 2]: with HAS_CUT, ids whose keys are above cuts[row, 0] are left out. step: the number of the pass. Pass 0
+    only sums, and the last pass, NIBBLES, only fixes a nibble.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     step = step.to(tl.int64)
@@ -176,10 +176,10 @@ def searched(
 def counted(
     logits, values, settings, cuts, sums, width, num_rows, num_parts, tick_bits, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Sum each part's ticks before the cut, and count its ids before and at the cut: sums int64 [R, parts, 3].
+    """Write three sums for each part: the ticks and the number of ids before the cut, and the number of ids at the cut.
 
-    cuts int64 [R, 2]: ids with keys below cuts[row, 0] stay. Of the ids whose key is equal to cuts[row, 0], the first
-    cuts[row, 1] stay.
+    sums: int64 [R, parts, 3]. cuts int64 [R, 2]: ids with keys below cuts[row, 0] stay. Of the ids whose key is equal
+    to cuts[row, 0], the first cuts[row, 1] stay.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -228,7 +228,7 @@ def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PA
 
 @triton.jit
 def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
-    """Set cuts from a search by mass, so that only as many of the likeliest ids stay as reach the mass of top_p."""
+    """Set cuts from a search by mass. The likeliest ids stay, as few as are needed for the mass of top_p."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     key, below = tl.load(states + at), tl.load(states + at + 1)
@@ -306,9 +306,9 @@ def drawn_in_parts(
 ):  # fmt: skip
     """Divide weights by their mass, and prepare the draw of each part.
 
-    times float64 [R, parts], ids [R, parts]: the time and the id of the winner of each part's race, for rows that are
-    drawn by the noise of the rule `match`. masses int64 [R, parts]: the ticks of each part, for rows that are drawn by
-    the cumulative sum.
+    times float64 [R, parts], ids [R, parts]: for rows that are drawn by the noise of the rule `match`, the shortest
+    random time in each part, and the id that has this time. masses int64 [R, parts]: for rows that are drawn by the
+    cumulative sum, the ticks of each part.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     mass, num = _mass(sums, row, num_parts, tick_bits, PARTS)
