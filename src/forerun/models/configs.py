@@ -137,8 +137,8 @@ RANGES: Mapping[str, tuple[float, float]] = _by_key(
 class Filled(dict[str, Any]):
     """The keys of config.json, with usual values for keys that are missing or null.
 
-    said: the keys that the file itself sets; a usual value never contradicts another key. nullable: the keys for which
-    null is a value; they stay null.
+    said: the keys that the file itself sets; only these are checked for contradictions (`agree`). nullable: the keys
+    for which null is a value; they stay null.
     """
 
     def __init__(self, raw: Raw, usual: Raw, nullable: Collection[str] = ()) -> None:
@@ -509,7 +509,7 @@ def full_attention_only(raw: Raw) -> None:
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
-    """Return an integer of config.json, from `least` to the key's LARGEST. The file may have it as 4096.0."""
+    """Return an integer of config.json, from `least` to the key's LARGEST. The file may write 4096 as 4096.0."""
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

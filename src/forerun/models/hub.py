@@ -1,4 +1,4 @@
-"""Find the folder or file that a model's name means: on this machine, or on the hub, through huggingface_hub's cache.
+"""The search for the folder or file that a model's name means, on this machine or through huggingface_hub's cache.
 
 Only files that forerun reads are fetched from the hub. Config and tokenizer are fetched before the weights, so that a
 bad checkpoint is refused early. huggingface_hub is imported only where a name is a hub id.
@@ -157,8 +157,8 @@ def _kind(name: str) -> str:
 def is_hub_id(name: str | Path) -> bool:
     """Whether a name means a model on the hub.
 
-    This is so for a name in data/models.toml where the model is not on this machine, and for any other name that has
-    the form of a hub id, where no such path exists.
+    This is true for two sorts of names: a name in data/models.toml where the model is not on this machine, and any
+    other name that has the form of a hub id and is not an existing path.
     """
     is_path = named.find(name) is None and os.path.exists(name)
     return isinstance(name, str) and not is_path and _as_hub_model(name) is not None
@@ -289,9 +289,9 @@ class _HubModel:
         return Path(hf_hub_download(self.id, name, revision=revision, library_name="forerun"))
 
     def _revision_to_ask(self, commit: str) -> str:
-        """Return the commit if the cache knows that the revision means this commit.
+        """Return `commit`, if the cache already maps the revision to this commit.
 
-        Otherwise return the revision, so that the cache learns which commit it means.
+        Otherwise return the revision, so that the cache learns which commit the revision means.
         """
         cached = self._cached()
         return commit if cached is not None and cached.name == commit else self.revision

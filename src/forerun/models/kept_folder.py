@@ -46,7 +46,7 @@ def _for_this_process() -> tempfile.TemporaryDirectory[str]:
 
 
 def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]) -> Path:
-    """Return the folder. If it is incomplete, `write` fills it first. Raises OSError."""
+    """Return the folder. If it is incomplete, `write` fills it first. Raises OSError where it cannot be written."""
     if _is_whole(folder, files):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

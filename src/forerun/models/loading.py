@@ -1,4 +1,4 @@
-"""Load a model: a checkpoint that opened.py has opened, with its weights.
+"""Loading of checkpoints that opened.py has opened, weights included.
 
 A checkpoint that would be computed wrongly is refused, with the reason. configs.py checks config.json, refusals.py
 rejects checkpoints of other formats, source/ reads the known formats, and weights.py checks the weights.
@@ -103,7 +103,7 @@ def load_checkpoint(
     of config.json to treat as missing.
 
     quantization: int8 or int4[:group=N][:again] rounds matrices while they are read. "auto" rounds them where this
-    makes a draft model faster. Operators that cannot compute with rounded weights get their values in `dtype`.
+    makes a draft model faster. Operators that cannot compute with rounded weights get the rounded values in `dtype`.
     max_seq_len: the number of tokens in the longest text, for rotary positions that depend on it, see
     `blocks.reaching`.
 
@@ -152,7 +152,7 @@ def load_checkpoint(
 def packed_schemes(ops: Operators, dtype: str) -> Callable[[Scheme], bool]:
     """Return a function that says whether the operators compute with matrices of a scheme as they are stored.
 
-    With float32 they compute with none, because products of packed matrices round their inputs to int8.
+    With float32 no scheme is computed as stored, because products of packed matrices round their inputs to int8.
     """
     return ops.packs_scheme if dtype == "bfloat16" else Operators().packs_scheme
 
@@ -208,9 +208,9 @@ def check_shapes(
     *,
     in_one_file: bool = False,
 ) -> None:
-    """Raise UnsupportedModel for tensors that are missing, unexpected or of another shape. The message names the first.
+    """Raise UnsupportedModel for tensors that are missing, unexpected or of another shape.
 
-    in_one_file: whether config and weights are one file, as in GGUF.
+    The message names the first such tensor. in_one_file: whether config and weights are one file, as in GGUF.
     """
     config, way_out = ("metadata", "fetch the file again") if in_one_file else ("config.json", _FROM_ONE_PLACE)
     missing = [name for name in wanted if name not in found]

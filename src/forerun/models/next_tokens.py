@@ -1,7 +1,7 @@
 """The multi-token prediction (MTP) block that lies in the files of its model.
 
 The MTP block is built like the model's blocks, so its weights are read under the names of the model's blocks, as the
-weights of a head of the model. Published files call it `mtp.layers.0.` where they call a block of the model
+weights of a head of the model. Published files call it `mtp.layers.0.`, as they call the model's first block
 `model.layers.0.`. GGUF files have it as their last block. The input of the MTP block is a projection of two normed
 vectors: a token's embedding, and the hidden state of the token before. A norm follows the MTP block (Gloeckle et al.
 2024; DeepSeek-V3, arXiv 2412.19437, eq. 21 to 24).

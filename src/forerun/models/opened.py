@@ -33,10 +33,11 @@ class OpenedCheckpoint:
     """A checkpoint whose files are read and checked, except the weights.
 
     asked: the name by which a caller named the checkpoint. path: the path of its folder or file. raw: config.json
-    without ignored keys. spec: the spec that the family read from `raw`. source: reads the tensors; None = they are in
-    memory, or there are none. small: reads all files but the weights; None = the files beside the weights. original:
-    for a model that was made in memory, the checkpoint on the disk from which it was made, if both have the same hidden
-    size and vocabulary. Other parts of that checkpoint's files are read from there.
+    without ignored keys. spec: the spec that the family read from `raw`. source: reads the tensors; None = the tensors
+    are in memory, or there are none. small: the files without weights, such as the tokenizer; None = these files in the
+    source's folder. original: for a model that was made in memory, the checkpoint on the disk from which it was made,
+    if both have the same hidden size and vocabulary. Drafters for the new model, such as an MTP block, are looked for
+    in that checkpoint's files and beside them.
     """
 
     original: OpenedCheckpoint | None = None
@@ -172,8 +173,8 @@ class OpenedCheckpoint:
     def tensors(self) -> Mapping[str, Stored]:
         """The stored form of each tensor, from the headers of the weights.
 
-        Where the headers cannot be read, this is what config.json implies. The error is then raised when the model is
-        loaded.
+        Where the headers cannot be read, the stored form is what config.json implies. The error of the headers is
+        raised later, when the model is loaded.
         """
         try:
             headers = {} if self.source is None else self.weights.tensors

@@ -39,9 +39,9 @@ class Outline:
     ) -> Outline:
         """Return the outline of a checkpoint. Of its weights, only the headers are read.
 
-        Where the weights are not on this machine, config.json says as far as possible how matrices are quantised.
-        packs: returns whether the operators compute with a scheme's integers. Raises BadOption as `load_checkpoint`
-        would.
+        Where the weights are not on this machine, the quantisation of matrices is taken from config.json, as far as it
+        is described there. packs: returns whether the operators compute with a scheme's integers. Raises BadOption as
+        `load_checkpoint` would.
         """
         if quantization == AUTO:
             quantization = usual_rounding(opened.tensors, packs)
@@ -58,8 +58,8 @@ class Outline:
     def made(self, quantization: str | None, layers: Seq[int] | None, config: Spec | None = None) -> Outline:
         """Return the outline of a model that is made in memory from this model, by rounding it or leaving out layers.
 
-        layers: the layers that the new model has; None = all. config: the spec of the new model, if its layers are not
-        layers of this model; None = this model's spec, with these layers.
+        layers: the layers that the new model has; None = all. config: the spec of the new model, needed only if its
+        layers are not layers of this model; None = this model's spec with `layers`.
         """
         if config is None:
             config = self.config if layers is None else self.config.only(layers)

@@ -35,7 +35,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of matrices of integers. One tensor holds a matrix's integers, and others its scales and zero points.
+    """A layout of matrices of integers. One tensor holds a matrix's integers, other tensors its scales and zero points.
 
     codes: the last part of the name of the tensor with the integers. parts: the last parts of the names of the other
     tensors.
@@ -120,7 +120,7 @@ class Floats:
 
     @staticmethod
     def scheme(num_in: int, group: int, scales: str) -> Scheme | None:
-        """Return the scheme for operators that compute with 8-bit floats; None where groups do not divide a row.
+        """Return the scheme for operators that compute with 8-bit floats; None where `group` does not divide a row.
 
         group: the number of columns that share a scale. scales: the dtype of the scales in the file.
         """

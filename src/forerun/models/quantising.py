@@ -87,7 +87,7 @@ def planned(tensors: Mapping[str, Stored], spec: Spec, quantization: Quantizatio
 def _stays(stored: Stored, quantization: Quantization) -> bool:
     """Whether a matrix keeps its stored form, while other matrices are rounded again.
 
-    It does if rounding would not give it fewer bits, or if its rows are not a multiple of the group size.
+    It keeps this form if rounding would not give it fewer bits, or if its rows are not a multiple of the group size.
     """
     has_few_bits = stored.scheme is not None and stored.scheme.bits <= quantization.bits
     return quantization.again and (has_few_bits or stored.shape[-1] % quantization.group > 0)

@@ -74,8 +74,8 @@ class Scores:
     run with draws, the distributions; best[b] then has the ids of their largest logits.
 
     forward_s: the duration of the pass in seconds. taps: for each layer k of Runner.taps, the residual stream of every
-    row before layer k, float32 [T, H]. runs: the runs of the pass. num_experts: the number of experts that some row
-    chose, averaged over the layers with experts; 0 = no layer has experts.
+    row before layer k, float32 [T, H]. runs: the runs of the pass. num_experts: the number of experts that were
+    chosen for some row, averaged over the layers with experts; 0 = no layer has experts.
     """
 
     hidden: Any
@@ -204,7 +204,7 @@ class Runner:
 
         The model runs the tokens of run b, and then its own new tokens one by one. It makes `lengths[b]` new tokens,
         and runs all of them but the last. The cache rows are reserved here, and not kept. stops: for each run, the rule
-        that ends it earlier; () = none ends earlier. layer_rows: for a head, the target's hidden states [T, H] after
+        that ends it earlier; () = no run ends earlier. layer_rows: for a head, the target's hidden states [T, H] after
         each layer that the head reads. The head makes the vectors of the runs from these; () = the runs have their
         vectors already. draws: how to draw the tokens of each run, for a runner that `draws_ahead`; () = take the
         likeliest tokens.
@@ -231,7 +231,7 @@ class Runner:
     def fingerprint(self) -> str:
         """All facts on which the time of a pass depends: processor, operators, threads, sizes, layers and weights.
 
-        Rounded weights differ from the original weights in the number of bytes that a pass reads.
+        The number of bytes that a pass reads distinguishes rounded weights from the original weights.
         """
         model, info = self.model, Path("/proc/cpuinfo")
         lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else [platform.processor()]
@@ -253,12 +253,13 @@ class Runner:
         """Yield a function `run(num_rows, is_alike)`, which runs a pass over new rows and drops the rows.
 
         num_behind: the number of earlier cache rows that the new rows attend to. Their content does not matter, except
-        in a model with experts. There they are zeros, because memory may hold NaN, with which all rows would choose the
-        first experts.
+        in a model with experts. In such a model the earlier rows are set to zeros, because memory may hold NaN, and
+        with NaN the first experts would be chosen for all rows.
 
         is_alike: whether all rows are the same random token. Otherwise each row is another random token, as in a text.
-        In a model without experts, all rows are token 0. `run` returns the number of experts that its rows chose,
-        averaged over the layers with experts; 0 where no layer has experts. This method and `run` raise CapacityError.
+        In a model without experts, all rows are token 0. `run` returns the number of experts that were chosen for its
+        rows, averaged over the layers with experts; 0 where no layer has experts. This method and `run` raise
+        CapacityError.
         """
         self.cache.open(SCRATCH_SLOT)
         try:

@@ -1,4 +1,4 @@
-"""Write a standard checkpoint folder: config.json, generation_config.json, safetensors, and the tokenizer's files."""
+"""Writing of standard checkpoint folders: config.json, generation_config.json, safetensors, and tokenizer files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Write a quantised checkpoint in the pack-quantized format of compressed-tensors. It is later loaded without rounding.
+"""Writing of quantised checkpoints in the pack-quantized format of compressed-tensors.
 
-Each matrix becomes several tensors, see packings.py. Other tensors are copied from the source, and so are the
-tokenizer's files and the like. config.json gets a quantization_config. transformers 5 can read int8 checkpoints
-(CompressedTensorsConfig(dequantize=True)). It cannot read int4 checkpoints, because these have two schemes: 4 bits for
-the layers, 8 bits for embedding and LM head.
+Such a checkpoint is later loaded without rounding. Each matrix becomes several tensors, see packings.py. Other tensors
+are copied from the source, and so are the tokenizer's files and the like. config.json gets a quantization_config.
+transformers 5 can read int8 checkpoints (CompressedTensorsConfig(dequantize=True)). It cannot read int4 checkpoints,
+because these have two schemes: 4 bits for the layers, 8 bits for embedding and LM head.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each source has a slot of its own in that cache. The rows of the slot are the keys and values of the cross-attention
 blocks, made from the encoder's output. All rows are written once and never cut. Every row depends on the whole source,
 so sequences share rows only if their sources are equal. The salt under which rows are published names the whole source.
-No text has such a salt. Otherwise a text that copies its source would be given the source's rows. Rows are padded to
-whole blocks, because only whole blocks are found again. The padding holds nothing, and no run reads it.
+No text has such a salt, so a text that copies its source is never given the source's rows. Rows are padded to whole
+blocks, because only whole blocks are found again. The padding holds nothing, and no run reads it.
 """
 
 from __future__ import annotations

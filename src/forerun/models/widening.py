@@ -1,4 +1,4 @@
-"""Widen a trained llama into a larger llama that computes the same function.
+"""Widening of a trained llama to a larger llama that computes the same function.
 
 A speed measurement needs a large model, and a real acceptance rate needs a trained one. Widening gives both: the result
 has the shape, the bytes and the time of the larger model, and the output of the small one. Wherever a number comes from
@@ -82,9 +82,9 @@ def widen(
 ) -> tuple[Spec, dict[str, HostTensor]]:
     """Return the spec and the weights of a larger model that computes the same function. The weights keep their dtype.
 
-    It needs memory for the result and some MB; with new ids, also for a copy of the trained weights for a while. Raises
-    BadOption for a shape that the model does not fit into. Raises UnsupportedModel for models unlike Llama, and for
-    models with QK norm, because QK norm shares the eps that must change.
+    Widening takes memory for the result and some MB. With new ids, it also takes memory for a copy of the trained
+    weights for a while. Raises BadOption for a shape that the model does not fit into. Raises UnsupportedModel for
+    models unlike Llama, and for models with QK norm, because QK norm shares the eps that must change.
     """
     config, wide = Plain.of(spec), Plain.of(wide_config(spec, shape))
     trained = weights["model.layers.0.mlp.gate_proj.weight"]

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: attention and feed-forward read the same input, and a quarter of each head is rotated.
 
-Layer norms, biases everywhere, and GELU without a gate. The files join q, k and v head by head.
+The family has layer norms, biases everywhere, and GELU without a gate. The files join q, k and v head by head.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LFM2 (LFM2-350M, -1.2B, -2.6B): most layers are short convolutions between two gates, the others are attention.
 
-In older files, the feed-forward width in config.json has yet to be cut to two thirds, and a list names the layers with
+In older files, config.json has the feed-forward width before it is cut to two thirds, and a list names the layers with
 attention by number. The norm after the last layer is called `embedding_norm`.
 """
 

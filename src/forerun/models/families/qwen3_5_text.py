@@ -2,8 +2,8 @@
 
 The recurrence is the gated delta rule, see blocks.Recurrence. A quarter of each head is rotated. Norms add 1 to their
 weights, except the norm after a recurrence. In the files, the query rows of a head are followed by the gate rows of
-this head. A token of an image would have three positions (mrope). In a text the three are equal, so rotary positions
-are the usual ones.
+this head. A token of an image would have three positions (mrope). In a text the three are equal, so usual rotary
+positions give the same result.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> di
 def heads_of_layers(kind: str, own: Own, has_heads: list[bool]) -> Any:
     """Return the number of key-value heads in layers with attention. A file has one number, or a list by layer.
 
-    Layers without attention have 0, or the same number, in the list. After the layers, the list may have entries for
-    multi-token prediction blocks.
+    In such a list, layers without attention have 0, or the same entry as attention layers. After the layers, the list
+    may have entries for multi-token prediction blocks.
     """
     said = own.get("attention.head_count_kv")
     if not isinstance(said, list):
@@ -194,7 +194,7 @@ def rope_of(c: Filled) -> Rope:
 def layer_kinds(c: Filled) -> list[str]:
     """Return the kind of each layer, from `layer_types`.
 
-    Where that key is missing, one of four layers has attention, or one of as many as `full_attention_interval` says.
+    Where that key is missing, one layer in every n has attention. `full_attention_interval` sets n; otherwise n is 4.
     """
     num = size(c, "num_hidden_layers")
     every = size({INTERVAL: c.get(INTERVAL, 4)}, INTERVAL)

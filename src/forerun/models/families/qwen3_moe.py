@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Qwen3-30B-A3B): instead of one feed-forward part, each row takes a few of many small ones."""
+"""Qwen 3 with experts (Qwen3-30B-A3B): each row takes a few of many small feed-forward parts."""
 
 from __future__ import annotations
 

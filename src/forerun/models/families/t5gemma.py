@@ -1,4 +1,4 @@
-"""T5Gemma: an encoder and a decoder with Gemma 2's layers, each with its own token embedding and width.
+"""T5Gemma: an encoder and a decoder with Gemma 2's layers. Each of the two has its own token embedding and width.
 
 Scores and logits are capped. Half of the layers have a window. In the encoder, a window reaches to both sides.
 """
@@ -146,7 +146,7 @@ def write(spec: Spec) -> Raw:
 
 
 def _written(spec: Spec, blocks: Seq[Block]) -> Raw:
-    """Return the config of the encoder or the decoder. blocks: the blocks with its self-attention."""
+    """Return the config of the encoder or the decoder. blocks: the blocks with this part's self-attention."""
     attentions = [block.attention for block in blocks if block.attention is not None]
     first = attentions[0]
     window = next((a.window for a in attentions if a.window is not None), None)

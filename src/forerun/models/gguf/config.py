@@ -1,4 +1,4 @@
-"""Turn the metadata of a GGUF file into the config.json of the checkpoint that the file was made from.
+"""Conversion of the metadata of a GGUF file into the config.json of the checkpoint that the file was made from.
 
 Each family's `GGUF` says which metadata keys become which keys of config.json. Other metadata keys of the architecture
 are copied into config.json unchanged, where configs.py refuses any that might change what the model computes.

@@ -1,7 +1,7 @@
 """The grids of 3-bit blocks in GGUF files (IQ3_XXS and IQ3_S of ggml). A grid is a list of groups of four weights.
 
 A block stores an index into the grid for each group. A group is four digits; each digit is an index into the type's
-list of magnitudes. The groups are frequent in models; no rule generates them.
+list of magnitudes. The groups in a grid are frequent in models. No rule generates them, so the grids are listed here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turn the tokenizer in a GGUF file's metadata into the files of a checkpoint folder.
+"""Conversion of the tokenizer in a GGUF file's metadata into the files of a checkpoint folder.
 
 The tokenizer gives the same ids as llama.cpp (llama-vocab.cpp). Three kinds are read. "gpt2" is a byte-level BPE;
 tokenizer.ggml.pre names the patterns in cuttings.py by which texts are cut into words. "llama" is SentencePiece's BPE,
@@ -199,7 +199,7 @@ class _Vocabulary:
     def _strips(self, token_id: int) -> bool:
         """Whether the blanks that follow an added token belong to this token.
 
-        They belong to the roles of Phi-3, although no key of the metadata says so.
+        In a file of Phi-3 they belong to the tokens of roles, although no key of the metadata says so.
         """
         is_phi3 = self.model == "llama" and self.metadata.get("general.architecture") == b"phi3"
         return is_phi3 and self.tokens[token_id] not in ("<unk>", "<s>", "<|endoftext|>")

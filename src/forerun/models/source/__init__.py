@@ -27,9 +27,10 @@ STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj(_bias|_blocks|_scales)?"
 class Stored:
     """How a tensor is stored. file: where it is stored. dtype: the dtype of the rows that `Source.blocks` yields.
 
-    scheme: the scheme of a quantised matrix; None for other tensors. was: the kind, in words, of a quantised matrix
-    that few or no operators can compute with as it is stored. Its scheme is None, so it is read as floating-point
-    numbers. floats: the scheme of a matrix of 8-bit floats, for operators that do compute with 8-bit floats.
+    scheme: the scheme of a quantised matrix; None for other tensors. was: the kind of a quantised matrix in words,
+    where few or no operators can compute with the matrix as it is stored. Its scheme is then None, and it is read as
+    floating-point numbers. floats: the scheme of a matrix of 8-bit floats, for operators that do compute with 8-bit
+    floats.
     """
 
     file: Path

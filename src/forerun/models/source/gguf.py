@@ -55,8 +55,8 @@ def _first_bytes(path: Path) -> bytes:
 class GgufFile:
     """One model in a GGUF file, or in several pieces. Opening it reads everything but the weights.
 
-    path: the file, or any piece. header: a header to use in place of the one in the file. beside: prefixes of the names
-    of tensors that do not belong to the model.
+    path: the file, or any piece. header: a header to use in place of the file's own header. beside: prefixes of the
+    names of tensors that do not belong to the model.
     """
 
     def __init__(self, path: Path, header: Header | None = None, beside: tuple[str, ...] = ()) -> None:
