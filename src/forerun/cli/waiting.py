@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     from forerun.types import StepReport
 
 SILENT_S, AGAIN_S = 1.8, 10.0  # without a terminal: before the first line, and between two lines
+OPENING_S = 0.8  # before a terminal shows that a model is opened, which rarely takes long
 
 
 class Waiting:
     """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
 
     Elsewhere the first line is printed after SILENT_S seconds, and another line every AGAIN_S seconds if the text has
-    changed.
+    changed. after_s: how long a terminal shows nothing.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, after_s: float = 0.0) -> None:
+        self._after_s, self._lock = after_s, threading.Lock()
         self._text, self._told = text, ""
         console = make_console(stderr=True)
         self._status = console.status(text) if console.is_terminal and not console.is_dumb_terminal else None
@@ -44,20 +46,28 @@ class Waiting:
 
     def end(self) -> None:
         """Show nothing more. A second call does nothing."""
-        if not self._over.is_set():
-            self._over.set()
-            if self._status is not None:
-                self._status.stop()
+        with self._lock:
+            if not self._over.is_set():
+                self._over.set()
+                if self._status is not None:
+                    self._status.stop()
 
     def __enter__(self) -> Self:
-        if self._status is not None:
-            self._status.start()
+        show = self._print_lines if self._status is None else self._start_status
+        if self._status is not None and not self._after_s:
+            show()
         else:
-            threading.Thread(target=self._print_lines, daemon=True).start()
+            threading.Thread(target=show, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.end()
+
+    def _start_status(self) -> None:
+        self._over.wait(self._after_s)
+        with self._lock:
+            if not self._over.is_set() and self._status is not None:
+                self._status.start()
 
     def _print_lines(self) -> None:
         wait_s = SILENT_S
@@ -100,7 +110,7 @@ def opened(config: EngineConfig) -> Opened:
 
     names = [name for name in (config.target, config.draft) if name is not None]
     is_of_hub = any(map(is_hub_id, names))
-    with nullcontext() if is_of_hub else Waiting(f"opening {Path(config.target or 'the model').name}"):
+    with nullcontext() if is_of_hub else Waiting(f"opening {Path(config.target or 'the model').name}", OPENING_S):
         return Opened.of(config)
 
 
