@@ -456,7 +456,7 @@ class Spec:
         )
 
     def only(self, layers: Seq[int]) -> Spec:
-        """Return the spec with these layers alone, ascending.
+        """Return the spec with these layers alone, in ascending order.
 
         A layer may read the keys and values of a layer that is left out. It then gets keys and values of its own.
         """

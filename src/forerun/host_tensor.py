@@ -123,7 +123,7 @@ class HostTensor:
         return copied
 
     def to(self, dtype: str) -> HostTensor:
-        """Return the numbers in another type. Returns the tensor itself if it has the type.
+        """Return the tensor in another dtype, or the tensor itself if it has this dtype.
 
         Floats are rounded to nearest, ties to even; narrower types are rounded from float32. Integers are converted by
         numpy.
@@ -139,7 +139,7 @@ class HostTensor:
         return HostTensor(self.values.astype(HELD_AS[dtype]), dtype)
 
     def float32(self) -> Floats:
-        """Return the numbers as numpy's float32, without a copy where they are float32 already."""
+        """Return the values as numpy's float32, without a copy if they are float32 already."""
         return self.to("float32").values
 
     def is_finite(self) -> bool:

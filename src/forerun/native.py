@@ -147,7 +147,7 @@ def source_hash(folder: Path) -> str:
 def _load() -> tuple[Any, str | None]:
     """Return the extension, and the error of loading it. One of both is None, or both are.
 
-    The error is the dynamic linker's message where a file exists but cannot be loaded. Where there is no file, both are
+    The error is the dynamic linker's message where a file exists but cannot be loaded. If there is no file, both are
     None.
     """
     try:

@@ -135,7 +135,9 @@ def columns(form: str, *names: str) -> list[Column]:
 
 
 def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = None) -> Curve:
-    """Return the numbers of one column as dots, with the row's index as y. Rows without a number are left out.
+    """Return one column of a table as dots, with the row's index as y.
+
+    Rows without a number in this column are left out.
 
     spans: the index of the column that holds an interval for each number.
     """

@@ -116,7 +116,7 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
 
 
 def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
-    """Return the first prompts of each kind, one of each kind in turn. Raises NotFound, BadOption."""
+    """Return the first prompts of each kind, in rotation over the kinds. Raises NotFound, BadOption."""
     file = plan.prompt_file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")

@@ -58,7 +58,7 @@ class Run:
     draft_forward_s: list[float] = field(default_factory=list)  # of each step
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers for JSON."""
+        """Return the fields that go into the JSON record, by name."""
         return {name: value for name, value in vars(self).items() if name not in ("texts", "steps", "draft_forward_s")}
 
     def add_to(self, tally: Tally, *, is_whole: bool) -> None:
@@ -312,5 +312,5 @@ class Measuring:
         return tallies
 
     def cells(self, *, is_whole: bool) -> list[Cell]:
-        """Return the numbers of whole requests, or of the parts after their first tokens."""
+        """Return the results of whole requests, or of the parts of requests after their first tokens."""
         return cells_of(self.tallies(is_whole=is_whole))

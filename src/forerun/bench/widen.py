@@ -250,7 +250,7 @@ def describe(spec: Spec) -> str:
 def measured_target(config: EngineConfig, shape: str) -> Opened:
     """Open the target of a measurement.
 
-    Where no target is named, it is the default target, or the shipped model where the target is to be widened.
+    If no target is named, it is the default target, or the shipped model if the target is to be widened.
     """
     return Opened.of(config if shape == "none" else dataclasses.replace(config, target=config.target or named.PAIR))
 

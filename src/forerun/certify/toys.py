@@ -81,7 +81,7 @@ def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
 
 
 def _distance(check: Check, about: str, case: Case, mutant: Wrong | None) -> float:
-    """Return the total variation of a case from plain decoding. Where the case raises, note a problem and return 0."""
+    """Return the total variation of a case from plain decoding. If the case raises, note a problem and return 0."""
     wrap = as_they_are if mutant is None else mutant.wrap
     try:
         return error(case, wrap)

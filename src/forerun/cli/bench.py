@@ -1,4 +1,4 @@
-"""The commands `forerun bench ...`: parse their arguments and call benchmarks, which are not imported to print help."""
+"""The commands `forerun bench ...`. They parse arguments and call benchmarks. Printing help imports no benchmark."""
 
 from __future__ import annotations
 

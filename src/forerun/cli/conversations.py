@@ -46,7 +46,7 @@ class Conversations:
         self.file = None
 
     def write(self, messages: Seq[Mapping[str, Any]]) -> None:
-        """Write the conversation to its file. Where the file cannot be written, warn once, and go on."""
+        """Write the conversation to its file. If the file cannot be written, warn once, and go on."""
         file = self.file or self.folder / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(4)}{ENDING}"
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:

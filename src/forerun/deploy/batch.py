@@ -179,9 +179,9 @@ class Pool:
 def on_ray(num_engines: int | None, num_cpus: float | None, num_gpus: float) -> Any:
     """Return the Place that runs a batch on a Ray cluster (see `Place` in forerun.serve.batch).
 
-    It uses the cluster of RAY_ADDRESS, or else the cluster that runs on this machine. Where there is neither, it starts
-    a cluster of this machine alone. num_engines: the number of engines; None = one for each node. num_cpus: the cores
-    of each engine; None = as many as the smallest node has. num_gpus: the GPUs of each engine.
+    It uses the cluster of RAY_ADDRESS, or else the cluster that runs on this machine. If there is neither, it starts a
+    cluster of this machine alone. num_engines: the number of engines; None = one for each node. num_cpus: the cores of
+    each engine; None = as many as the smallest node has. num_gpus: the GPUs of each engine.
     """
 
     @contextmanager

@@ -114,7 +114,7 @@ class AffineRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return the replicas in the order in which Ray should try them, as a list of lists with one replica each.
 
-        Ray takes the first replica with room. Where no replica has room, Ray asks again later.
+        Ray takes the first replica with room. If no replica has room, Ray asks again later.
         """
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:

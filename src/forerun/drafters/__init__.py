@@ -391,8 +391,8 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     """Return the method and the Options that a spec names.
 
     A spec is `name[:option=value,...]`, `auto`, or a model's folder, name or hub id. auto: the spec that `auto` stands
-    for. looks: whether to look for a folder with the spec's name. Where it is False, as for a request's spec, the disk
-    is not read. A spec names a model if it has a path separator, is an existing folder, or is a name from
+    for. looks: whether to look for a folder with the spec's name. If it is False, as for a request's spec, the disk is
+    not read. A spec names a model if it has a path separator, is an existing folder, or is a name from
     data/models.toml. Raises BadOption for anything unknown. Where other engines use the unknown name for a method, the
     message gives forerun's name for that method.
     """

@@ -77,7 +77,10 @@ class OrderedHead:
     num_ids: int
 
     def logits(self, row: Floats) -> tuple[Ids, Floats]:
-        """Return the ids in the chosen groups, ascending, and their logits. row [H]: the input of the LM head."""
+        """Return the ids in the chosen groups, in ascending order, and their logits.
+
+        row [H]: the input of the LM head.
+        """
         promises = self.centroids @ row
         best = np.argpartition(-promises, self.num_chosen - 1)[: self.num_chosen]
         ids, logits = self.ids[best].ravel(), (self.rows[best.tolist()].float32() @ row).ravel()

@@ -122,7 +122,7 @@ class CascadeDrafter(Compound):
     ) -> dict[int, Draft]:
         """Return the inner drafter's guesses after the committed tokens of the sequences in `fed`.
 
-        A guess leaves one place free for the token that the draft model adds.
+        A guess leaves room for one more token, which the draft model adds.
         """
         lengths = [max(0, min(self.inner_length, limit - 1)) for limit in limits]
         asked = [b for b in fed if lengths[b]]

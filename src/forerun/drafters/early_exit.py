@@ -55,7 +55,7 @@ def _skipped(text: str) -> set[int]:
 
 
 def chosen(options: Options, num_layers: int, fingerprint: str | None = None) -> Seq[int]:
-    """Return the layers that draft, ascending, out of the `num_layers` layers of a target.
+    """Return which of a target's `num_layers` layers draft, in ascending order.
 
     fingerprint: the fingerprint of the target's ids that a file must name; None = not compared. Raises BadOption where
     a layer does not exist in the target, where no layer is left, and for a file fitted for another number of layers.

@@ -47,7 +47,7 @@ class Options:
 
 
 class Likely:
-    """The ids with the largest logits of the target, at some places of one sequence."""
+    """The ids with the largest logits of the target, after some tokens of one sequence."""
 
     def __init__(self) -> None:
         self.rivals: Seq[int] = ()  # for the token with index `place`, best first; the chosen one may be among them

@@ -67,10 +67,10 @@ class Window:
         return Window([tokens[start : start + levels] for start in range(0, num, levels)])
 
     def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
-        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and the last level's places.
+        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and the last level's indices.
 
-        Level 0 of column 0 is the last committed token, which needs no extra row. The places of the last level are
-        indices among the sequence's rows of the pass: 0 is the last committed token, and the draft nodes come next.
+        Level 0 of column 0 is the last committed token, which needs no extra row. The indices count the sequence's rows
+        of the pass: 0 is the last committed token, and the draft nodes come next.
         """
         tokens, parents = list[int](), list[int]()
         above = [-1] * width

@@ -43,7 +43,7 @@ class Options:
 
 
 def widths(shape: str, method: str = "medusa") -> list[int]:
-    """Return the numbers of children by depth in a shape such as 3x2x1. Raises BadOption."""
+    """Return how many children a node has, by depth, from a shape such as 3x2x1. Raises BadOption."""
     numbers = [int(part) if part.isdigit() and len(part) < 3 else 0 for part in shape.split("x")]
     if not all(0 < width <= len(SHARES) for width in numbers):
         raise BadOption(f"{method}:shape={shown(shape)} is not possible: widths of 1 to {len(SHARES)}, as in 3x2x1")
@@ -114,7 +114,10 @@ class Heads:
 
 @dataclass
 class _Tree:
-    """A draft while it grows by depth. nodes: the fixed tree. places: node of the fixed tree -> node of the draft."""
+    """A draft while it grows by depth.
+
+    nodes: the fixed tree. places: for a node of the fixed tree, the index of the node in the draft.
+    """
 
     nodes: list[Node]
     tokens: list[int] = field(default_factory=list)

@@ -57,7 +57,7 @@ class Copy:
         self.num_read = stop
 
     def next_token(self, depth: int) -> int | None:
-        """Return the token `depth` places after the prediction's next token; None where there is no such token."""
+        """Return the token `depth` positions after the prediction's next token; None where there is no such token."""
         place = None if self.at is None else self.at + depth
         return None if place is None or place >= len(self.prediction) else self.prediction[place]
 

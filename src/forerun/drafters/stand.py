@@ -92,9 +92,9 @@ class Table:
         return len(self._places)
 
     def find(self, context: Seq[int], longest: int) -> tuple[Ids, Rows] | None:
-        """Return the ids, ascending, and mean logits after the longest known suffix of a context.
+        """Return ids in ascending order, and their mean logits, after the longest known suffix of a context.
 
-        None where no suffix is known. longest: the most tokens of a suffix.
+        None if no suffix is known. longest: the most tokens of a suffix.
         """
         for length in range(min(longest, len(context)), 0, -1):
             place = self._places.get(tuple(context[-length:]))
@@ -106,7 +106,10 @@ class Table:
         return None
 
     def learn(self, contexts: Seq[Gram], ids: Ids, logits: Rows) -> None:
-        """Add an occurrence of each context [n]. ids, logits [n, width]: the largest logits after each context."""
+        """Average the logits after one more occurrence of each context [n] into the stored logits.
+
+        ids, logits [n, width]: the largest logits after each context, and their ids.
+        """
         # A part is small enough that none of its contexts is forgotten before it is learned.
         for start in range(0, len(contexts), PART):
             part = slice(start, start + PART)
@@ -287,7 +290,7 @@ class StandDrafter(Drafter):
     def _children(
         self, seq: Sequence, b: int, path: Seq[int], num: int, budget: Budget, coins: Coins, lane: int
     ) -> Iterator[tuple[int, Probs, float]]:
-        """Yield at most `num` tokens after a path, each with its distribution and confidence, as `children_of` does."""
+        """Yield at most `num` tokens after a path, each with its distribution and confidence (see `children_of`)."""
         depth, expected = len(path), self.expected(seq, path)
         if expected is not None and budget.go_on(b, depth, expected):
             # A greedy request takes the likeliest ids of the kept logits, at temperature 1.

@@ -106,7 +106,7 @@ class BeamSearch:
         self._wanted = self._wanted if guesses else 0
 
     def draft(self) -> Draft:
-        """Return the live nodes below the tree's base, and the drafted nodes, as the draft of one sequence."""
+        """Return the draft of the sequence: the live nodes below the tree's base, then the guessed nodes."""
         known = [node for node in self.tree.live() if node != self.tree.base]
         self._nodes = [*known, *self.guesses]
         places = {node: i for i, node in enumerate(self._nodes)}
@@ -179,7 +179,7 @@ class BeamSearch:
         return step, kept, held
 
     def conclude(self) -> None:
-        """Give the best texts to the outputs. Where masks allowed too few texts, the remaining outputs are aborted."""
+        """Give the best texts to the outputs. If masks allowed too few texts, the remaining outputs are aborted."""
         self.seq.finish_reason = "stop"
         for output, text in zip(self.outputs, [*self.search.pool.texts, *[None] * len(self.outputs)], strict=False):
             if output.seq.finish_reason is not None:

@@ -100,8 +100,8 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
 def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:
     """Return the ids that a grammar allows after drafted tokens, and `probs` conditioned on these ids.
 
-    The ids are None where nothing may be drafted after these tokens. The distribution is None where `probs` gives no
-    allowed id a probability. It is `probs` itself where `probs` gives only allowed ids a probability.
+    The ids are None if nothing may be drafted after these tokens. The distribution is None if `probs` gives all allowed
+    ids probability 0. It is `probs` itself where `probs` gives only allowed ids a probability.
     """
     assert seq.grammar is not None
     if not seq.grammar.may_draft:

@@ -66,7 +66,7 @@ class Allowance:
         self._least = LEAST_TOKENS
 
     def fitting(self, num_before: int) -> int:
-        """Return how many more tokens a prompt with `num_before` tokens in the cache may run."""
+        """Return how many more tokens this step may run of a prompt with `num_before` tokens in the cache."""
         if self._known is None:
             return self._num_tokens
         return min(self._num_tokens, max(self._least, self._known.fitting(self._seconds, num_before)))

@@ -200,8 +200,8 @@ def planned(config: EngineConfig, widen: Callable[[Spec], Spec]) -> tuple[Outlin
     """Return the outlines for a memory plan, and the reason why vocabularies were not compared.
 
     A plan needs only config.json. Where another file is missing, the vocabularies of draft models are not compared with
-    the target's vocabulary, and the reason names that file. The reason is None where vocabularies were compared, and
-    where there are no draft models. widen: maps the target's spec to the spec of the plan.
+    the target's vocabulary, and the reason names that file. The reason is None if vocabularies were compared, or if
+    there are no draft models. widen: maps the target's spec to the spec of the plan.
     """
 
     def outlined(config_only: bool = False) -> Outlines:

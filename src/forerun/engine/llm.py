@@ -385,7 +385,7 @@ class LLM:
     def measure_passes(self) -> None:
         """Measure unknown pass times now, instead of when no request has come for a second.
 
-        Running requests wait meanwhile. Nothing is measured where the pacing policy needs no pass times.
+        Running requests wait meanwhile. If the pacing policy needs no pass times, nothing is measured.
         """
         self._loop.call(self.engine.pacing.measure)
 

@@ -49,7 +49,7 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
     """Return the drafter that `auto` stands for.
 
     It is a draft model if the caller has loaded one or the target is the shipped model. Otherwise it is the drafter
-    that data/models.toml names for the target. Where the file names none, it is the text search, which needs no model.
+    that data/models.toml names for the target. If the file names none, it is the text search, which needs no model.
     """
     if has_loaded_draft or is_shipped(target):
         return drafters.BY_MODEL
@@ -264,7 +264,7 @@ class Opened:
 
     @cached_property
     def packs(self) -> Callable[[Scheme], bool]:
-        """A function that tells for a quantisation scheme whether its matrices stay in memory as integers."""
+        """A function that returns whether the matrices of a quantisation scheme stay in memory as integers."""
         return packed_schemes(self.operators, self.dtype)
 
     @cached_property

@@ -461,9 +461,9 @@ class Request:
         return self._leader is None and None in self.seq.prompt_logprobs[1:]
 
     def score_prompt(self, start: int, logits: Rows) -> None:
-        """Record log-probabilities of the prompt's tokens after place `start`.
+        """Record log-probabilities of the prompt's tokens after index `start`.
 
-        logits [n, V]: the logits at the tokens from place `start` on. Each row scores the token that follows.
+        logits [n, V]: the logits at the tokens from index `start` on. Each row scores the token that follows.
         """
         seq, most = self.seq, self.seq.params.prompt_logprobs
         assert most is not None

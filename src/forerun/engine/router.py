@@ -252,7 +252,7 @@ class Router(Drafter):
     def _asked(self, name: str, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         """Return the draft of one drafter, without tokens that cannot be accepted.
 
-        Where the drafter fails, the draft is empty.
+        If the drafter fails, the draft is empty.
         """
         granted = list(budget.num_tokens)
         with self._spared(name, seqs):

@@ -67,7 +67,7 @@ class Stepper:
     def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
         """Run one step; every decoding request gets at least one token. schedule_s: the planning time, for the report.
 
-        Raises RequestFailed, with nothing committed, where a sequence has no token that it may emit.
+        Raises RequestFailed if a sequence has no token that it may emit; then nothing is committed.
         """
         with self.runner.model.ops.alone():
             return self._step(plan, schedule_s)

@@ -79,7 +79,7 @@ class Turns:
     def turn(self, seat: Seat) -> Iterator[None]:
         """Wait for the engines that asked before, then hold the turn until the context ends.
 
-        Where `is_exclusive` is False, the turn is held without waiting.
+        If `is_exclusive` is False, the turn is held without waiting.
         """
         self._take()
         try:

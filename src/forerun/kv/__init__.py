@@ -79,7 +79,7 @@ class KVCache(Protocol):
         """
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let later sequences find the kept rows of `tokens`. Does nothing where sequences share no rows.
+        """Let later sequences find the kept rows of `tokens`. If sequences share no rows, this does nothing.
 
         tokens: the committed tokens, from the beginning.
         """
@@ -107,7 +107,7 @@ class KVCache(Protocol):
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for a run of `num_tokens` rows.
 
-        Raises CapacityError, and reserves nothing, where there is no room.
+        Raises CapacityError if there is no room; then nothing is reserved.
         """
 
     # After a pass.

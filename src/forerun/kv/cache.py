@@ -211,7 +211,7 @@ class BlockCache(BlockTables):
         return [self.pools.record_bytes(kind) for kind in range(len(self.kinds) + (self.states is not None))]
 
     def fetch(self, slot: int, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
-        """Begin to read the rows of `tokens` that are on disk and not in memory; return None where there are none.
+        """Begin to read the rows of `tokens` that are on disk and not in memory; return None if there are no such rows.
 
         The slot holds the blocks of these rows until the fetch has ended or was given up, and `arrived` was called.
         Then `open` finds the blocks.
@@ -248,7 +248,10 @@ class BlockCache(BlockTables):
         return keeper.fetch(slot, missing)
 
     def _lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks the cache lacks for these keys. If only a place for a state is lacking, return 1."""
+        """Return how many blocks the cache lacks to hold the blocks with these prefix keys.
+
+        If there are enough blocks and only room for a state is lacking, return 1.
+        """
         few = max(kind.lacks_blocks(keys) for kind in self.kinds)
         return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
 
@@ -265,9 +268,10 @@ class BlockCache(BlockTables):
         return self.block_tokens * sum(one.kind == 0 for one in fetch.loaded)
 
     def _beginning(self, keys: list[Key], others: Seq[Collection[Key]] | None = None) -> list[Key]:
-        """Return the leading keys whose blocks a sequence can begin with: no layer lacks a block that it needs.
+        """Return the leading prefix keys whose blocks a sequence can begin with: no layer lacks a block that it needs.
 
-        others: further keys that count as present, one collection for each kind of layers and then one for states.
+        others: further prefix keys that count as present, one collection for each kind of layers and then one for
+        states.
         """
         num, more = None, others or [()] * (len(self.kinds) + 1)
         while num != len(keys):
@@ -410,9 +414,9 @@ def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
 
 
 def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> CacheShape:
-    """Return the shape of the cache that `BlockCache.create` makes.
+    """Return the shape of the cache that `BlockCache.create` makes for a model with this shape.
 
-    The shape has no windows where the cache never gives blocks back.
+    If the cache never gives blocks back, the returned shape has no windows.
     """
     if backend == "paged" and device == "cpu":
         return shape.within(max_seq_len)

@@ -135,7 +135,7 @@ class Keeper:
                 self._copied_bytes += rows.nbytes
 
     def _write_some(self) -> bool:
-        """Write one waiting block and return True. Where no block waits, write the numbers of uses and return False."""
+        """Write one waiting block and return True. If no block waits, write the numbers of uses and return False."""
         with self._lock:
             block = self._next()
         if block is None:
@@ -146,7 +146,7 @@ class Keeper:
         return True
 
     def _next(self) -> tuple[int, _Waiting, memoryview] | None:
-        """Return the kind, the description and the rows of the next block to write; None where no block waits.
+        """Return the kind, the entry in the queue and the rows of the next block to write; None where no block waits.
 
         Blocks that the cache has withdrawn are returned first.
         """

@@ -22,10 +22,10 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class LentCache:
-    """The target's cache, as another model reads it.
+    """The target's cache, as the borrowing model sees it: a drafter whose layers read the target's keys and values.
 
-    cache: the target's cache. layers: for each layer of the reading model, the target's layer whose keys and values it
-    reads.
+    cache: the target's cache. layers: for each layer of the borrowing model, the target's layer whose keys and values
+    it reads.
     """
 
     states = None
@@ -46,7 +46,10 @@ class LentCache:
         return CacheView(batch, np.concatenate([rows[-1:] for rows in reads]), reads)
 
     def through(self, pools: Any) -> LentCache:
-        """Return a copy of this cache that reads its rows through other pools. pools: by layer of the reading model."""
+        """Return a copy of this cache that reads its rows through other pools.
+
+        pools: by layer of the borrowing model.
+        """
         seen = copy.copy(self)
         seen.pools = pools
         return seen
@@ -59,9 +62,9 @@ class LentCache:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The cache's shape for the model that reads it.
+    """The cache's shape, as the borrowing model sees it.
 
-    layers: for each layer of that model, the target's layer whose keys and values it reads.
+    layers: for each layer of the borrowing model, the target's layer whose keys and values it reads.
     """
 
     cache: BlockCache
@@ -72,7 +75,7 @@ class _Shape:
 
 
 class _LentTables:
-    """The block tables of one kind of the target's layers."""
+    """The block tables of one kind of the target's layers, as the borrowing model sees them."""
 
     def __init__(self, cache: BlockCache, kind: int) -> None:
         self._cache, self._kind = cache, kind
@@ -89,7 +92,7 @@ class _LentTables:
 
 
 class _LentPools:
-    """The pools of the target's layers, indexed by the layers of the reading model."""
+    """The target's pools as the borrowing model sees them: pools[i] belongs to the target layer that layer i reads."""
 
     def __init__(self, pools: Pools, layers: Seq[int], shape: _Shape) -> None:
         self._pools = [pools[layer] for layer in layers]

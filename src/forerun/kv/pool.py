@@ -61,13 +61,13 @@ class Pools(Protocol):
     def record_bytes(self, kind: int) -> int:
         """Return the bytes of one block in all layers of a kind.
 
-        Where `kind` is the number after the last kind, return the bytes of one state in all recurrent layers.
+        If `kind` is the number after the last kind, return the bytes of one state in all recurrent layers.
         """
 
     def save(self, kind: int, block: int, out: memoryview) -> None:
         """Copy the rows of a block into `out`: for each layer of the kind its keys, then its values.
 
-        `out` has as many bytes as `record_bytes` returns. Where `kind` is the number after the last kind, `block` is a
+        `out` has as many bytes as `record_bytes` returns. If `kind` is the number after the last kind, `block` is a
         state. Then the state of each recurrent layer is copied, and the inputs of its last tokens.
         """
 
@@ -130,7 +130,7 @@ def _plain(numbers: HostTensor) -> Floats | Array:
 
 @dataclass(frozen=True)
 class StatePool:
-    """The states of one recurrent layer, and the inputs of tokens after each state. kv/states.py assigns their places.
+    """The states of one recurrent layer, and the inputs of tokens after each state. kv/states.py assigns their indices.
 
     states [states, heads, key_dim, value_dim]: float32. history [states, conv - 1, width]: the inputs of the last
     tokens in each state. inputs [rows, width], gates [rows, num_gates]: a row for each token after a state. gates are

@@ -71,7 +71,7 @@ class PrefixIndex:
     def publish(self, key: Key, block: int) -> bool:
         """Let later sequences find a block under a key, and return True.
 
-        Where another block has the key already, return False; the block then stays private.
+        If another block has the key already, return False; the block then stays private.
         """
         if key in self._block_of:
             return False
@@ -131,7 +131,7 @@ class PrefixIndex:
                 raise InternalError(f"block {block} of the KV cache is published under a key that is not its own")
 
     def check_keys(self, keys: Seq[Key], table: Seq[int]) -> None:
-        """Raise InternalError where a block of `table` is published under another key than its key in `keys`."""
+        """Raise InternalError if a block of `table` is published under another prefix key than its key in `keys`."""
         for key, block in zip(keys, table, strict=False):
             if self._key_of.get(block, key) != key:
                 raise InternalError(f"block {block} of the KV cache is published as other tokens than it holds")

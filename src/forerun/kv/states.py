@@ -50,10 +50,10 @@ class StateRun(NamedTuple):
 
     first: the state that the run begins with; NOWHERE = zeros. before: the rows of the kept tokens after that state, in
     order. pending: the rows of the pending tokens. rows: the rows that the run's inputs are written to; NOWHERE = the
-    input is not kept. paths: for each row of a tree, the tokens before it on its path. A token is given by an index
-    that counts the pending tokens first, and then the tokens of the run (as in RaggedBatch.ancestors). () = the run is
-    a chain after all other tokens. saves: for each state that the run writes, the state's number of tokens after
-    `first`, and its place.
+    input is not kept. paths: for each row of a tree, the indices of the tokens before it on its path. The indices count
+    the pending tokens first, then the tokens of the run (as in RaggedBatch.ancestors). () = the run is a chain after
+    all other tokens. saves: for each state that the run writes, the number of tokens since `first`, and the state's
+    index.
     """
 
     first: int
@@ -75,10 +75,10 @@ class _Line:
 
     state: the state that the sequence stands on. start: the number of tokens in that state. rows: the rows of kept
     tokens after `start`. pending: the rows of pending tokens. run: the rows of the run that is being written. saves:
-    the states that the run writes, by position. snapshots: the states that wait for the keys of their blocks, by
-    position. marks: the positions whose states are to be published. sure: the number of tokens that are known to be
-    final, in whole blocks of STATE_TOKENS. ends: for the positions `start` and `sure`, the tokens of the block that
-    ends there.
+    the states that the run writes, by position. snapshots: by position, the states that will be published once the
+    prefix keys of their blocks are known. marks: the positions whose states are to be published. sure: the number of
+    tokens that are known to be final, in whole blocks of STATE_TOKENS. ends: for the positions `start` and `sure`, the
+    tokens of the block that ends there.
     """
 
     state: int = NOWHERE
@@ -99,11 +99,11 @@ class _Line:
 
 
 class StateTables:
-    """The places of the states and input rows of all sequences of one model, kept on the host without tensors.
+    """The indices of the states and input rows of all sequences of one model, kept on the host without tensors.
 
     copy: copies input rows to other rows, in all recurrent layers. block_tokens: the number of tokens of a block;
-    states are published under the keys of blocks. keeper: the Keeper to notify of states that are published, found and
-    withdrawn. For the keeper, a state is a block of kind `kind`.
+    states are published under the prefix keys of blocks. keeper: the Keeper to notify of states that are published,
+    found and withdrawn. For the keeper, a state is a block of kind `kind`.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class StateTables:
     # ------------------------------------------------------------------------------------------------ life of a slot
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return how many of these keys, from the first on, have blocks that a sequence can begin with.
+        """Return how many of these prefix keys, from the first on, have blocks that a sequence can begin with.
 
-        A state must be published for the end of the last of these blocks. others: further keys whose states count as
-        published.
+        A state must be published for the end of the last of these blocks. others: further prefix keys whose states
+        count as published.
         """
         for num in range(len(keys), 0, -1):
             if keys[num - 1] in self._state_of or keys[num - 1] in others:
@@ -136,9 +136,9 @@ class StateTables:
         return 0
 
     def begin(self, slot: int, keys: Seq[Key], tokens: Seq[int] = ()) -> None:
-        """Begin a sequence with the published state at the end of the blocks with these keys.
+        """Begin a sequence with the published state at the end of the blocks with these prefix keys.
 
-        Without keys, the sequence begins without a state. tokens: the tokens of the sequence.
+        Without prefix keys, the sequence begins without a state. tokens: the tokens of the sequence.
         """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
@@ -177,7 +177,7 @@ class StateTables:
         """Record that these tokens are final, and publish the marked states that lie within them.
 
         Later sequences can begin from published states. tokens: the committed tokens, from the beginning. keys: the
-        keys of the sequence's published blocks, from the first block on.
+        prefix keys of the sequence's published blocks, from the first block on.
         """
         line = self._lines[slot]
         line.sure = max(line.sure, min(len(tokens), line.length) // STATE_TOKENS * STATE_TOKENS)
@@ -191,7 +191,10 @@ class StateTables:
                 line.ends[position] = tokens[position - self.block_tokens : position]
 
     def _publish(self, state: int, num_tokens: int, keys: Seq[Key], last: Seq[int]) -> None:
-        """Publish a state of `num_tokens` tokens if its blocks have known keys. last: the tokens of its last block."""
+        """Publish a state of `num_tokens` tokens if the prefix keys of its blocks are known.
+
+        keys: the known prefix keys, from the first block on. last: the tokens of the state's last block.
+        """
         num_blocks = num_tokens // self.block_tokens
         if num_tokens % self._unit or not 0 < num_blocks <= len(keys):
             return
@@ -225,19 +228,19 @@ class StateTables:
     # -------------------------------------------------------------------------------------- states that come from disk
 
     def holds(self, key: Key) -> bool:
-        """Return whether a state is published under a key."""
+        """Return whether a state is published under a prefix key."""
         return key in self._state_of
 
     @property
     def has_place(self) -> bool:
-        """Whether there is a place for one more state, free or taken by a state that can be evicted."""
+        """Whether there is room for one more state: a free index, or one whose state can be evicted."""
         return bool(self._free or self._evictable)
 
     def await_state(self, slot: int, key: Key) -> int | None:
-        """Let a slot hold the state that is published under a key, and return None.
+        """Let a slot hold the state that is published under a prefix key, and return None.
 
-        Where no such state is published, take a place for it and return the place. The caller writes the state to this
-        place, then calls `publish_awaited`.
+        If no such state is published, take a free index for it and return the index. The caller writes the state at
+        this index, then calls `publish_awaited`.
         """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
@@ -249,9 +252,9 @@ class StateTables:
         return line.state
 
     def publish_awaited(self, slot: int, states: Mapping[Key, int]) -> None:
-        """Publish the state for which `await_state` took a place, if the state was written, and end the slot.
+        """Publish the state for which `await_state` took an index, if the state was written, and end the slot.
 
-        states: the written state, by key; empty where no state was written.
+        states: the index of the written state, by prefix key; empty if no state was written.
         """
         for key, state in states.items():
             if key not in self._state_of:
@@ -297,9 +300,9 @@ class StateTables:
         return StateRun(line.state, before, pending, list(line.run), paths, saves)
 
     def _save(self, line: _Line, end: int) -> None:
-        """Take places for the states that a pass writes: at position `end`, and at each mark before that position.
+        """Take indices for the states that a pass writes: at position `end`, and at each mark before that position.
 
-        Where places run out, the remaining marks get no state.
+        If indices run out, the remaining marks get no state.
         """
         if end <= line.start:
             return
@@ -347,7 +350,7 @@ class StateTables:
     def _arrive(self, line: _Line) -> None:
         """Move a sequence to the last state that its pass wrote.
 
-        States at marked positions are kept until the keys of their blocks are known.
+        States at marked positions are kept, to be published later under the prefix keys of their blocks.
         """
         for position, state in sorted(line.saves.items()):
             if position in line.marks:
@@ -376,8 +379,8 @@ class StateTables:
     def cut_length(self, slot: int, length: int, keys: Seq[Key], can_cut: Callable[[int], bool]) -> int:
         """Return the largest length, at most `length`, to which a slot can be cut.
 
-        It is `length` itself, or a length with a published state, or 0. keys: the keys of the slot's published blocks.
-        can_cut: returns whether the other layers can be cut to a length.
+        It is `length` itself, or a length with a published state, or 0. keys: the prefix keys of the slot's published
+        blocks. can_cut: returns whether the other layers can be cut to a length.
         """
         if self._line(slot).start <= length and can_cut(length):
             return length
@@ -417,10 +420,10 @@ class StateTables:
         return [self._free_rows.pop() for _ in range(num)]
 
     def _take(self) -> int:
-        """Take a place for a state, and count one user of it.
+        """Take an index for a state, and count one user of it.
 
-        Where no place is free, the published state that has been unused for the longest time is evicted. Raises
-        CapacityError where there is no such state.
+        If no index is free, the published state that has been unused for the longest time is evicted. Raises
+        CapacityError if there is no such state.
         """
         if not self._free and self._evictable:
             self._withdraw(next(iter(self._evictable)))

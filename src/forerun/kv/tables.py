@@ -61,9 +61,9 @@ SPARE_TOKENS = 128  # two tiles of keys: a pass may read masked lanes of one til
 class _Slot:
     """The blocks and rows of one sequence.
 
-    table: the sequence's blocks. The blocks before index `first` were given back. root: the key before the first block.
-    keys: the keys of the leading blocks for which this slot or another slot has published a block with the same tokens.
-    length: the number of kept rows. pending: the parents of the pending rows.
+    table: the sequence's blocks. The blocks before index `first` were given back. root: the prefix key before the first
+    block. keys: the prefix keys of the leading blocks for which this slot or another slot has published a block with
+    the same tokens. length: the number of kept rows. pending: the parents of the pending rows.
     """
 
     table: list[int]
@@ -134,10 +134,10 @@ class BlockTables:
         return self._counted(slot, len(tokens))
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return how many of these keys, from the first on, have blocks that a sequence can begin with.
+        """Return how many of these prefix keys, from the first on, have blocks that a sequence can begin with.
 
-        The sequence's next row must see no absent block. keys: the keys of a sequence's blocks, from the first block
-        on. others: further keys that count as present.
+        All blocks that the sequence's next row sees must be present. keys: the prefix keys of a sequence's blocks, from
+        the first block on. others: further prefix keys that count as present.
         """
         most = present = 0
         for num, key in enumerate(keys, 1):
@@ -149,7 +149,10 @@ class BlockTables:
         return most
 
     def begin(self, slot: int, keys: list[Key], tokens: Seq[int], salt: str | None) -> None:
-        """Begin a sequence of `tokens` with the published blocks of `keys`. keys: no more than `num_found` allows."""
+        """Begin a sequence of `tokens` with the published blocks of some prefix keys.
+
+        keys: the prefix keys, no more than `num_found` allows.
+        """
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
         length = len(keys) * self.block_tokens
@@ -173,7 +176,7 @@ class BlockTables:
     def _first_seen(self, length: int, spare: int = 0) -> int:
         """Return the index of the first block that a row at position `length - spare` sees.
 
-        Where the row sees no full block, return the index of the last full block.
+        If the row sees no full block, return the index of the last full block.
         """
         if self.window is None:
             return 0
@@ -182,8 +185,8 @@ class BlockTables:
     def fork(self, slot: int, new_slot: int) -> None:
         """Begin a sequence in `new_slot` with the kept rows of `slot`.
 
-        Full blocks are shared, and the rows of an incomplete last block are copied. Raises CapacityError, and begins
-        nothing, where there is no block for the copy.
+        Full blocks are shared, and the rows of an incomplete last block are copied. Raises CapacityError if there is no
+        block for the copy; then no sequence is begun.
         """
         if new_slot in self._slots:
             raise InternalError(f"cache slot {new_slot} is open already")
@@ -232,7 +235,7 @@ class BlockTables:
         return self._prefixes.find(key) is not None
 
     def absent(self, keys: Seq[Key]) -> list[int]:
-        """Return the indices of the keys whose blocks are not published.
+        """Return the indices of the prefix keys whose blocks are not published.
 
         Blocks before the window of the sequence's next row are left out.
         """
@@ -240,14 +243,14 @@ class BlockTables:
         return [i for i in range(first, len(keys)) if self._prefixes.find(keys[i]) is None]
 
     def lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks are lacking for a call of `await_blocks` with these keys."""
+        """Return how many blocks are lacking for a call of `await_blocks` with these prefix keys."""
         first = self._first_seen(len(keys) * self.block_tokens)
         found = [self._prefixes.find(key) for key in keys[first:]]
         unused = sum(block is not None and self._num_users[block] == 0 for block in found)
         return max(0, found.count(None) + unused - self._num_available())
 
     def await_blocks(self, slot: int, keys: list[Key]) -> list[int]:
-        """Hold the blocks of these keys in a slot. For keys that are `absent`, take blocks and return them.
+        """Hold the blocks of these prefix keys in a slot. For keys that are `absent`, take blocks and return them.
 
         The caller writes the rows of the returned blocks, then calls `publish_awaited`.
         """
@@ -297,7 +300,7 @@ class BlockTables:
         return 0 if entry is None else entry.length
 
     def _keys(self, slot: int) -> Seq[Key]:
-        """Return the keys of the blocks that a slot has published, from the first on."""
+        """Return the prefix keys of the blocks that a slot has published, from the first on."""
         entry = self._slots.get(slot)
         return () if entry is None else entry.keys
 
@@ -401,7 +404,7 @@ class BlockTables:
         return copy
 
     def _take(self) -> int:
-        """Take a free block for one user. Where no block is free, evict the longest unused one.
+        """Take a free block for one user. If no block is free, evict the longest unused one.
 
         A block is also evicted where the next free block was never written, and `touched_blocks` blocks have been
         written already.
@@ -543,7 +546,7 @@ class BlockTables:
     def _set_length(self, own: _Slot, length: int, pending: Seq[int] = ()) -> None:
         """Set the kept length and the parents of pending rows, and give back the blocks after these rows.
 
-        Where this cuts published blocks, the caller must cut `keys`, too.
+        If this gives back published blocks, the caller must cut `keys`, too.
         """
         own.length, own.pending = length, list(pending)
         needed = -(-own.end // self.block_tokens)

@@ -38,10 +38,10 @@ class MemoryPlan:
     """The memory that a configuration needs, and options that would make it fit.
 
     available_bytes: None = unknown. suggestions: sets of options; with each set the plan fits while every other option
-    stays as it was. There are no suggestions where the plan fits, and where no set of options would make it fit. later:
-    the memory that a long-running process takes in addition; the total does not include it. extra_drafts: maps each
-    extra draft model's label to the model's name in the configuration. The names of the model's parts begin with the
-    label.
+    stays as it was. `suggestions` is empty if the plan fits, or if no set of options would make it fit. later: the
+    extra memory that a process takes only after it has run for a long time; the total does not include it.
+    extra_drafts: maps each extra draft model's label to the model's name in the configuration. The names of the model's
+    parts begin with the label.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -452,7 +452,7 @@ class _Needs:
 def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
     """Return, for each option, the largest value with which the plan fits while the other options stay.
 
-    Where no single option helps, return a batch of one sequence, with the largest length that fits.
+    If no single option helps, return a batch of one sequence, with the largest length that fits.
     """
 
     def fits(**options: Any) -> bool:

@@ -256,9 +256,9 @@ def plain_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the keys of config.json for the sizes of a decoder whose blocks have equal sizes.
+    """Return the entries of config.json that state a decoder's sizes. All of its blocks must have the same sizes.
 
-    Raises UnsupportedModel where blocks have several sizes, or where there is no final norm.
+    Raises UnsupportedModel if they do not, or if there is no final norm.
     """
     sizes = {(a.heads, a.kv_heads, a.head_dim, mlp.size) for b in spec.blocks if (a := b.attention) and (mlp := b.mlp)}
     if len(sizes) != 1 or spec.final_norm is None:

@@ -308,7 +308,7 @@ class NamedSource(Wrapped):
 def placed(stored: Stored, place: Place) -> Stored:
     """Return the stored form of one of our tensors, with the shape that our layout gives the tensor.
 
-    Where the published tensor has an unexpected number of rows, its whole shape is returned.
+    If the published tensor has an unexpected number of rows, its whole shape is returned.
     """
     shape = stored.shape[::-1] if place.transposed else stored.shape
     if place.rows is not None and shape[:1] != (place.num_rows,):

@@ -91,7 +91,7 @@ class ToyHead:
         hidden: Row | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run a pass, as `TorchModel.forward` does, with numpy arrays."""
+        """Run a pass with numpy arrays, like `TorchModel.forward`."""
         given = None if hidden is None else torch.from_numpy(hidden)
         if isinstance(cache, LentCache):
             cache = cache.through(_TensorPools(cache.pools))
@@ -99,15 +99,15 @@ class ToyHead:
         return Passed(passed.hidden.numpy(), {k: rows.numpy() for k, rows in passed.taps.items()})
 
     def features(self, layer_rows: Seq[Row]) -> Row:
-        """Return the features for the head, as `TorchModel.features` does, with numpy arrays."""
+        """Return the features for the head as numpy arrays, like `TorchModel.features`."""
         return self.in_torch.features(list(map(torch.from_numpy, layer_rows))).numpy()
 
     def fed(self, hidden: Row) -> Row:
-        """Return the rows for the head's next step, as `TorchModel.fed` does, with numpy arrays."""
+        """Return the rows for the head's next step as numpy arrays, like `TorchModel.fed`."""
         return self.in_torch.fed(torch.from_numpy(hidden)).numpy()
 
     def remember(self, batch: RaggedBatch, cache: Any, layer_rows: Seq[Row]) -> None:
-        """Write the features' keys and values into the cache, as `TorchModel.remember` does, with numpy arrays."""
+        """Write the features' keys and values into the cache as numpy arrays, like `TorchModel.remember`."""
         self.in_torch.remember(batch, cache, list(map(torch.from_numpy, layer_rows)))
 
     def embed(self, ids: Seq[int]) -> Row:

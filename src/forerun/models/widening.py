@@ -187,7 +187,7 @@ def _noise(trained: HostTensor, seed: int) -> HostTensor:
 
 
 def _set(out: HostTensor, places: Any, number: float) -> None:
-    """Write a number into some places of a tensor, rounded to the tensor's dtype."""
+    """Write a number into some elements of a tensor, rounded to the tensor's dtype."""
     out.values[places] = HostTensor.of(np.float32(number)).to(out.dtype).values
 
 
@@ -294,7 +294,7 @@ def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) 
 
 @dataclass(frozen=True)
 class _SpareLane:
-    """The numbers for the last residual dimension. The text at the top of the file explains c and n.
+    """The values of the last residual dimension in three tensors. The text at the top of the file explains c and n.
 
     carried: c, the value of the residual stream in this dimension. norm_weight: the weight of the final norm. new_id:
     -n, the value in the LM head's rows of new ids.
@@ -306,7 +306,7 @@ class _SpareLane:
 
 
 def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) -> None:
-    """Write the numbers for the last residual dimension into the norms, the embedding and the LM head.
+    """Write the values of the last residual dimension into the norms, the embedding and the LM head.
 
     In an untied LM head, the rows of new ids get zeros in the trained dimensions.
     """
@@ -324,10 +324,10 @@ def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) 
 
 
 def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, seed: int) -> _SpareLane:
-    """Return the numbers for the last residual dimension, from a run of the trained model over random ids.
+    """Return the values of the last residual dimension in the embedding, the final norm and the LM head.
 
-    They depend on how large the residual stream of the model gets. Raises BadOption where the dtype of the weights
-    cannot hold them (float16).
+    The values depend on how large the trained model's residual stream gets, which is measured in a run over random ids.
+    Raises BadOption if the dtype of the weights cannot hold the values (float16).
     """
     stream, hidden = _last_stream(config, weights, seed)
     rms = np.sqrt(np.square(stream).mean(-1) + config.norm_eps)

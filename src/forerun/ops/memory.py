@@ -127,7 +127,7 @@ class Sizes(Protocol):
         """Return an upper bound of the memory of passes that run one after another."""
 
     def later(self, passes: list[Pass]) -> tuple[MemoryPart, ...]:
-        """Return the memory that a process takes in addition when it runs for a long time."""
+        """Return the extra memory that a process takes only after it has run for a long time."""
 
     def loading_bytes(self, model: Spec) -> int:
         """Return an upper bound of the bytes that loading a model takes beyond its weights."""

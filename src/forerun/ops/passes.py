@@ -45,8 +45,9 @@ class Passed:
 class RanAhead:
     """The ids that continue each run of a batch.
 
-    confidences: by run, the probability of each id. Empty if `run_ahead` got no stops, or if the model does not know
-    the probabilities. probs: by run, the distribution from which each id was drawn. Empty if `run_ahead` got no draws.
+    confidences: by run, the probability of each id. Empty if `run_ahead` was called without `stops`, or if the model
+    does not know the probabilities. probs: by run, the distribution from which each id was drawn. Empty if `run_ahead`
+    was called without `draws`.
     """
 
     ids: list[list[int]]

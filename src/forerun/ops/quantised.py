@@ -116,7 +116,7 @@ class QuantisedRows:
         return replace(self, scheme=self.scheme.looked_up(), codes=codes, zeros=zeros)
 
     def _integers(self) -> Floats:
-        """Return the numbers that codes stand for, as a new float32 array [R, I]."""
+        """Return the values of codes, as a new float32 array [R, I]."""
         if self.scheme.table:
             return np.array(self.scheme.table, np.float32)[self.codes]
         return float8_numbers()[self.codes] if self.scheme.floats else self.codes.astype(np.float32)

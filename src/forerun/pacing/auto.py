@@ -377,8 +377,8 @@ class AutoPacing(Pacing):
     def _best(self, old: Ints, num_rows: int, nodes: Floats) -> Ints:
         """Return the draft lengths [B] of the plan with the most tokens per second.
 
-        Where that plan is not clearly faster than the old lengths, the old lengths are returned. nodes: the nodes of
-        all drafters, as `_nodes` returns them. num_rows: the number of rows of the pass without these nodes.
+        If that plan is not clearly faster than the old lengths, the old lengths are returned. nodes: the nodes of all
+        drafters, as `_nodes` returns them. num_rows: the number of rows of the pass without these nodes.
         """
         gains, owners, ranks, rows, seconds = nodes[:, np.argsort(-nodes[0], kind="stable")]
         owners, one_row_s = owners.astype(int), self.costs.target.one_row_s or 1.0

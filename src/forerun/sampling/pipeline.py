@@ -77,7 +77,10 @@ class History:
         return len(self.committed) + len(self.drafted) - self.num_prompt_tokens
 
     def forced(self, params: SamplingParams) -> int | None:
-        """Return forced_eos_token_id at the last place of an output; None elsewhere, and where no such id is set."""
+        """Return forced_eos_token_id if the next token is the last that `max_len` allows.
+
+        None for earlier tokens, or if no such id is set.
+        """
         is_last = self.max_len - len(self.committed) - len(self.drafted) == 1
         return params.forced_eos_token_id if is_last else None
 
@@ -316,7 +319,7 @@ def _mass(weights: Row, width: int) -> Any:
 
 
 def _survivors(scaled: Row, top_k: int, log_min_p: float, top_p: float) -> Ids | None:
-    """Return the ids that pass top-k, min-p and top-p, ascending; None = all."""
+    """Return the ids that pass top-k, min-p and top-p, in ascending order; None = all."""
     ids: Ids | None = None
     if 0 < top_k < len(scaled):
         ids = _largest(scaled, top_k)
@@ -334,7 +337,10 @@ def _subset(ids: Ids | None, kept: Ids) -> Ids:
 
 
 def _largest(values: Row, k: int) -> Ids:
-    """Return the indices of exactly k largest values, ascending. Ties at the k-th value go to the lowest indices."""
+    """Return the indices of exactly k largest values, in ascending order.
+
+    Ties at the k-th value go to the lowest indices.
+    """
     if k == len(values):
         return np.arange(k)
     threshold = np.partition(values, len(values) - k)[len(values) - k]

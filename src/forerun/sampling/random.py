@@ -290,10 +290,10 @@ def _draw(probs: Probs, uniform: float) -> int:
 
 
 def _place(weights: Row, uniform: int) -> int | None:
-    """Return the first place where the cumulative ticks exceed uniform * 2^-53 of all ticks; None for invalid weights.
+    """Return the first index where the cumulative ticks exceed uniform * 2^-53 of all ticks; None for invalid weights.
 
-    Ticks are summed in two levels: blocks of the vocabulary, then the places of one block. Ticks are whole numbers, so
-    nothing is rounded, and the weight of the returned place is above 0.
+    Ticks are summed in two levels: blocks of the vocabulary, then the entries of one block. Ticks are whole numbers, so
+    nothing is rounded, and the weight at the returned index is above 0.
     """
     if _no_probs(weights):
         return None

@@ -274,7 +274,7 @@ class Door:
     def _metrics_of(self, record: Mapping[str, Any]) -> Metrics:
         """Return the metrics of the model that has answered.
 
-        Where no model has answered, return the first model's metrics.
+        If no model has answered, return the first model's metrics.
         """
         name = record.get("model")
         return self._services.metrics if name is None else self._services.of(name).metrics

@@ -212,7 +212,7 @@ class Requests:
 
 
 class Runner:
-    """A loop that keeps about `window` choices in an engine, and turns ended requests into answers."""
+    """A loop that keeps about `window` choices (outputs) running in an engine, and answers requests that have ended."""
 
     def __init__(self, requests: Requests, window: int) -> None:
         self._requests, self._window = requests, window

@@ -138,7 +138,7 @@ def _known(message: Message) -> Message:
 
 
 def _function(call: Any) -> Any:
-    """Turn a call of a custom tool, which takes a text, into a call of a function with one argument, input."""
+    """Turn a call of a custom tool, which takes a text, into a call of a function whose only argument is "input"."""
     custom = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
     if not isinstance(custom, Mapping):
         return call

@@ -252,7 +252,10 @@ class Texts:
         return Refused(message, "messages")
 
     def literal_ids(self, text: str, add_special: bool) -> list[int]:
-        """Return the ids of a text in which the names of special tokens are plain text. Raises OnlyAside."""
+        """Return the ids of a text in which the names of special tokens are plain text.
+
+        Raises OnlyAside if the text has such names and the tokenizer is shared with other threads.
+        """
         special = (self.tokenizer.id_to_token[i] for i in self.tokenizer.special_ids)
         if not any(name in text for name in special):
             return self.tokenizer.encode(text, add_special)

@@ -63,7 +63,7 @@ class Branching:
         return self._draw(probs, "next", depth, 0)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Take every id of the support in turn, as `draw` does, with the drafter's own random number."""
+        """Take every id of the support in turn, like `draw`, but with the drafter's own random number."""
         return self._draw(probs, "draft", depth, lane)
 
     def _draw(self, probs: Probs, purpose: str, depth: int, lane: int) -> int:

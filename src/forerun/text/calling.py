@@ -91,7 +91,7 @@ def _object_of(value: str | None) -> str:
 
 
 def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
-    """Read a call or a list of calls. Returns whether there was a call, as `json_call` does.
+    """Read a call or a list of calls. Returns, like `json_call`, whether there was a call.
 
     Afterwards `scan.log` contains the text that was read since the last whole call.
     """
@@ -103,7 +103,7 @@ def json_calls(scan: Scanner, tools: Tools | None = None) -> Steps:
 
 
 def _several(scan: Scanner, call: Callable[[], Steps]) -> Steps:
-    """Read a list of calls after its opening bracket. Returns whether it is such a list, as `json_call` does."""
+    """Read a list of calls after its opening bracket. Returns, like `json_call`, whether it is such a list."""
     has_calls = False
     while True:
         yield from scan.space()
@@ -131,7 +131,7 @@ def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
 
 
 def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], opening: tuple[str, ...]) -> Steps:
-    """Finish reading a call with marks: consume its closing mark. Where the text was no call at all, put the text back.
+    """Finish reading a call with marks: consume its closing mark. If the text was no call at all, put the text back.
 
     is_call: None = the call breaks off. The rest of such a call is consumed, up to the mark that closes it or opens the
     next call.
@@ -175,7 +175,7 @@ def value_until(scan: Scanner, closing: tuple[str, ...], types: frozenset[str]) 
 
 
 def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
-    """Read a list such as [f(city="Paris", days=[1, 2]), g()]. Returns whether it is a list, as `json_call` does."""
+    """Read a list such as [f(city="Paris", days=[1, 2]), g()]. Returns, like `json_call`, whether it is a list."""
     scan.begin()
     if not (yield from scan.skip("[")):
         return False
@@ -183,7 +183,7 @@ def python_calls(scan: Scanner, tools: Tools | None) -> Steps:
 
 
 def python_call(scan: Scanner, tools: Tools | None) -> Steps:
-    """Read one call such as f(city="Paris"). Returns whether it was a call, as `json_call` does."""
+    """Read one call such as f(city="Paris"). Returns, like `json_call`, whether it was a call."""
     name = yield from word(scan)
     if not name or (tools is not None and name not in tools) or not (yield from scan.skip("(")):
         return False

@@ -111,7 +111,7 @@ class Detokenizer:
         return token not in self._skip and self._tokenizer.token_of(token) is not None
 
     def _append(self, ids: Seq[int]) -> str:
-        """Append ids, and return the text that has become certain."""
+        """Append ids, and return the text that has become final."""
         known = [token for token in ids if self._has_text(token)]
         if not known:
             return ""
@@ -128,7 +128,7 @@ class Detokenizer:
         return new
 
     def _advance(self, text: str, certain: int) -> str:
-        """Return the text that has become certain, without the part that belongs to the prompt."""
+        """Return the text that has become final, without the part that belongs to the prompt."""
         if certain <= self._done:
             return ""
         new = text[self._done : certain]
@@ -142,9 +142,9 @@ class Detokenizer:
     # -------------------------------------------------------------------------------------------------- stop strings
 
     def _release(self, new: str) -> str:
-        """Take certain text, and return the text that cannot belong to a stop string.
+        """Take final text, and return the final text that can no longer become part of a stop string.
 
-        Where a stop string is complete, `stop` is set to it, and only the text before it is returned.
+        If a stop string is complete, `stop` is set to it, and only the text before it is returned.
         """
         if not self._stops:
             return new
@@ -179,6 +179,6 @@ def _first_stop(text: str, stops: tuple[str, ...], free: int = 0) -> tuple[int, 
 
 
 def _open_tail(text: str, stops: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text` with which some stop string begins."""
+    """Return the length of the longest suffix of `text` that is the beginning of a stop string."""
     longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
     return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

@@ -50,7 +50,7 @@ class PartsReader:
         self._untold_at = 0  # the number of characters before these tokens
 
     def push(self, ids: Seq[int]) -> list[Part]:
-        """Return the parts that the next tokens make certain."""
+        """Read the next tokens, and return the parts that later tokens cannot change."""
         if not self._traces:
             return self._parser.feed(self._detokenizer.push(ids).text)
         new_parts: list[Part] = []
@@ -147,7 +147,7 @@ class Parser:
         return spans
 
     def feed(self, text: str) -> list[Part]:
-        """Return the parts that the next text makes certain."""
+        """Append the next text, and return the parts that later text cannot change."""
         if not text:
             return []
         self._scan.rest += text

@@ -203,7 +203,7 @@ class Tokenizer:
     def _broken_runs(self, ids: Seq[int]) -> tuple[list[int], int]:
         """Return the breaks in runs of byte tokens that are not UTF-8, and the number of open bytes.
 
-        A break is the first place in a run, as an index in ids, whose byte belongs to no whole character. A break at
+        A break is the index in `ids` of the first token in a run whose byte belongs to no whole character. A break at
         the beginning of a run is left out. Open bytes are the bytes of an unfinished character at the end of the ids.
         """
         breaks, num_open, start = [], 0, 0

@@ -47,10 +47,10 @@ def _said(tokenizer: Tokenizer) -> str:
 class Translation:
     """The growing text of a target's tokens, in the ids of another tokenizer.
 
-    ids: the ids of the text as far as it is certain, without an unfinished character at the end. When the text grows,
-    only its end is encoded anew, so that a step costs the same however long the text is. Before this end, `ids` may
-    differ from an encoding of the whole text. The ids depend only on the target's tokens, not on how the tokens were
-    cut into pieces. Control tokens that the other tokenizer does not know become their text.
+    ids: the ids of the text, as far as later tokens cannot change it: an unfinished character at the end is left out.
+    When the text grows, only its end is encoded anew, so that a step costs the same however long the text is. Before
+    this end, `ids` may differ from an encoding of the whole text. The ids depend only on the target's tokens, not on
+    how the tokens were cut into pieces. Control tokens that the other tokenizer does not know become their text.
     """
 
     def __init__(self, target: Tokenizer, other: Tokenizer) -> None:
@@ -111,9 +111,10 @@ class Translation:
 
 
 def continuation(tokenizer: Tokenizer, tokens: Seq[int], text: str) -> list[int]:
-    """Return the ids with which `text` continues the certain text of `tokens`, without the last id.
+    """Return the ids with which `text` continues the text of `tokens`, without the last id.
 
-    The last id may change when more text follows. [] where `text` would merge into one token with the text before it.
+    The text of `tokens` is taken as far as later tokens cannot change it. The last id may change when more text
+    follows. [] where `text` would merge into one token with the text before it.
     """
     context = list(tokens[-CONTEXT_TOKENS:])
     first = next((i for i, token in enumerate(context) if tokenizer.is_solid(token)), 0)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 class Node(NamedTuple):
     """A node of a tree, below the root.
 
-    parent: the parent's index among the nodes, -1 = the root. rank: the node's place among its siblings. depth: 0 = a
+    parent: the parent's index among the nodes, -1 = the root. rank: the node's index among its siblings. depth: 0 = a
     child of the root.
     """
 

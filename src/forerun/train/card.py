@@ -81,7 +81,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def corpus_counts(corpus: Any) -> dict[str, tuple[int, int]]:
-    """Return the numbers of modules and characters, by name of the split."""
+    """Return how many modules and characters each split has, by the name of the split."""
     splits = {name: getattr(corpus, name) for name in ("train", "validation", "bench")}
     return {name: (len(split), sum(len(d.text) for d in split)) for name, split in splits.items()}
 

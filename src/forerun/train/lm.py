@@ -159,7 +159,10 @@ class LanguageModel:
         export(folder, self.config.shape, self.weights, data.tokenizer_folder, data.end_id, data.end_ids)
 
     def _covered(self, windows: Tensor, target: Tensor) -> Tensor:
-        """Return where an earlier draft's likeliest id equals the target's: windows [S, L + 1] -> bool [S * L]."""
+        """Return for each token whether any earlier draft model agrees with the target on the likeliest id.
+
+        windows [S, L + 1] -> bool [S * L].
+        """
         best = target.argmax(-1)
         hits = [logits.argmax(-1) == best for m in self.earlier if (logits := self._logits(m, windows)) is not None]
         return torch.stack(hits).any(0)

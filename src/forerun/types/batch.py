@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """The place of an encoder-decoder's source in the cache: a slot, and the number of its rows there."""
+    """The slot of the cache that holds an encoder-decoder's source, and the number of the source's rows."""
 
     slot: int
     num_tokens: int
@@ -33,7 +33,7 @@ class RaggedBatch:
     for the j-th of these rows, counted from the first pending row on. A row sees itself. 0 = a row of a plain run,
     which sees all rows before it. `pending` and `ancestors` are empty where no run is a tree. `words` packs the bits
     for backends that read 64 bits per row.
-    sources [B]: the place of each run's source, for an encoder-decoder; else empty.
+    sources [B]: the slot and size of each run's source, for an encoder-decoder; else empty.
     silent: the runs for which no logits are wanted, such as prompt chunks.
     """
 
@@ -70,7 +70,7 @@ class RaggedBatch:
         return self.cached[b] + self.num_pending(b) + len(self.run(b))
 
     def seen(self, b: int) -> list[list[int]]:
-        """Return which rows each row of run b sees, ascending, the row itself last.
+        """Return for each row of run b the rows that it sees, in ascending order, the row itself last.
 
         The indices count the pending rows first and then the run's rows. Each row comes after its ancestors, so this is
         also the order of the logical positions.

@@ -58,7 +58,7 @@ class Stop:
     def least(self) -> list[float]:
         """By depth, the smallest survival of the chain after which a further token follows.
 
-        The survival is the product of the shares of all tokens so far. The first entry is for the place after the first
+        The survival is the product of the shares of all tokens so far. The first entry is for a stop after the first
         token. After the last entry no token follows.
         """
         return [worth / max(self.share, 1e-6) for worth in self.worth[1:]]

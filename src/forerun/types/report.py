@@ -64,7 +64,7 @@ class SequenceStep(NamedTuple):
     def parts(self) -> list[SequenceStep]:
         """The step in two parts: the nodes of FORCED, and the nodes of the sequence's drafter.
 
-        A part without nodes is left out. Where nothing was drafted, the step itself is the only part.
+        A part without nodes is left out. If nothing was drafted, the step itself is the only part.
         """
         if not self.forced:
             return [self]

@@ -105,7 +105,7 @@ def ruling(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, spec: s
 
 
 def _ended(draft: Draft, ruling: Ruling) -> Ruling:
-    """Return the ruling. Where its next token is missing (below 0), the last accepted token becomes the next token."""
+    """Return the ruling. If its next token is missing (below 0), the last accepted token becomes the next token."""
     path, next_token, tests = ruling
     return (path[:-1], draft.tokens[path[-1]], tests) if next_token < 0 and path else ruling
 

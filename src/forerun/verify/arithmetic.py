@@ -27,8 +27,8 @@ def residual(p: Probs, q: Probs) -> Probs:
 def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
     """Return the distribution norm(max(0, share p - q)), and the mass sum max(0, share p - q). share: in [0, 1].
 
-    Where the mass is 0, the returned distribution is p. With a share of 1 this happens only by rounding, because a
-    token drawn from q = p is always accepted. p is the right distribution then (docs/exactness.md).
+    If the mass is 0, the returned distribution is p. With a share of 1 this happens only by rounding, because a token
+    drawn from q = p is always accepted. p is the right distribution then (docs/exactness.md).
     """
     if p.point is not None:
         return p, max(0.0, share - q.at(p.point))

@@ -44,8 +44,8 @@ class Rules:
 def best_first(scores: Seq[float], nexts: Nexts, num: int) -> Iterator[Candidate]:
     """Yield all candidates in the order of score descending, then beam ascending, then token ascending.
 
-    scores: the score of each beam. num: the number of next tokens that are requested from each beam at first. Where
-    more tokens are needed, the number is doubled each time.
+    scores: the score of each beam. num: the number of next tokens that are requested from each beam at first. If more
+    tokens are needed, the number is doubled each time.
     """
 
     def of_beam(beam: int, score: float) -> Iterator[tuple[float, int, int]]:

@@ -133,9 +133,9 @@ class FedModel(SearchingDrafter):
         self._count({seq.id: len(tokens) for seq, tokens in feeds.values()}, self.clock() - started)
 
     def _count(self, num_tokens: Mapping[int, int], seconds: float) -> None:
-        """Add numbers of tokens that were run only to catch up to `caught_up`, and the seconds of this to `catchup_s`.
+        """Record in `caught_up` and `catchup_s` how many tokens were run only to catch up, and how long that took.
 
-        num_tokens: the numbers by sequence id.
+        num_tokens: the number of tokens, by sequence id.
         """
         self.caught_up |= {id_: self.caught_up.get(id_, 0) + num for id_, num in num_tokens.items()}
         self.catchup_s += seconds

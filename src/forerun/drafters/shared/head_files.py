@@ -319,7 +319,7 @@ def check_shapes(
 
 
 def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
-    """Return the target's ids that a head drafts, ascending [n].
+    """Return the ids [n] of the target that a head drafts, in ascending order.
 
     d2t [n]: for each id of the head, the offset from it to the target's id; None = the head drafts all ids of the
     target. Raises UnsupportedModel where the ids do not ascend, or are no ids of the target.

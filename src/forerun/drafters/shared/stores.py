@@ -21,7 +21,7 @@ class Datastore:
         self._tokens, self._suffixes = tokens, suffixes
 
     def places(self, pattern: Seq[int]) -> range:
-        """Return the places in the suffix array of all suffixes that begin with a pattern."""
+        """Return the range of indices in the suffix array whose suffixes begin with a pattern."""
         wanted, length = list(pattern), len(pattern)
 
         def beginning(entry: int) -> list[int]:
@@ -34,10 +34,10 @@ class Datastore:
         return range(first, bisect.bisect_right(entries, wanted, first, key=beginning))
 
     def longest(self, context: Seq[int], min_match: int) -> tuple[int, range]:
-        """Return the length of the longest suffix of a context that occurs in the texts, and its places (see `places`).
+        """Return the length of the longest suffix of a context that occurs in the texts, and its range (see `places`).
 
-        Returns (0, range(0)) where no suffix of at least `min_match` tokens occurs. Where a suffix occurs, every
-        shorter suffix does, too, so a binary search finds the length.
+        Returns (0, range(0)) if no suffix of at least `min_match` tokens occurs. If a suffix occurs, every shorter
+        suffix does, too, so a binary search finds the length.
         """
         match = (0, range(0))
         low, high = min_match, len(context)
@@ -50,7 +50,10 @@ class Datastore:
         return match
 
     def continuations(self, length: int, places: range, most: int, num_tokens: int) -> list[list[int]]:
-        """Return the `num_tokens` tokens after a suffix of `length` tokens, at up to `most` of its places."""
+        """Return the `num_tokens` tokens after each of up to `most` occurrences of a suffix of `length` tokens.
+
+        places: the indices of the occurrences in the suffix array.
+        """
         chosen = [places[i * len(places) // most] for i in range(most)] if len(places) > most else places
         ends = self._suffixes[list(chosen)] + length
         return [self._tokens[end : end + num_tokens].tolist() for end in ends]

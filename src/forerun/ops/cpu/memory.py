@@ -59,7 +59,7 @@ class NativeSizes:
     rounded: frozenset[str] = frozenset()
 
     def cache_dtype_of(self, name: str) -> str:
-        """Return the dtype of this model's weights and cache: bfloat16 where matrices are rounded in memory."""
+        """Return the dtype of a model's weights and cache: bfloat16 if its matrices are kept in rounded form."""
         return "bfloat16" if name in self.rounded else self.dtype
 
     def weights(

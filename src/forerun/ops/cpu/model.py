@@ -352,7 +352,7 @@ class CpuModel:
                 cache.pools[i].write(places, pairs[:, 0], pairs[:, 1])
 
     def _sources(self, batch: RaggedBatch, cache: BlockCache) -> list[int]:
-        """Return the places of the runs' sources in the cache, encoded as integers; empty without an encoder."""
+        """Return where the cache holds the runs' sources, encoded as integers; empty without an encoder."""
         if self._encoder is None:
             return []
         check_sources(batch)

@@ -174,11 +174,11 @@ def product_of_experts_codes(
     ZERO: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, SUPER_MINIMUMS: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiply each pair by its expert's packed matrix -> out [splits, num_pairs, O], as `product_of_codes` does rows.
+    """Multiply each pair by its expert's packed matrix -> out [splits, num_pairs, O].
 
-    addresses [experts, 6]: the addresses of each expert's codes, scales, zeros, minimums, supers and super_minimums.
-    The arguments with these six names are the tensors of the first expert; only their types are used. See
-    product_of_experts for the other arguments.
+    `product_of_codes` does the same for rows. addresses [experts, 6]: the addresses of each expert's codes, scales,
+    zeros, minimums, supers and super_minimums. The arguments with these six names are the tensors of the first expert;
+    only their types are used. See product_of_experts for the other arguments.
     """
     _begun(EARLY)
     pair_tile = tl.program_id(0)

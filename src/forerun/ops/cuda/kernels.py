@@ -666,7 +666,7 @@ def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK
 
 @triton.jit
 def _seen(lengths, places, row, window, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr):
-    """Return a row's own place among its keys, the first key that it sees, and the end of the keys that it sees."""
+    """Return the indices of a row's own key and of the first key that it sees, and the end of the keys that it sees."""
     length = tl.load(lengths + row)
     own, lowest = length - 1, 0
     if SEES_ALL:

@@ -220,11 +220,11 @@ class _Numbers:
         self._sent: Any = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, *, sees_all: bool) -> int:
-        """Copy the description of a pass to the device. Returns the largest number of keys that a row sees."""
+        """Copy a pass's plan (Rows) to the device. Returns the largest number of keys that a row sees."""
         return self._send(lambda array: fill(array, self.layout, batch, tables, block_tokens, sees_all=sees_all))
 
     def send_alike(self, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-        """Copy the description of a pass that writes no keys, and in which each row of run b sees lengths[b] keys.
+        """Copy the plan (Rows) of a pass that writes no keys, and in which each row of run b sees lengths[b] keys.
 
         Returns the largest number of keys that a row sees.
         """
@@ -443,7 +443,7 @@ class CudaModel(TorchModel):
         return Rows(batch, NO_ROWS, [], numbers.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
-        """Return the description of a pass in which each row of the batch sees the source of its run, in the cache.
+        """Return the plan of a pass in which each row of the batch sees the cached source of its run.
 
         None where there is no encoder.
         """
@@ -456,10 +456,10 @@ class CudaModel(TorchModel):
         )
 
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
-        """Copy the description of `_rows_of_sources`, padded to the size of a graph, to the device.
+        """Copy the plan of `_rows_of_sources` to the device, padded to the size of a graph.
 
-        rows, runs: the size of the graph. Returns the description, and the part of the graph's key that depends on it.
-        Where there is no encoder, both are None.
+        rows, runs: the size of the graph. Returns the plan, and the part of the graph's key that depends on it. If
+        there is no encoder, both are None.
         """
         if self.encoder is None:
             return None, None

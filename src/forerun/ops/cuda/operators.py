@@ -431,7 +431,7 @@ class CudaOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------------ attention
 
     def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Any:
-        """Return the description of a pass on the device, which says where the keys of each row lie."""
+        """Return a pass's plan on the device: where in the cache the keys of each row lie."""
         return rows_of_view(view, torch.device(device))
 
     def attention(

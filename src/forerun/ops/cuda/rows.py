@@ -41,7 +41,7 @@ NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Rows(CacheView):
-    """The description of a pass on the device: parts of one int32 array, `numbers`.
+    """The plan of a pass on the device: parts of one int32 array, `numbers`.
 
     ids, positions, writes, lengths, seen and runs are [T], tails [T, tail], and tables [runs, blocks]. The keys and
     values of row t are written to cache row writes[t]; -1 = they are not written. The row sees lengths[t] keys in the
@@ -99,7 +99,7 @@ def fill(
     *,
     sees_all: bool = False,
 ) -> int:
-    """Write the description of a pass into `numbers`. Returns the largest number of keys that a row sees.
+    """Write the plan of a pass (Rows) into `numbers`. Returns the largest number of keys that a row sees.
 
     layout: a layout that holds the pass. Rows of padding see no keys, and are not written to the cache. sees_all:
     whether a row also sees the rows after it in its run. If so, the run must be a chain.
@@ -135,7 +135,7 @@ def fill(
 
 
 def fill_alike(numbers: Ints, layout: Layout, batch: RaggedBatch, tables: Seq[Seq[int]], lengths: Seq[int]) -> int:
-    """Write the description of a pass that writes no keys, and in which each row of run b sees lengths[b] keys.
+    """Write the plan (Rows) of a pass that writes no keys, and in which each row of run b sees lengths[b] keys.
 
     See `fill` for the other arguments and the result.
     """
@@ -161,7 +161,7 @@ def layout_alike(batch: RaggedBatch, tables: Seq[Seq[int]]) -> Layout:
 def rows_alike(
     batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, lengths: Seq[int], device: torch.device
 ) -> Rows:
-    """Return the description of a pass in which each row of run b sees lengths[b] keys, in the blocks tables[b]."""
+    """Return the plan of a pass in which each row of run b sees lengths[b] keys, in the blocks tables[b]."""
     layout = layout_alike(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
     most = fill_alike(numbers, layout, batch, tables, lengths)
@@ -169,7 +169,7 @@ def rows_alike(
 
 
 def rows_of_themselves(batch: RaggedBatch, device: torch.device) -> Rows:
-    """Return the description of an encoder's pass, whose rows are in no cache and see all of their run."""
+    """Return the plan of an encoder's pass. Its rows are in no cache, and each row sees all rows of its run."""
     runs = [batch.run(b) for b in range(len(batch.slots))]
     return rows_alike(batch, runs, 1, [len(run) for run in runs], device)
 
@@ -183,7 +183,7 @@ def rows_of(
     *,
     sees_all: bool = False,
 ) -> Rows:
-    """Return the description of a pass on a device. sees_all: see `fill`."""
+    """Return the plan of a pass on a device. sees_all: see `fill`."""
     layout = layout_of(batch, tables)
     numbers = np.zeros(layout.size, dtype=np.int32)
     most = fill(numbers, layout, batch, tables, block_tokens, sees_all=sees_all)
@@ -192,7 +192,7 @@ def rows_of(
 
 
 def rows_of_view(view: CacheView, device: torch.device) -> Rows:
-    """Return the description of a pass on a device, made from a view that lists cache rows one by one."""
+    """Return the plan of a pass on a device, made from a view that lists cache rows one by one."""
     if isinstance(view, Rows):
         return view
     return rows_of(view.batch, [rows.tolist() for rows in view.read_rows], 1, device, view)

@@ -265,7 +265,10 @@ def props(models: Models, key: str) -> dict[str, Any]:
 
 
 def slots(models: Models, key: str) -> list[dict[str, Any]]:
-    """Return one slot for each place in the first model's batch. A slot does not say which request it holds."""
+    """Return one slot for each sequence that the first model's batch can hold.
+
+    A slot does not say which request it holds.
+    """
     llm = models.first.llm
     num_running, n_ctx = len(llm.engine.scheduler.running), llm.engine.max_seq_len
     return [

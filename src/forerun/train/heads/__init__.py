@@ -239,7 +239,7 @@ class Batch:
         return inside
 
     def ahead(self, num: int) -> Tensor:
-        """Return whether the token `num` places later is in the same text and the target wrote it, [S, L] bool."""
+        """Return bool [S, L]: whether the target wrote the token `num` positions later, in the same text."""
         same = torch.zeros_like(self.is_written)
         if num < same.shape[1]:
             end = same.shape[1] - num
@@ -310,7 +310,7 @@ def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: 
 def measured(
     parts: Iterable[tuple[Tensor, Tensor, Tensor]], batch: Batch, ids: Tensor, *, of_learned: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """Return the numbers of `Rows` by position, for heads that guess after every token.
+    """Return the measures of `Rows` by position, for heads that guess after every token.
 
     parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: measure only the learned rows. Otherwise all
     rows that have a token at the position are measured.
@@ -332,7 +332,10 @@ def visible(batch: Batch) -> Tensor:
 
 
 def shifted(rows: Tensor, num: int) -> Tensor:
-    """Return rows [S, L, ...] moved `num` places to the front. Copies of the last row fill the end and mean nothing."""
+    """Return rows [S, L, ...] moved to the front by `num` positions.
+
+    Copies of the last row fill the end and mean nothing.
+    """
     return torch.cat((rows[:, num:], rows[:, -1:].expand(-1, num, *rows.shape[2:])), 1) if num else rows
 
 
@@ -357,7 +360,7 @@ class Head(Protocol):
         """Return the loss of a batch, with its gradient."""
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the numbers of `Rows` by position, for the log, each as a sum and its divisor."""
+        """Return the measures of `Rows` by position, for the log, each as a sum and its divisor."""
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the config.json that the head's drafter reads."""

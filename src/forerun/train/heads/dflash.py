@@ -101,7 +101,7 @@ class Head:
         return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the numbers of `Rows` by position, measured at every possible anchor."""
+        """Return the measures of `Rows` by position, taken at every possible anchor."""
         sums: dict[str, tuple[float, float]] = {}
         for start in range(self.options.every):
             anchors = self._anchors(batch, start)
@@ -132,7 +132,10 @@ class Head:
         return torch.arange(1 + start, batch.ids.shape[1], self.options.every)
 
     def _places(self, batch: Batch, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each place after the anchors: which anchors learn [S, A], their logits and the target's [R, n]."""
+        """Yield for each distance from the anchors which anchors learn, their logits, and the target's logits.
+
+        Shapes: [S, A], [R, n] and [R, n].
+        """
         x = torch.unflatten(self._streams(batch, anchors), 1, (len(anchors), self.options.block))
         x = self._normed(x, "norm")
         for k in range(self.options.block - 1):

@@ -80,7 +80,7 @@ class Head:
         return self.backbone.loss(batch, rows, heads)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the numbers of `Rows` by position, measured against the new target if the target is trained too."""
+        """Return the measures of `Rows` by position, taken against the new target if the target is trained too."""
         if self.backbone is None:
             return measured(self._heads(batch), batch, self.ids)
         renewed = self.backbone.renewed(batch)

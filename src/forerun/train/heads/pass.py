@@ -75,7 +75,7 @@ class Head:
         return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the numbers of `Rows` by position, measured at the same places as `loss`."""
+        """Return the measures of `Rows` by position, taken after the same tokens as in `loss`."""
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -98,7 +98,7 @@ class Head:
             yield learned, logits, target
 
     def _run(self, batch: Batch, places: Tensor) -> Tensor:
-        """Return the target's hidden states at the vectors of each place, [S, places, T, H]."""
+        """Return the target's hidden states at the vectors after each chosen token, [S, chosen tokens, T, H]."""
         num, num_rows = self.options.vectors, len(batch.ids)
         mask = visible(batch)
         with torch.no_grad():
