@@ -229,9 +229,13 @@ class Chat:
             text = "\n\n".join(f"## {one['role']}\n\n{one['content']}" for one in self.messages)
         else:
             text = json.dumps({"messages": self.messages}, ensure_ascii=False)
+        partial = file.with_name(f".{file.name}.partial")  # a disk that is full leaves the old file as it is
         try:
-            file.write_text(f"{text}\n", encoding="utf-8")
+            partial.write_text(f"{text}\n", encoding="utf-8")
+            partial.replace(file.resolve())
         except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise BadOption(f"{name} cannot be written ({error.strerror}): name another file") from None
         self._saved.add(file.resolve())
         return f"written to {file}"
