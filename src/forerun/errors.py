@@ -139,12 +139,13 @@ class InternalError(ForerunError):
 @contextmanager
 def raising_os_errors() -> Iterator[None]:
     """Raise OSError where a library that writes a file hides it: tokenizers, safetensors and torch have other types."""
+    handled = sys.exception()  # the context of every error in the block, where it has no other
     try:
         yield
-    except OSError:
+    except (OSError, ForerunError):
         raise
     except Exception as error:
-        if isinstance(error.__context__, OSError):
+        if isinstance(error.__context__, OSError) and error.__context__ is not handled:
             raise error.__context__ from None
         if (match := _OS_ERROR.search(str(error))) is None:
             raise

@@ -5,12 +5,14 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,48 @@ def test_a_temperature_that_makes_noise_is_asked_back(talker: Path) -> None:
     assert chat.params.temperature == 0
     assert chat.set("temperature 99") == "temperature is now 99"
     assert chat.set("temperature 1.5") == "temperature is now 1.5"
+
+
+@contextmanager
+def little_room() -> Iterator[None]:
+    """No file grows beyond 64 bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_save_that_fails_leaves_the_old_file(talker: Path, tmp_path: Path) -> None:
+    chat = Chat(LLM(talker, draft="none"), GREEDY)
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    chat.save(str(old))
+    text = old.read_text(encoding="utf-8")
+    chat.messages = [{"role": "user", "content": "long " * 20}]
+    for file in (old, new):
+        with pytest.raises(BadOption, match=r"cannot be written \(File too large\): name another file"), little_room():
+            chat.save(str(file))
+    assert old.read_text(encoding="utf-8") == text
+    assert list(tmp_path.iterdir()) == [old]
+
+
+def test_a_save_keeps_who_may_read_a_file_and_replaces_no_pipe(talker: Path, tmp_path: Path) -> None:
+    chat = Chat(LLM(talker, draft="none"), GREEDY)
+    file, link, pipe = tmp_path / "talk.jsonl", tmp_path / "link", tmp_path / "pipe"
+    chat.save(str(file))
+    file.chmod(0o600)
+    link.symlink_to(file)
+    chat.messages = [{"role": "user", "content": "more"}]
+    chat.save(str(link), overwrites=True)
+    assert "more" in file.read_text(encoding="utf-8")
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        chat.save(str(pipe), overwrites=True)
+        assert "more" in reader.communicate()[0]
+    assert pipe.is_fifo()
 
 
 def test_a_conversation_is_asked_again_saved_and_opened_otherwise(talker: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import raising_os_errors
+from forerun.errors import UnsupportedModel, raising_os_errors
 
 LLAMA = ("generate", "--target", "llama", "x")
 CASES = {
@@ -220,6 +220,16 @@ def test_no_room_is_an_os_error_in_every_library(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["File too large"] * 4, done.stderr
 
 
-def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="something else"), raising_os_errors():
-        raise RuntimeError("something else")
+@pytest.mark.parametrize("error", [RuntimeError("something else"), UnsupportedModel("something else")])
+def test_other_errors_stay_as_they_are(error: Exception) -> None:
+    """Also while an error of the system is handled, as where a folder could not be written and another is tried."""
+
+    def fail() -> None:
+        with pytest.raises(type(error), match="something else"), raising_os_errors():
+            raise error
+
+    fail()
+    try:
+        raise PermissionError(13, "Permission denied")
+    except OSError:
+        fail()

@@ -27,7 +27,7 @@ from forerun.sampling.largest import Rows
 from forerun.types import Probs, SamplingParams
 
 PROMPT_TOKENS = 24
-NUM_TRIED = 8  # prompts, of which cells.py takes the one with the least certain next token
+NUM_TRIED = 8  # prompts that cells.py tries, to take the prompt with the least certain next token
 CELL_TOKENS = 17  # of such a prompt: all tokens but the last fill one block of the cache, which the outputs share
 MAX_SEQ_LEN = 512  # prompts and outputs are short
 WARMER, RANDOM = "model:draft_temperature=0.6", "random"

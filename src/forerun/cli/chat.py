@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import signal
 import sys
 import time
@@ -229,13 +230,9 @@ class Chat:
             text = "\n\n".join(f"## {one['role']}\n\n{one['content']}" for one in self.messages)
         else:
             text = json.dumps({"messages": self.messages}, ensure_ascii=False)
-        partial = file.with_name(f".{file.name}.partial")  # a disk that is full leaves the old file as it is
         try:
-            partial.write_text(f"{text}\n", encoding="utf-8")
-            partial.replace(file.resolve())
+            _write_whole(file.resolve(), f"{text}\n")
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise BadOption(f"{name} cannot be written ({error.strerror}): name another file") from None
         self._saved.add(file.resolve())
         return f"written to {file}"
@@ -336,6 +333,24 @@ class Chat:
             finally:
                 interrupt.is_awaited = False
         return answer
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a text to a file. Where that fails, the old file stays as it was. Raises OSError."""
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")  # a pipe or a device, which nothing may replace
+        return
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.touch()
+        if file.exists():
+            shutil.copymode(file, partial)  # what others may not read stays so
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 @dataclass

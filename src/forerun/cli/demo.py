@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun.bench.methods import read_work
-from forerun.bench.neighbours import Moment
+from forerun.bench.other_programs import ProcessorTimes
 from forerun.bench.plans import MethodsPlan
 from forerun.bench.widen import PROMPTS, load_widened, measured_target
 from forerun.cli.show import LiveText, watched
@@ -141,7 +141,7 @@ def run(
     with Waiting("warming up"):
         for llm in (plain, fast):
             _warm_up(llm, _encoded(llm, scenes[0]), params)
-    shown_outcomes, begun = [], Moment.now()
+    shown_outcomes, begun = [], ProcessorTimes.now()
     for number, scene in enumerate(scenes, 1):
         head = f"{number}. {scene.title}" if len(scenes) > 1 else scene.title
         console.print(f"\n=== {head} ===\n", style="bold")
@@ -161,8 +161,8 @@ def run(
     if is_pair and len(scenes) > 1:
         console.print("\n=== All of them ===\n", style="bold")
         console.print(_summary(scenes, shown_outcomes))
-    ended = Moment.now()
-    if begun is not None and ended is not None and (remark := ended.said_since(begun)) is not None:
+    ended = ProcessorTimes.now()
+    if begun is not None and ended is not None and (remark := ended.remark_since(begun)) is not None:
         console.print(f"\n{remark}")
     _your_own_model(console, is_pair)
 

@@ -14,7 +14,7 @@ from forerun.types import SamplingParams
 
 
 def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
-    """Return the prompts of the arguments, then those of the file, without any change to the texts.
+    """Return the prompts of the arguments, then the prompts of the file. No text is changed.
 
     `-` stands for standard input, which is also read where no other prompt is given. A file that ends in .jsonl has one
     request per line, with `params` as defaults. Raises BadOption where there is no prompt, or where a text is not

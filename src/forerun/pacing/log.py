@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +36,8 @@ class PacingLog:
         self._file.close()
 
     def __call__(self, report: StepReport) -> None:
+        if self._file.closed:
+            return
         for step, round_ in zip(report.sequences, report.rounds, strict=True):
             line = {
                 "sequence_id": round_.sequence_id,
@@ -52,6 +53,6 @@ class PacingLog:
             except OSError as error:
                 name, reason = shown(str(self._file.name)), error.strerror
                 LOG.warning("pacing_log=%s ends here (%s): make room there, and start again", name, reason)
-                with suppress(OSError):  # what the file could not take is lost
+                with suppress(OSError):  # the lines that the file could not take are lost
                     self._file.close()
-                self._file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as above
+                return

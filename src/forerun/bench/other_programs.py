@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Self
 
 _IDLE = (3, 4)  # idle and iowait, of the columns of /proc/stat
-_COUNTED = 8  # columns: those behind them, of guests, are parts of the first two
-_FEW = 0.2  # processors: what a quiet machine's services take, and where none is idle
+_COUNTED = 8  # columns; the others, of guests, are parts of the first two
+_FEW = 0.2  # processors: what services of a quiet machine use, and what is idle where all are wanted
 
 
 @dataclass(frozen=True)
-class Moment:
+class ProcessorTimes:
     """The processor seconds up to one moment, over all processors: busy, idle, and busy for this process."""
 
     at_s: float
@@ -33,7 +33,7 @@ class Moment:
         idle_s = sum(ticks[column] for column in _IDLE) * tick_s
         return cls(time.monotonic(), sum(ticks) * tick_s - idle_s, idle_s, time.process_time())
 
-    def said_since(self, begun: Moment) -> str | None:
+    def remark_since(self, begun: ProcessorTimes) -> str | None:
         """Return a sentence about other programs that kept processors busy since an earlier moment.
 
         None where they used little, or where processors were idle.
