@@ -236,8 +236,11 @@ def test_other_errors_stay_as_they_are(error: Exception) -> None:
 
 
 def test_a_reason_of_ours_counts_more_than_an_error_of_the_system() -> None:
-    with pytest.raises(UnsupportedModel), raising_os_errors():
+    def fail() -> None:
         try:
             raise FileNotFoundError(2, "No such file or directory")
         except OSError:
             raise UnsupportedModel("its tokenizer is missing") from None
+
+    with pytest.raises(UnsupportedModel), raising_os_errors():
+        fail()
