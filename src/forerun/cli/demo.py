@@ -52,9 +52,9 @@ class Scene:
     is_chat: bool
 
 
-QUESTION = Scene("a question, whose answer repeats little: drafting pays little", "What is a prime number?", True)
+QUESTION = Scene("a question, whose answer repeats little", "What is a prime number?", True)
 EDIT = Scene(
-    "an edit, whose text is known for the most part: here drafting pays",
+    "an edit, whose text is known for the most part",
     '''\
 Rename this class to Pile:
 
