@@ -14,6 +14,7 @@ from forerun.bench.widen import with_positions
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
 from forerun.models.loading import load_checkpoint
+from refusals import refusal
 
 # ---------------------------------------------------------------------------------------------------- the whole command
 
@@ -134,9 +135,7 @@ def test_gaps_of_known_seconds() -> None:
     ],
 )
 def test_plans_that_leave_nothing_to_measure(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadOption) as caught:
-        GapsPlan(**options)
-    assert str(caught.value) == sentence
+    assert refusal(BadOption, GapsPlan, **options) == sentence
 
 
 def test_what_is_a_variant_already_is_refused_before_anything_is_loaded() -> None:

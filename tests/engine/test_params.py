@@ -16,6 +16,7 @@ from forerun import native
 from forerun.errors import BadOption
 from forerun.sampling import History, arithmetic, probs
 from forerun.types import SamplingParams
+from refusals import refusal
 
 pytestmark = pytest.mark.once("no engine runs: parameters and one row of logits")
 
@@ -124,9 +125,7 @@ def test_any_mixture_is_honoured_or_refused_by_name(values):
     ],
 )
 def test_what_a_refusal_says(values, words):
-    with pytest.raises(BadOption) as refused:
-        SamplingParams(**values)
-    assert str(refused.value).startswith(words)
+    assert refusal(BadOption, SamplingParams, **values).startswith(words)
 
 
 def test_a_field_says_all_that_is_said_of_a_parameter():

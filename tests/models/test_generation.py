@@ -13,6 +13,7 @@ from forerun.cli.flags import sampling_params
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models import generation
 from forerun.text.small_files import SmallFiles
+from refusals import refusal
 from tiny import write_tiny
 
 CONFIG = {"vocab_size": 100, "max_position_embeddings": 64}
@@ -167,9 +168,7 @@ REFUSED = [
 def test_what_would_change_the_output_is_refused(tmp_path: Path, values: Any, way_out: str) -> None:
     written(tmp_path, "config", CONFIG)
     for read in (sampling_fields, sampling_defaults):
-        with pytest.raises(UnsupportedModel) as caught:
-            read(folder_with(tmp_path, **values))
-        text = str(caught.value)
+        text = refusal(UnsupportedModel, read, folder_with(tmp_path, **values))
         assert text.startswith(f"generation_config.json in {tmp_path}")
         assert any(f"{key}=" in text for key in values)
         assert way_out in text
@@ -198,9 +197,8 @@ def test_what_is_no_end_id_is_refused(tmp_path: Path, value: Any) -> None:
     wanted = f"sets eos_token_id={value!r}, which is not possible: it must be null, an id or a list of ids"
     for file in ("generation_config", "config"):
         raw = CONFIG | ({"eos_token_id": value} if file == "config" else {})
-        with pytest.raises(UnsupportedModel) as caught:
-            end_ids_of(folder_with(tmp_path, **({} if file == "config" else {"eos_token_id": value})), raw)
-        assert str(caught.value) == f"{file}.json in {tmp_path} {wanted}"
+        folder = folder_with(tmp_path, **({} if file == "config" else {"eos_token_id": value}))
+        assert refusal(UnsupportedModel, end_ids_of, folder, raw) == f"{file}.json in {tmp_path} {wanted}"
 
 
 DECODER = {"7": {"content": "<end>"}, "100": {"content": "<beyond>"}}
@@ -247,9 +245,7 @@ def test_the_id_of_the_end_token(tmp_path: Path, named: Any, tokenizer: Any, ids
 )
 def test_an_odd_file_of_the_tokenizer_is_refused(tmp_path: Path, key: str, value: Any) -> None:
     written(tmp_path, "tokenizer_config", {"eos_token": "<end>"} | {key: value})
-    with pytest.raises(UnsupportedModel) as caught:
-        end_ids_of(tmp_path, CONFIG)
-    assert str(caught.value).startswith(
+    assert refusal(UnsupportedModel, end_ids_of, tmp_path, CONFIG).startswith(
         f"tokenizer_config.json in {tmp_path} sets {key}={value!r}, which is not possible: it "
     )
 

@@ -17,6 +17,7 @@ from forerun.models.families import model_types
 from forerun.models.loading import load_checkpoint
 from forerun.models.opened import read_config
 from models.hubserver import Client, HubServer, contents
+from refusals import refusal
 from tiny import write_tiny
 
 Raw = dict[str, Any]
@@ -114,9 +115,8 @@ def write(tmp_path: Path, files: dict[str, bytes]) -> Callable[[Change], Path]:
 @pytest.mark.parametrize(("change", "sentence"), FOLDERS)
 def test_folders(write: Callable[[Change], Path], change: Change, sentence: str) -> None:
     folder = write(change)
-    with pytest.raises((UnsupportedModel, NotFound)) as refused:
-        load_checkpoint(folder, with_tokenizer=True)
-    assert str(refused.value) == sentence.format(where=folder, colon="/")
+    said = refusal((UnsupportedModel, NotFound), load_checkpoint, folder, with_tokenizer=True)
+    assert said == sentence.format(where=folder, colon="/")
 
 
 def test_repositories_are_refused_before_their_weights_are_fetched(
@@ -168,9 +168,7 @@ CONFIGS: list[tuple[str, Raw, str]] = [
 
 @pytest.mark.parametrize(("keys", "sentence"), [case[1:] for case in CONFIGS], ids=[case[0] for case in CONFIGS])
 def test_configs(llama_raw: Raw, keys: Raw, sentence: str) -> None:
-    with pytest.raises(UnsupportedModel) as refused:
-        read_config(llama_raw | keys)
-    assert str(refused.value) == sentence
+    assert refusal(UnsupportedModel, read_config, llama_raw | keys) == sentence
 
 
 def test_code_that_is_known_to_be_what_is_computed_does_not_matter(llama_raw: Raw) -> None:
@@ -199,9 +197,8 @@ SINGLE_FILES = {
 @pytest.mark.parametrize("name", SINGLE_FILES)
 def test_single_files(write: Callable[[Change], Path], name: str) -> None:
     folder = write({"model-Q4.gguf": b"", "model.pt": b""})
-    with pytest.raises((UnsupportedModel, NotFound)) as refused:
-        load_checkpoint(folder / name)
-    assert str(refused.value) == SINGLE_FILES[name].format(file=folder / name, where=folder)
+    said = refusal((UnsupportedModel, NotFound), load_checkpoint, folder / name)
+    assert said == SINGLE_FILES[name].format(file=folder / name, where=folder)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +209,8 @@ def test_tensors_of_eight_bits(write: Callable[[Change], Path], dtype: torch.dty
     folder = write({})
     name = "model.layers.0.mlp.up_proj.qweight"
     save_file({name: torch.ones(4, 4).to(dtype)}, folder / "model.safetensors")
-    with pytest.raises(UnsupportedModel) as refused:
-        load_checkpoint(folder)
-    assert str(refused.value) == f"{name} in {folder / 'model.safetensors'} has type {named}, {QUANTISED}"
+    said = refusal(UnsupportedModel, load_checkpoint, folder)
+    assert said == f"{name} in {folder / 'model.safetensors'} has type {named}, {QUANTISED}"
 
 
 # ------------------------------------------------------------------------------------------- files that cannot be read
@@ -234,9 +230,7 @@ FILES = ("model.safetensors", "config.json", "tokenizer.json")
 @pytest.mark.parametrize(("data", "words"), INSTEAD, ids=["pointer", "page", "empty"])
 def test_what_came_in_the_place_of_a_file(write: Callable[[Change], Path], name: str, data: bytes, words: str) -> None:
     folder = write({name: data})
-    with pytest.raises(UnsupportedModel) as refused:
-        load_checkpoint(folder, with_tokenizer=True)
-    assert str(refused.value) == f"{folder / name} {words}"
+    assert refusal(UnsupportedModel, load_checkpoint, folder, with_tokenizer=True) == f"{folder / name} {words}"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -248,9 +242,7 @@ def test_links_that_lead_nowhere(write: Callable[[Change], Path], name: str) -> 
     ):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(place)
-        with pytest.raises(NotFound) as refused:
-            load_checkpoint(folder, with_tokenizer=True)
-        assert str(refused.value) == f"{folder / name} is a link {words}"
+        assert refusal(NotFound, load_checkpoint, folder, with_tokenizer=True) == f"{folder / name} is a link {words}"
 
 
 def test_a_folder_that_leads_back_to_itself(tmp_path: Path) -> None:
@@ -286,10 +278,9 @@ def test_what_may_not_be_read(as_another_user: Path, name: str) -> None:
         os.seteuid(0)
     path.chmod(0)
     os.seteuid(user)
-    with pytest.raises(NotFound) as refused:
-        load_checkpoint(as_another_user, with_tokenizer=True)
+    said = refusal(NotFound, load_checkpoint, as_another_user, with_tokenizer=True)
     os.seteuid(os.getuid())
     path.chmod(0o755)
-    assert str(refused.value) == (
+    assert said == (
         f"{path} may not be read by this user (Permission denied): give yourself the right with chmod, or ask its owner"
     )

@@ -15,6 +15,7 @@ from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
 from forerun.text import limits
 from forerun.text.chat import ChatTemplate
 from forerun.text.messages import MAX_DEPTH
+from refusals import refusal
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PRINT_ALL = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
@@ -36,9 +37,7 @@ def load(tmp_path: Path) -> Callable[..., ChatTemplate]:
 
 
 def test_a_folder_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(NotFound) as caught:
-        ChatTemplate.load(tmp_path)
-    assert str(caught.value) == (
+    assert refusal(NotFound, ChatTemplate.load, tmp_path) == (
         f"{tmp_path} has no chat template, as is usual for a base model: use generate, which needs none, or "
         "name a template with --chat-template FILE (chat_template= in Python)"
     )
@@ -108,16 +107,13 @@ def test_several_templates(tmp_path: Path) -> None:
     templates = [{"name": name, "template": name + "{{ tools }}"} for name in ("tool_use", "rag")]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
     chat = ChatTemplate.load(tmp_path)
-    with pytest.raises(BadOption) as caught:
-        chat.render(HELLO)
-    assert str(caught.value) == (
+    assert refusal(BadOption, chat.render, HELLO) == (
         "no chat template of this model is the default: choose one of ['rag', 'tool_use'] by name"
     )
     assert chat.render(HELLO, name="rag") == "ragNone"
     assert chat.render(HELLO, tools=[]) == "tool_use[]"
-    with pytest.raises(BadOption) as caught:
-        chat.render(HELLO, name="default")
-    assert str(caught.value) == "there is no chat template 'default': it must be one of ['rag', 'tool_use']"
+    said = refusal(BadOption, chat.render, HELLO, name="default")
+    assert said == "there is no chat template 'default': it must be one of ['rag', 'tool_use']"
 
 
 # ---------------------------------------------------------------------------------------------------- what is passed in
@@ -179,10 +175,9 @@ MESSAGES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("messages", "words"), MESSAGES, ids=[words[:50] for _, words in MESSAGES])
 def test_messages_that_are_none(messages: Any, words: str, load: Any) -> None:
-    with pytest.raises(BadOption) as caught:
-        load(PRINT_ALL).render(messages)
-    assert words in str(caught.value)
-    assert len(str(caught.value)) < 250
+    said = refusal(BadOption, load(PRINT_ALL).render, messages)
+    assert words in said
+    assert len(said) < 250
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "One "}, {"type": "text", "text": "two's"}]}]
@@ -248,9 +243,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), OPTIONS, ids=[words[:50] for _, words in OPTIONS])
 def test_options_that_cannot_be_honoured(options: dict[str, Any], words: str, load: Any) -> None:
-    with pytest.raises(BadOption) as caught:
-        load(PRINT_ALL + "{{ date }}{{ documents }}{{ raise_exception is defined }}").render(HELLO, **options)
-    assert words in str(caught.value)
+    chat = load(PRINT_ALL + "{{ date }}{{ documents }}{{ raise_exception is defined }}")
+    assert words in refusal(BadOption, chat.render, HELLO, **options)
 
 
 def test_empty_lists_are_no_tools_and_no_documents(load: Any) -> None:
@@ -282,9 +276,8 @@ def test_any_mapping_or_text_of_json_is_welcome(load: Any) -> None:
     ],
 )
 def test_a_message_that_cannot_be_continued(text: str, messages: Any, words: str, load: Any) -> None:
-    with pytest.raises(BadOption) as caught:
-        load(text).render(messages, continue_final_message=True)
-    assert str(caught.value) == f"continue_final_message=True is not possible: {words}"
+    said = refusal(BadOption, load(text).render, messages, continue_final_message=True)
+    assert said == f"continue_final_message=True is not possible: {words}"
 
 
 # ------------------------------------------------------------------------------------ what a template does when it runs
@@ -292,9 +285,7 @@ def test_a_message_that_cannot_be_continued(text: str, messages: Any, words: str
 
 def test_what_a_template_refuses(load: Any) -> None:
     chat = load("{% if messages[0].role != 'system' %}{{ raise_exception('Begin with the system!') }}{% endif %}")
-    with pytest.raises(BadOption) as caught:
-        chat.render(HELLO)
-    assert str(caught.value) == (
+    assert refusal(BadOption, chat.render, HELLO) == (
         "the chat template refuses these messages (Begin with the system!): change them accordingly"
     )
 
@@ -314,11 +305,10 @@ def test_what_a_template_refuses(load: Any) -> None:
     ],
 )
 def test_a_template_that_fails(text: str, words: str, load: Any) -> None:
-    with pytest.raises(UnsupportedModel) as caught:
-        load(text).render(HELLO)
-    assert words in str(caught.value)
-    assert "fails on these messages" in str(caught.value)
-    assert "it may expect them in another shape, or name another template with --chat-template" in str(caught.value)
+    said = refusal(UnsupportedModel, lambda: load(text).render(HELLO))
+    assert words in said
+    assert "fails on these messages" in said
+    assert "it may expect them in another shape, or name another template with --chat-template" in said
 
 
 FORBIDDEN = [
@@ -359,10 +349,9 @@ FORBIDDEN = [
 def test_what_the_sandbox_forbids(text: str, load: Any) -> None:
     """Refused where transformers' sandbox refuses it, and also where that prints an empty text instead."""
     messages = copy.deepcopy(HELLO)
-    with pytest.raises(UnsupportedModel) as caught:
-        load(text).render(messages)
+    said = refusal(UnsupportedModel, lambda: load(text).render(messages))
     line = text.count("\n") + 1
-    assert f"chat_template.jinja in line {line} does what a chat template must not do (" in str(caught.value)
+    assert f"chat_template.jinja in line {line} does what a chat template must not do (" in said
     assert messages == HELLO
 
 
@@ -441,9 +430,7 @@ def test_there_is_no_lipsum(text: str, load: Any) -> None:
 
 
 def test_templates_of_megabytes_are_refused_before_they_are_compiled(load: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel) as caught:
-        load("{{ x }}" * 700_000)
-    assert str(caught.value) == (
+    assert refusal(UnsupportedModel, load, "{{ x }}" * 700_000) == (
         f"{tmp_path}/chat_template.jinja: 4,900,000 bytes are more than the 262,144 that chat templates of a model may "
         "have, so name another template with --chat-template FILE (chat_template= in Python)"
     )
