@@ -23,7 +23,7 @@ from forerun.ops.torch import TorchModel
 from forerun.ops.torch_tensors import host_of
 from forerun.registry import load, make_options
 from forerun.testing.engines import checkpoint_of, everyone, target_for
-from forerun.types import RoundDetail
+from forerun.types import RoundDetail, StepReport
 from methods import NEEDS
 from speculation import draft_of, pacing_of
 
@@ -114,6 +114,13 @@ def needed(name: str, target: Target) -> Mapping[str, Any]:
     if name in NEEDS and key not in _made:
         _made[key] = (target.model, NEEDS[name](target, new_folder()))
     return _made[key][1] if name in NEEDS else {}
+
+
+def heard(served: Engine | LLM, *, detail: bool = False) -> list[StepReport]:
+    """A list that fills with the reports of all steps from here on."""
+    reports = list[StepReport]()
+    served.listen(reports.append, detail=detail)
+    return reports
 
 
 def rounds_of(served: Engine | LLM) -> list[RoundDetail]:

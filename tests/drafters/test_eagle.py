@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, BadOption, SamplingParams, StepReport
+from forerun import LLM, BadOption, SamplingParams
 from forerun.models.runner import Run
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import EDGES, RoundDetail, Sequence, Stop
 from methods import random_head
-from support import needs_native
+from support import heard, needs_native, rounds_of
 
 
 class Stopped(FixedPacing):
@@ -54,7 +54,7 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_step_by_step(
     for policy in policies:
         # Without a limit that goes by seconds, prompts are read in the same steps.
         llm = LLM("shipped", draft=spec, pacing="fixed", dtype=dtype, max_seq_len=128, prefill_stretch=0)
-        found = list[RoundDetail]()
+        rounds.append(rounds_of(llm))
         engine = llm.engine
         engine.stepper.pacing = engine.pacing = policy
         runner: Any = engine.drafter.members["eagle"].runner
@@ -65,13 +65,11 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_step_by_step(
             return at_once(*given)
 
         runner.run_ahead = counted
-        llm.listen(lambda report, found=found: found.extend(report.rounds), detail=True)  # type: ignore[misc]
         lengths = [SamplingParams(max_tokens=n, temperature=0, spec_length=k) for n, k in ((9, 3), (24, 1), (17, 2))]
         outputs.append([o.token_ids for o in llm.generate(["def f(", "class A:", "import os"], lengths)])
         drawn = SamplingParams(max_tokens=12, seed=3, temperature=0.9)
         outputs[-1] += [o.token_ids for o in llm.generate(["def f(", "for"], [lengths[0], drawn])]
         runner.cache.check_integrity()
-        rounds.append(found)
         calls.append(num[0])
     assert outputs[0] == outputs[1]
     assert rounds[0] == rounds[1]
@@ -97,12 +95,12 @@ class Searching(FixedPacing):
 def test_the_text_is_searched_before_the_head_is_run(tmp_path: Path) -> None:
     """The head goes on where a search has found nothing, with what the target has computed meanwhile."""
     spec = f"eagle:path={random_head(LLM('shipped', draft='none'), tmp_path)}"
-    llm, steps = LLM("shipped", draft=spec, pacing="fixed", max_seq_len=512), list[StepReport]()
+    llm = LLM("shipped", draft=spec, pacing="fixed", max_seq_len=512)
     drafter = llm.drafters["eagle"]
     assert drafter.tells_confidence
     assert drafter.searches
     llm.engine.stepper.pacing = llm.engine.pacing = Searching(3)
-    llm.listen(steps.append)
+    steps = heard(llm)
     params = SamplingParams(max_tokens=64, temperature=0)
     prompts = ["def add(a, b):\n    return a + b\n\n\n" * 3, "class Stack:\n"]
     drafted = [output.token_ids for output in llm.generate(prompts, params)]

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from forerun import LLM, BadOption, SamplingParams, StepReport
+from forerun import LLM, BadOption, SamplingParams
 from forerun.drafters.shared.continuations import Guess
 from forerun.engine.engine import philox_coins
 from forerun.sampling.grammar import vocabulary
 from forerun.testing.engines import letters
 from forerun.types import EDGES, Budget, DraftStep, Sequence, Stop
-from support import needs_native
+from support import heard, needs_native
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n"
 SHARES = [0.3, 0.5, 0.6, 0.7, 0.85, 0.95, 0.99]
@@ -55,8 +55,7 @@ def test_a_stopped_draft_is_the_beginning_of_one_that_is_not(llm: LLM, temperatu
 @needs_native
 def test_the_text_is_searched_before_the_model_is_run(llm: LLM) -> None:
     """What a text repeats costs no pass of the model; what is said is what plain decoding says."""
-    steps = list[StepReport]()
-    end = llm.listen(steps.append)
+    steps = heard(llm)
     params = SamplingParams(max_tokens=96, temperature=0)
     prompts = [TEXT * 4, "class Stack:\n", "import os\nimport sys\n" * 6]
     plain = llm.generate(prompts, dataclasses.replace(params, draft="none"))
@@ -67,7 +66,6 @@ def test_the_text_is_searched_before_the_model_is_run(llm: LLM) -> None:
         own = [report.drafts["model"] for report in steps if "model" in report.drafts]
         if any(step.num_nodes and not step.passes for step in own):
             break
-    end()
     assert any(step.num_nodes and not step.passes for step in own)
     assert all(step.num_found == step.num_nodes for step in own if not step.passes)
     assert any(step.passes for step in own)

@@ -3,6 +3,8 @@
 import random
 from typing import Any
 
+import pytest
+
 from forerun import blocks, pacing
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
@@ -19,9 +21,11 @@ from forerun.models.runner import Runner
 from forerun.ops.cpu.model import CpuModel
 from forerun.ops.torch import TorchModel
 from forerun.pacing import Pacing
-from forerun.types import SamplingParams, StepReport
+from forerun.types import SamplingParams
 from speculation import mode, pacing_of
-from support import VOCAB, noisy_copy, random_decoder
+from support import VOCAB, heard, noisy_copy, random_decoder
+
+__all__ = ["heard"]  # the tests take it from here, too
 
 MODEL = random_decoder(3, row_by_row=True, layers=1, hidden=16)
 DRAFT = noisy_copy(MODEL, 7)
@@ -96,6 +100,22 @@ def run(engine: Engine, requests: list[Request], max_steps: int = 100_000) -> li
     raise AssertionError("the requests did not finish")
 
 
+def interrupt(engine: Engine, requests: list[Request], at: Request) -> None:
+    """Step until tokens of one request are to be committed, and interrupt that step as Ctrl-C would."""
+    kind: Any = type(at)
+    commit = kind.commit
+
+    def interrupted(self: Request, *arguments: Any) -> Any:
+        if self is at:
+            raise KeyboardInterrupt
+        return commit(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, requests)
+
+
 def check(engine: Engine) -> None:
     """Check that no cache lost a block or holds more than the committed tokens, and that the last pass had its room."""
     for cache in caches(engine):
@@ -103,13 +123,6 @@ def check(engine: Engine) -> None:
     assert not engine.scheduler._is_full, "a pass had less room than was counted"
     for request in engine.scheduler.running:
         assert engine.runner.cache.length(request.seq.id) <= len(request.seq.tokens) - 1
-
-
-def heard(engine: Engine, *, detail: bool = False) -> list[StepReport]:
-    """The reports of all steps from here on."""
-    reports = list[StepReport]()
-    engine.listen(reports.append, detail=detail)
-    return reports
 
 
 def assert_empty(*caches: BlockCache) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.engine.opened import SHIPPED_TARGET
-from forerun.types import StepReport
+from support import heard
 
 Make = Callable[..., LLM]  # an engine on the pair, with these options
 
@@ -52,10 +52,8 @@ def continuous_batching(make: Make, num_tokens: int) -> None:
         SamplingParams(max_tokens=num_tokens, temperature=0.7 * (i % 2), seed=i, draft=d, spec_length=k)
         for i, (d, k) in enumerate(choices)
     ]
-    reports: list[StepReport] = []
-    end = llm.listen(reports.append)
+    reports = heard(llm)
     outs = llm.generate(PROMPTS, params)
-    end()
     assert max(report.num_decoding for report in reports) > 1
     for out, prompt, asked in zip(outs, PROMPTS, params, strict=True):
         alone = SamplingParams(**{**vars(asked), "draft": None, "spec_length": None})

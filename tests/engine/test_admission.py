@@ -8,7 +8,7 @@ from engine.load import MODEL, alone, caches, check, engine_with, run, runner_wi
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.types import SamplingParams
-from support import VOCAB
+from support import VOCAB, rounds_of
 
 
 def greedy(max_tokens: int, priority: int = 0, **more: object) -> SamplingParams:
@@ -16,11 +16,13 @@ def greedy(max_tokens: int, priority: int = 0, **more: object) -> SamplingParams
 
 
 def waits_for(engine: Engine, waiting: Request, running: Request) -> None:
-    """Step until `running` has finished; `waiting` has not begun before."""
+    """Step until `running` has finished, and then `waiting`, which has not begun before; neither is preempted."""
     while running.seq.finish_reason is None:
         assert waiting in engine.scheduler.waiting
         engine.step()
         check(engine)
+    run(engine, [waiting])
+    assert engine.scheduler.num_preemptions == 0
 
 
 # ------------------------------------------------------------------------------------------------- by what is free
@@ -31,8 +33,6 @@ def test_a_prompt_without_room_waits() -> None:
     first, second = engine.add([1] * 60, greedy(30)), engine.add([2] * 90, greedy(20))
     engine.step()
     waits_for(engine, second, first)
-    run(engine, [second])
-    assert engine.scheduler.num_preemptions == 0
 
 
 def test_a_request_that_would_soon_be_preempted_is_not_admitted() -> None:
@@ -41,8 +41,6 @@ def test_a_request_that_would_soon_be_preempted_is_not_admitted() -> None:
     first, second = engine.add([1] * 30, greedy(30)), engine.add([2] * 30, greedy(2))
     engine.step()
     waits_for(engine, second, first)
-    run(engine, [second])
-    assert engine.scheduler.num_preemptions == 0
 
 
 def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
@@ -52,8 +50,6 @@ def test_a_prompt_that_is_still_being_read_keeps_its_room() -> None:
     engine.step()
     second = engine.add([2] * 60, greedy(4))
     waits_for(engine, second, first)
-    run(engine, [second])
-    assert engine.scheduler.num_preemptions == 0
 
 
 @pytest.mark.once("about plain decoding")
@@ -263,8 +259,7 @@ def test_the_cache_of_the_draft_model_shares_by_the_same_rules() -> None:
 def test_drafted_tokens_are_never_published() -> None:
     """Whatever was drafted and rejected is found in neither cache behind the tokens that were committed."""
     engine = engine_with(spec_length=20)
-    rounds = []
-    engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    rounds = rounds_of(engine)
     requests = [engine.add([i, i + 1, i + 2], SamplingParams(max_tokens=100, seed=i)) for i in range(4)]
     run(engine, requests)
     tokens = {request.seq.id: request.seq.tokens for request in requests}

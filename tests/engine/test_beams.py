@@ -26,6 +26,7 @@ from forerun.models.toy import ToyModel, ToyTable
 from forerun.pacing.fixed import FixedPacing
 from forerun.sampling import arithmetic
 from forerun.verify import beams
+from refusals import refusal
 
 pytestmark = pytest.mark.once("beam searches choose their drafters and levels themselves")
 
@@ -149,9 +150,7 @@ def test_1080_configurations_find_what_the_target_alone_finds() -> None:
             given = wanted[int(i)]
             prompt = [1 + int(i) % 4, int(i) % 5, 2]
             added.append((prompt, search(**given), engine.add_all(prompt, search(**given))))
-        while any(request.seq.finish_reason is None for _, _, outputs in added for request in outputs):
-            engine.step()
-        check(engine)
+        run(engine, [request for _, _, outputs in added for request in outputs])
         for prompt, params, outputs in added:
             assert_found(outputs, searched(model, prompt, params))
             report = outputs[0].report
@@ -341,9 +340,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_does_not_go_together_is_refused_in_a_sentence(sentence: str) -> None:
-    with pytest.raises(BadOption) as refusal:
-        search(**{"num_beams": 2, **REFUSED[sentence]})
-    assert str(refusal.value).startswith(sentence)
+    assert refusal(BadOption, search, **{"num_beams": 2, **REFUSED[sentence]}).startswith(sentence)
 
 
 def test_options_of_draws_say_nothing_to_a_search_and_the_drafter_goes_on() -> None:
@@ -442,8 +439,7 @@ def _disagreements() -> int:
         params = search(**options, length_penalty=(0.0, 1.0, 2.0)[i % 3], early_stopping=STOPPINGS[i % 3])
         engine = engine_of(model)
         outputs = engine.add_all(prompt, params)
-        while any(request.seq.finish_reason is None for request in outputs):
-            engine.step()
+        run(engine, outputs)
         expected = searched(model, prompt, params)
         num += [(tuple(r.seq.output_ids), r.score) for r in outputs] != [(f.tokens, f.penalised) for f in expected]
     return num

@@ -90,8 +90,8 @@ def test_a_first_guess_a_least_and_a_most() -> None:
 @pytest.mark.parametrize("names", ["aa", "ab"])
 def test_drafters_share_what_a_step_allows(names: str) -> None:
     """Two prompts that no draft model has read when they decode, of one draft model or of one each."""
-    engine, reports = late_engine(catchup_tokens=16), list[StepReport]()
-    engine.listen(reports.append)
+    engine = late_engine(catchup_tokens=16)
+    reports = heard(engine)
     wanted = [([i] * 80, greedy(30, name)) for i, name in enumerate(names)]
     outputs = run(engine, requests := [engine.add(*one) for one in wanted])
     caught_up = [sum(draft.num_catchup_tokens for draft in report.drafts.values()) for report in reports]
@@ -102,8 +102,8 @@ def test_drafters_share_what_a_step_allows(names: str) -> None:
 
 
 def test_a_sequence_that_is_ready_does_not_wait_for_one_that_is_behind() -> None:
-    engine, reports = late_engine(catchup_tokens=16), list[StepReport]()
-    engine.listen(reports.append)
+    engine = late_engine(catchup_tokens=16)
+    reports = heard(engine)
     behind, ready = engine.add([1] * 90, greedy(20, "a")), engine.add([2, 3], greedy(20, "a"))
     run(engine, [behind, ready])
     drafted: dict[int, list[int]] = {behind.seq.id: [], ready.seq.id: []}

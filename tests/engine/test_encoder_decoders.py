@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from drafters import published as published_heads
-from engine.load import assert_empty
-from forerun import LLM, BadOption, PromptTooLong, SamplingParams, StepReport
+from engine.load import assert_empty, heard
+from forerun import LLM, BadOption, PromptTooLong, SamplingParams
 from forerun.errors import UnsupportedModel
 from tiny import byte_tokenizer, write_tiny
 
@@ -255,9 +255,8 @@ def test_preempted_requests_say_the_same(published: tuple[Any, Path, Path], llm:
 
 def test_sources_are_run_as_prompts_are(published: tuple[Any, Path, Path]) -> None:
     """No more tokens in a step than prompts may have, but one source at least; the others' texts go on."""
-    reports = list[StepReport]()
     with LLM(published[1], max_seq_len=96, max_batch_size=6, dtype="float32", prefill_chunk_tokens=40) as made:
-        made.listen(reports.append)
+        reports = heard(made)
         made.generate([[7] * n for n in (30, 31, 9, 50, 8, 8)], SamplingParams(max_tokens=20, temperature=0))
     assert [report.num_prefill_tokens for report in reports if report.num_prefill_tokens] == [30, 40, 50, 16]
     assert [report.num_decoding for report in reports][:4] == [1, 3, 4, 6]
@@ -379,11 +378,10 @@ def test_a_draft_reads_sources_when_it_is_to_draft(
 
 def test_a_draft_reads_sources_however_few_tokens_a_step_has_for_that(published: tuple[Any, Path, Path]) -> None:
     """Where a step's first source has taken them all, the others wait; what a source takes is no drafting."""
-    reports = list[StepReport]()
     options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 4, "dtype": "float32", "pacing": "fixed"}
     _, target, draft = published
     with LLM(target, draft=f"model:path={draft},search=none", draft_catchup_tokens=1, **options) as made:
-        made.listen(reports.append)
+        reports = heard(made)
         asked = [[7 + i] * 20 for i in range(4)]
         params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, decoder_prompt=[9, 8, 7, 6])
         outs = made.generate(asked, params)

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from engine.load import assert_empty, heard
+from engine.load import assert_empty, heard, interrupt
 from forerun.errors import BadOption, CapacityError, PromptTooLong
 from forerun.types import SamplingParams, Sequence
 from forerun.verify import ratio
+from refusals import refusal
 from support import VOCAB, engine_for, random_decoder
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -195,9 +196,7 @@ def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
 )
 def test_requests_that_cannot_be_honoured_are_refused_at_the_door(ids, params, error, words):
     engine = engine_for(random_decoder(1))
-    with pytest.raises(error) as caught:
-        engine.add(ids, SamplingParams(**params))
-    assert words in str(caught.value)
+    assert words in refusal(error, engine.add, ids, SamplingParams(**params))
     assert not engine.scheduler.waiting
 
 
@@ -273,21 +272,11 @@ def test_watching_changes_nothing_where_masks_leave_no_token():
     assert outcomes[0] == outcomes[1]
 
 
-def test_an_exception_inside_a_step_leaves_a_usable_engine(monkeypatch):
+def test_an_exception_inside_a_step_leaves_a_usable_engine():
     (alone,) = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
     engine = engine_for(random_decoder(1))
     requests = [engine.add([i, 3], GREEDY) for i in range(3)]
-    original = type(requests[1]).commit
-
-    def interrupted(self, *arguments):
-        if self is requests[1]:
-            raise KeyboardInterrupt
-        return original(self, *arguments)
-
-    monkeypatch.setattr(type(requests[1]), "commit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        serve(engine, *requests)
-    monkeypatch.undo()
+    interrupt(engine, requests, requests[1])
     for request in requests:
         engine.abort(request)
     assert not engine.scheduler.running

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.load import alone, engine_with, run
+from engine.load import alone, engine_with, heard, run
 from forerun import LLM
 from forerun.config import EngineConfig
 from forerun.engine.fair import FIRST_SHARE, FIRST_TOKENS, LEAST_SHARE, LEAST_TOKENS, RENEWED_AFTER, Allowance, Fair
@@ -222,10 +222,10 @@ def test_a_chunk_is_the_smaller_the_more_of_its_prompt_is_read(speculation: obje
 
 
 def test_a_prompt_waits_for_a_step_that_shows_how_long_it_is_without() -> None:
-    engine, steps = engine_with(prefill_stretch=3.0), list[StepReport]()
+    engine = engine_with(prefill_stretch=3.0)
     first = engine.add([1, 2], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     engine.step()
-    engine.listen(steps.append)
+    steps = heard(engine)
     second = engine.add(list(range(3, 23)), SamplingParams(temperature=0, max_tokens=2))
     run(engine, [first, second])
     assert steps[0].num_decoding == 1

@@ -68,9 +68,7 @@ def test_a_request_that_grows_takes_the_blocks_of_what_is_fetched_for_another(
     late = engine.add(PROMPT, greedy(4, draft=draft))
     engine.step()
     assert late.num_fetching == 1 + (draft == "model")
-    while first.seq.finish_reason is None:
-        engine.step()
-        check(engine)
+    run(engine, [first])
     assert (first.error, first.report.num_preemptions) == (None, 0)
     assert late.num_fetching == 0, "its fetch was given up"
     outputs = run(engine, [first, late])

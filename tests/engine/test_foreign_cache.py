@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from engine.load import run
 from forerun import pacing
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
@@ -184,10 +185,7 @@ def test_the_engine_says_what_generate_says(draft: str) -> None:
         drafter = drafter_for(draft, runner.model)
     engine = Engine(runner, drafter, pacing.make("fixed", 4), max_seq_len=128, prefill_chunk_tokens=4)
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
-    while any(request.seq.finish_reason is None for request in requests):
-        engine.step()
-        cache.check_integrity()
-    assert [request.seq.output_ids for request in requests] == [expected(prompt) for prompt in PROMPTS]
+    assert run(engine, requests) == [expected(prompt) for prompt in PROMPTS]
     assert (sum(request.report.num_accepted for request in requests) > 0) == (draft != "none")
     assert all(c.free_tokens() == CAPACITY_TOKENS for c in caches)
 
@@ -214,10 +212,10 @@ def test_its_inner_layers_are_shown_and_vectors_stand_for_tokens() -> None:
     with torch.inference_mode():
         expected = TARGET.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         vectors = {3: model.embed(tokens)[3]}
-    for run in (Run(0, tokens), Run(0, [*tokens[:3], 0, *tokens[4:]], vectors=vectors)):
+    for one in (Run(0, tokens), Run(0, [*tokens[:3], 0, *tokens[4:]], vectors=vectors)):
         cache = ForeignCache()
         cache.open(0)
-        scores = Runner(model, cache, taps=(0, 1)).forward([run])
+        scores = Runner(model, cache, taps=(0, 1)).forward([one])
         for k in (0, 1):
             assert torch.allclose(scores.taps[k], expected[k][0].float())
         assert torch.allclose(scores.hidden, expected[2][0])

@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM, BadOption, SamplingParams, StepReport
 from forerun.testing import engines
-from support import needed
+from support import heard, needed
 from tiny import write_tiny
 
 SCHEMA = {
@@ -258,17 +258,15 @@ def test_a_drafter_that_cannot_draft_behind_what_is_forced_is_not_asked(name: st
 
 def test_what_is_forced_teaches_pacing_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of the drafter's own guesses alone, and the tokens of a step without those that were forced."""
-    heard, pacing = list[StepReport](), llm.engine.stepper.pacing
+    taught, pacing = list[StepReport](), llm.engine.stepper.pacing
     observe = pacing.observe
-    monkeypatch.setattr(pacing, "observe", lambda report: (heard.append(report), observe(report)))
-    reports = list[StepReport]()
-    end = llm.listen(reports.append)
+    monkeypatch.setattr(pacing, "observe", lambda report: (taught.append(report), observe(report)))
+    reports = heard(llm)
     name = next(known for known in llm.drafters if known.startswith("model"))
     llm.generate(PROMPTS[0], dataclasses.replace(FORM, temperature=0.0, draft=name, spec_length=40), raw=True)
-    end()
     told = [
         (one, own)
-        for report, of_all in zip(heard, reports, strict=True)
+        for report, of_all in zip(taught, reports, strict=True)
         for one, own in zip(of_all.sequences, report.sequences, strict=True)
     ]
     assert sum(len(one.forced) for one, _ in told) > 10
@@ -278,16 +276,14 @@ def test_what_is_forced_teaches_pacing_nothing(llm: LLM, monkeypatch: pytest.Mon
         assert own.num_tested - own.num_accepted == one.num_tested - one.num_accepted
         assert max(own.accepted_ranks, default=0) < max(1, own.num_drafted)
     num_forced = sum(len(one.forced & set(one.accepted_ranks)) for one, _ in told)
-    assert sum(r.num_emitted for r in reports) - sum(r.num_emitted for r in heard) == num_forced
+    assert sum(r.num_emitted for r in reports) - sum(r.num_emitted for r in taught) == num_forced
 
 
 def test_a_draft_model_reads_what_was_forced_with_its_round(llm: LLM) -> None:
     """Not before it, as what it lacks of a prompt, which takes a pass more."""
-    reports = list[StepReport]()
-    end = llm.listen(reports.append)
+    reports = heard(llm)
     name = next(known for known in llm.drafters if known.startswith("model"))
     llm.generate("xy", dataclasses.replace(FORM, draft=name, spec_length=40), raw=True)
-    end()
     steps = [report.drafts[name] for report in reports if name in report.drafts]
     assert sum(step.num_nodes for step in steps) > 10
     assert sum(step.num_catchup_tokens for step in steps) <= 2, "of the prompt"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.load import alone, caches, check, engine_with, mixed
+from engine.load import alone, caches, check, engine_with, heard, mixed, run
 from forerun import LLM, native
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
@@ -157,10 +157,8 @@ def test_another_process_begins_with_the_states_of_one(folder: str, tmp_path: Pa
 def num_run(engine: Engine, prompt: list[int], **params: object) -> tuple[list[int], int]:
     """Ask, and return the answer and how many tokens of the prompt were run."""
     request = engine.add(prompt, SamplingParams(temperature=0, **{"max_tokens": 20, **params}))
-    while request.seq.finish_reason is None:
-        engine.step()
-        check(engine)
-    return request.seq.output_ids, len(prompt) - request.report.num_cached_tokens
+    (output,) = run(engine, [request])
+    return output, len(prompt) - request.report.num_cached_tokens
 
 
 def some(seed: int, num: int) -> list[int]:
@@ -189,8 +187,7 @@ def test_a_second_turn_runs_the_new_message_and_a_block(drops_reasoning: bool) -
 def test_a_rejection_runs_no_token_again() -> None:
     """Every row of a pass is the last committed token, a draft, or a token of the prompt that was never run."""
     engine = engine_of_hybrids(1024, spec_length=6, policy="fixed")
-    reports = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     prompt = some(8, 50)
     answer, _ = num_run(engine, prompt, draft="model", max_tokens=40)
     assert sum(report.num_drafted - report.num_accepted for report in reports) > 20

@@ -2,9 +2,10 @@
 
 import pytest
 
+from engine.load import heard, run
 from forerun.engine.engine import Engine
 from forerun.pacing import make
-from forerun.types import Draft, Probs, SamplingParams, StepReport
+from forerun.types import Draft, Probs, SamplingParams
 from support import VOCAB, drafter_for, random_decoder, runner_for
 
 pytestmark = pytest.mark.once("about drafts that the tests make")
@@ -41,15 +42,12 @@ def test_packed_and_unpacked_say_the_same(rule: str) -> None:
         drafter = drafter_for("tree", model, of="model", shape="4x1x1", draws="independent")
         engine = Engine(runner_for(model), drafter, make("fixed", 12), max_seq_len=256, max_batch_size=3)
         engine.drafter.packs_siblings = packs
-        reports: list[StepReport] = []
-        engine.listen(reports.append)
+        reports = heard(engine)
         params = [
             SamplingParams(max_tokens=20, temperature=0.6, acceptance=rule, seed=7 + i, logprobs=1) for i in range(3)
         ]
         requests = [engine.add([i + 1, 5, 9, i + 1, 5], each) for i, each in enumerate(params)]
-        while any(request.seq.finish_reason is None for request in requests):
-            engine.step()
-            engine.runner.cache.check_integrity()
+        run(engine, requests)
         assert all(request.error is None for request in requests)
         assert all(token < VOCAB for request in requests for token in request.seq.output_ids)
         found.append([(r.seq.output_ids, r.seq.logprobs, r.report.num_accepted) for r in requests])

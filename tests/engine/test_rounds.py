@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import DRAFT, MODEL, alone, engine_with, heard, mixed, run, runner_with
+from engine.load import DRAFT, MODEL, alone, engine_with, heard, interrupt, mixed, run, runner_with
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
@@ -17,6 +17,7 @@ from forerun.models.runner import Runner
 from forerun.pacing import Pacing, make
 from forerun.pacing.fixed import FixedPacing
 from forerun.types import Draft, Probs, RoundDetail, SamplingParams, Sequence, StepReport
+from support import rounds_of
 
 
 class Told(Pacing):
@@ -109,8 +110,7 @@ def test_the_seconds_of_a_step_are_those_of_the_engine() -> None:
 @pytest.mark.speculation("fixed", "auto")
 def test_a_request_report_is_made_of_its_rounds() -> None:
     engine = engine_with(spec_length=6, policy="fixed")
-    rounds = []
-    engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    rounds = rounds_of(engine)
     run(engine, [request := engine.add([1, 2, 3], greedy(60, draft="model"))])
     report = request.report
     assert report.rounds == [(len(r.tokens), len(r.accepted)) for r in rounds]
@@ -143,21 +143,11 @@ def test_a_round_that_a_stop_id_cuts_counts_what_it_emitted_and_what_was_committ
     assert cut > 0
 
 
-def test_the_step_after_an_interrupted_one_reports_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_after_an_interrupted_one_reports_itself_alone() -> None:
     """What finished in the interrupted step is over; the others go on, and the drafter is not counted twice."""
     engine = engine_with(policy="fixed")
     requests = [engine.add([i, 3], greedy(1 if i == 0 else 20, draft="model")) for i in range(3)]
-    original = type(requests[1]).commit
-
-    def interrupted(self, *arguments):  # type: ignore[no-untyped-def]
-        if self is requests[1]:
-            raise KeyboardInterrupt
-        return original(self, *arguments)
-
-    monkeypatch.setattr(type(requests[1]), "commit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(engine, requests)
-    monkeypatch.undo()
+    interrupt(engine, requests, requests[1])
     assert requests[0].seq.finish_reason == "length"
     reports = heard(engine)
     engine.step()
@@ -206,10 +196,10 @@ class Asked(FixedPacing):
 def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     """Requests whose drafts end at different depths: greedy ones, such that draw, one with a penalty; shipped pair."""
     rounds, calls_of, lengths = list[list[RoundDetail]](), list[list[int]](), list[list[list[int]]]()
-    reports = list[StepReport]()
+    reports = list[list[StepReport]]()
     for policy in (FixedPacing, Asked):
         # Without a limit that goes by seconds, prompts are read in the same steps.
-        llm, found = LLM("shipped", pacing="fixed", max_seq_len=256, prefill_stretch=0), list[RoundDetail]()
+        llm = LLM("shipped", pacing="fixed", max_seq_len=256, prefill_stretch=0)
         engine, calls, held = llm.engine, list[int](), list[list[int]]()
         runner: Runner = engine.drafter.first.runner  # type: ignore[attr-defined]
         at_once = runner.run_ahead
@@ -220,8 +210,8 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
 
         runner.run_ahead = counted  # type: ignore[method-assign]
         engine.stepper.pacing = engine.pacing = policy(6)
-        llm.listen(lambda report, found=found: found.extend(report.rounds), detail=True)  # type: ignore[misc]
-        llm.listen(reports.append)
+        rounds.append(rounds_of(llm))
+        reports.append(heard(llm))
         observe, cache = engine.drafter.observe, runner.cache
 
         def watch(
@@ -246,7 +236,6 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
         )
         llm.generate(["def f(", "for"], [greedy(12), SamplingParams(max_tokens=12, seed=3, presence_penalty=0.5)])
         runner.cache.check_integrity()
-        rounds.append(found)
         calls_of.append(calls)
         lengths.append(held)
     assert rounds[0] == rounds[1]
@@ -254,7 +243,9 @@ def test_a_draft_made_at_once_is_the_one_that_is_made_token_by_token() -> None:
     assert calls_of[1] == []
     assert set(calls_of[0]) >= {0, 2, 6} or not runner.draws_ahead
     assert {len(own.tokens) for own in rounds[0]} >= {0, 2, 6}
-    drafts = [own for report in reports if not report.num_prefill_tokens for own in report.drafts.values()]
+    drafts = [
+        own for report in itertools.chain(*reports) if not report.num_prefill_tokens for own in report.drafts.values()
+    ]
     assert len(drafts) > 20
     assert not any(own.num_catchup_tokens for own in drafts), "what a round leaves to be fed is no pass of its own"
 
@@ -288,9 +279,9 @@ def test_a_step_on_native_operators_keeps_torch_to_one_thread(monkeypatch: pytes
 
 @pytest.mark.once("about one report")
 def test_whatever_a_draft_takes_is_in_some_drafters_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, joined, reports = engine_with(policy=Told(3)), Draft.joined, list[StepReport]()
+    engine, joined = engine_with(policy=Told(3)), Draft.joined
     monkeypatch.setattr(Draft, "joined", staticmethod(lambda drafts: time.sleep(0.02) or joined(drafts)))
-    engine.listen(reports.append)
+    reports = heard(engine)
     plain = engine.add([1, 2], greedy(4, draft="none"))  # whom the drafter does not serve
     run(engine, [engine.add([1, 2, 3, 1, 2, 3], greedy(4, draft="lookup")), plain])
     drafted = [report for report in reports if report.drafts]
@@ -303,11 +294,11 @@ def test_whatever_a_draft_takes_is_in_some_drafters_time(monkeypatch: pytest.Mon
 def test_what_a_drafter_did_is_reported_whether_or_not_it_serves_all_requests(
     num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, reports = engine_with(policy=Told(3)), list[StepReport]()
+    engine = engine_with(policy=Told(3))
     lookup = engine.drafter.members["lookup"]
     propose = lookup.propose
     monkeypatch.setattr(lookup, "propose", lambda *given: time.sleep(0.02) or propose(*given))
-    engine.listen(reports.append)
+    reports = heard(engine)
     others = [engine.add([1, 2], greedy(9, draft="none")) for _ in range(num_others)]
     run(engine, [*(engine.add([1, 2, 3, 1, 2, 3], greedy(8 + i, draft="lookup")) for i in range(2)), *others])
     drafted = [report for report in reports if report.drafts]
@@ -386,8 +377,7 @@ def test_a_draft_model_holds_what_was_committed_and_nothing_that_was_rejected() 
     assert requests[0].report.alpha_hat == 1.0
     assert requests[1].report.alpha_hat == 1.0  # p = q in every test, so a ratio of 1
     noisy = engine.add([1, 2, 3], greedy(60, draft="noisy"))
-    rounds = []
-    engine.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    rounds = rounds_of(engine)
     run(engine, [noisy])
     assert 0 < noisy.report.num_accepted < noisy.report.num_drafted
     guesses = [(noisy.seq.tokens[: r.position], r.tokens[0]) for r in rounds if r.tokens]

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine.load import MODEL, alone, engine_with, run
+from engine.load import MODEL, alone, engine_with, heard, run
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.engine.scheduler import OVERTAKING_TOKENS
-from forerun.types import SamplingParams, StepReport
+from forerun.types import SamplingParams
 
 pytestmark = pytest.mark.once("about prompts; each request is decoded plainly")
 
@@ -66,8 +66,8 @@ def test_both_go_on_however_little_a_step_may_read(budget: int) -> None:
 
 def test_a_newcomer_is_not_held_up_by_what_is_read_beside_it() -> None:
     """A step might read 64 tokens, and nobody streams: it reads the newcomer's 11, for whose first token it is."""
-    engine, reports = engine_with(prefill_chunk_tokens=64), list[StepReport]()
-    engine.listen(reports.append)
+    engine = engine_with(prefill_chunk_tokens=64)
+    reports = heard(engine)
     long = engine.add([1] * 120, greedy())
     engine.step()
     short = engine.add([2] * 12, greedy(4))
@@ -87,8 +87,7 @@ def test_priorities_still_rank() -> None:
 
 
 def test_of_a_prompt_whose_tokens_are_scored_a_step_reads_32_and_others_have_the_rest() -> None:
-    engine, reports = engine_with(prefill_chunk_tokens=64), list[StepReport]()
-    engine.listen(reports.append)
+    engine = engine_with(prefill_chunk_tokens=64)
     scored, other = engine.add([1] * 81, greedy(prompt_logprobs=0)), engine.add([2] * 101, greedy())
     assert steps(engine, 3, scored, other) == [[32, 32], [32, 32], [16, 36]]
     assert len(scored.seq.prompt_logprobs) == 81
@@ -109,12 +108,12 @@ def test_one_that_has_all_that_it_may_have_is_owed_nothing() -> None:
 
 def test_beams_and_streams_of_drafters_have_their_rows_beside_prompts() -> None:
     """A pass of 16 rows: three beams and a stream decode, and what is left is shared."""
-    engine, reports = engine_with(max_num_batched_tokens=16, prefill_chunk_tokens=16), list[StepReport]()
+    engine = engine_with(max_num_batched_tokens=16, prefill_chunk_tokens=16)
     search = engine.add_all([1] * 5, greedy(20, num_beams=3))[0].searcher
     stream = engine.add([2] * 5, greedy(20))
     while not (stream.report.num_steps and search.report.num_steps > 1):
         engine.step()
-    engine.listen(reports.append)
+    reports = heard(engine)
     long, short = engine.add([3] * 60, greedy()), engine.add([4] * 30, greedy())
     assert steps(engine, 2, long, short) == [[0, 12], [4, 8]]
     assert [report.num_rows for report in reports] == [16, 16]

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence as Seq
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from forerun.models.runner import Run
 from forerun.pacing import make
 from forerun.types import Budget, Coins, Draft, Extra, Probs, Sequence
 from forerun.verify import match
+from support import rounds_of
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return"
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -50,8 +50,7 @@ def test_a_drafter_of_trees_is_one_file(with_neighbours: None, spec_length: int)
     """Texts are plain decoding's, bit for bit, trees are accepted and rejected, and no block leaks."""
     plain = LLM("shipped", draft="none").generate([PROMPT, PROMPT[:60]], [GREEDY, SAMPLED])
     llm = LLM("shipped", draft="neighbours:width=3", spec_length=spec_length, max_seq_len=512)
-    rounds: list[Any] = []
-    llm.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    rounds = rounds_of(llm)
     for _ in range(2):  # the second time the target's cache holds the prompt, and the drafter must see it all the same
         outs = llm.generate([PROMPT, PROMPT[:60]], [GREEDY, SAMPLED])
         assert [out.token_ids for out in outs] == [out.token_ids for out in plain]

@@ -16,6 +16,7 @@ from forerun.models.toy import ToyModel, ToyTable
 from forerun.testing.engines import target_for
 from functional.modules import PROMPT, ToyModule, generated, module_of, noisy
 from methods import NEEDS
+from support import rounds_of
 from tiny import byte_tokenizer
 
 NUM = 20
@@ -99,9 +100,8 @@ def test_an_input_is_a_source_as_in_the_engine(kind: str, drafts_with_one: bool)
 
 
 def test_what_is_looked_up_may_stand_in_the_source() -> None:
-    rounds = []
     speculating = speculate_with(target("t5"), draft="lookup", pacing_policy="fixed", spec_length=3)
-    speculating.listen(lambda report: rounds.extend(report.rounds), detail=True)
+    rounds = rounds_of(speculating)
     speculating.generate(PROMPT, dataclasses.replace(GREEDY, decoder_prompt=PROMPT[3:5]))
     assert rounds[0].tokens == PROMPT[5:8]
 

@@ -11,16 +11,16 @@ from forerun.models.loading import load_checkpoint
 from forerun.ops import make
 from forerun.types import StepReport
 from models.test_parity import WHOLE
-from support import needs_native
+from support import heard, needs_native
 from tiny import write_tiny
 
 
 def reports_of(folder: Path, ops: str, prompts: list[list[int]]) -> list[StepReport]:
     """The steps in which all prompts decode."""
-    llm, found = LLM(str(folder), draft="none", ops=ops, dtype="float32"), list[StepReport]()
-    llm.engine.listen(found.append)
+    llm = LLM(str(folder), draft="none", ops=ops, dtype="float32")
+    reports = heard(llm)
     llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    return [report for report in found if report.num_decoding == len(prompts) and not report.num_prefill_tokens]
+    return [report for report in reports if report.num_decoding == len(prompts) and not report.num_prefill_tokens]
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])

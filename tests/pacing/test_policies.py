@@ -12,7 +12,7 @@ from forerun.errors import BadOption
 from forerun.pacing import make
 from forerun.pacing.uncertainty import confidence, entropy_nats, normalized_entropy
 from forerun.types import Probs, Sequence, SequenceStep, StepReport
-from support import engine_for, random_decoder
+from support import engine_for, random_decoder, rounds_of
 
 POINT = Probs(point=1)
 SURE, UNSURE = np.array([9.0, 0.0, 0.0, 0.0], np.float32), np.zeros(4, np.float32)
@@ -141,14 +141,13 @@ def test_a_greedy_draft_model_is_asked_for_its_logits(spec):
     """Native or not, greedy drafts stop early only where the policy sees the logits and not the point mass."""
     engine = engine_for(random_decoder(1), "model")
     engine.pacing = engine.stepper.pacing = make(spec, 8)
-    reports: list[StepReport] = []
-    engine.listen(reports.append, detail=True)
+    rounds = rounds_of(engine)
     request = engine.add([3, 1, 4, 1, 5], SamplingParams(max_tokens=60, temperature=0))
     while request.seq.finish_reason is None:
         engine.step()
-    rounds = [round_ for report in reports for round_ in report.rounds if round_.granted == 8]
-    assert rounds
-    assert any(len(round_.tokens) < 8 for round_ in rounds)
+    whole = [round_ for round_ in rounds if round_.granted == 8]
+    assert whole
+    assert any(len(round_.tokens) < 8 for round_ in whole)
 
 
 def test_the_log_has_a_line_for_each_round(tmp_path: Path):
