@@ -2,19 +2,20 @@
 
 import dataclasses
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from drafters.test_tree import EXACT, first_round
 from forerun.drafters.dflash import Guess, Options, draw_tree
 from forerun.engine.engine import philox_coins
 from forerun.errors import BadOption
 from forerun.sampling import History, probs
-from forerun.testing.engines import HORIZON, total_variation
+from forerun.testing.engines import HORIZON, drafter_for
 from forerun.types import Budget, Draft, SamplingParams, Sequence
-from house.test_lossless_trees import continued
+from house.enumeration import Case
+from house.test_lossless_trees import check_first_round
 
 IDS, ROWS = 6, 4
 PROMPT = [3, 1, 3]
@@ -156,8 +157,8 @@ def test_a_round_of_siblings_and_levels_says_what_the_target_says(draws: str, ru
     """With penalties what follows a path depends on it, and so does where the tree grows."""
     for sampling in ({"temperature": 0.0}, PENALTIES, {}):
         params = SamplingParams(max_tokens=2 * HORIZON, acceptance=rule, **sampling)
-        said, rounds = first_round({"shape": "tree", "draws": draws}, params, "dflash")
-        assert total_variation(said, dict(continued((), params))) < EXACT
+        case = Case("dflash", params, {"shape": "tree", "draws": draws})
+        rounds = check_first_round(partial(drafter_for, case), params)
         assert any(round.parents.count(-1) > 1 for round in rounds), "siblings"
         assert any(max(round.parents) >= 0 for round in rounds), "levels"
 

@@ -1,6 +1,6 @@
 """Trees from draft models: their law with siblings and levels, what they keep in its cache, and what is refused."""
 
-from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,14 @@ from forerun.engine import fitting
 from forerun.engine.engine import Engine, philox_coins
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
-from forerun.testing import Branching, enumerate_outcomes
-from forerun.testing.engines import HORIZON, PROMPT, SPACE_TOKENS, TARGET, drafter_for, runner_for, total_variation
+from forerun.testing.engines import HORIZON, drafter_for
 from forerun.train.shares import accepted_shares, measure
-from forerun.types import Probs, RoundDetail, SamplingParams, Sequence
+from forerun.types import Probs, SamplingParams, Sequence
 from house.enumeration import Case
-from house.test_lossless_trees import continued
+from house.test_lossless_trees import check_first_round
 from house.test_same_as_plain import check_draft_cache, prompts
-from support import random_decoder, rounds_of
+from support import heard, random_decoder, rounds_of
 
-EXACT = 1e-12
 TREES: list[dict[str, Any]] = [
     {"shape": "2x1"},
     {"shape": "2x1", "draws": "independent"},
@@ -36,38 +34,13 @@ TREES: list[dict[str, Any]] = [
 ]
 
 
-def first_round(
-    options: dict[str, Any], params: SamplingParams, name: str = "tree"
-) -> tuple[dict[tuple[int, ...], float], list[Any]]:
-    """The law of the first HORIZON tokens, of which one round with four nodes says the first, and all rounds."""
-    rounds: list[RoundDetail] = []
-
-    def run(way: Branching) -> tuple[int, ...]:
-        drafter, policy = drafter_for(Case(name, params, options)), pacing.make("fixed", 4)
-        coins, sizes = (lambda seq: way.at(len(seq.tokens))), {"max_seq_len": SPACE_TOKENS, "max_batch_size": 1}
-        engine = Engine(runner_for(TARGET), drafter, policy, coins=coins, **sizes)
-        own = rounds_of(engine)
-        request = engine.add(PROMPT, params)
-        while not own and request.error is None:
-            engine.step()
-        assert request.error is None
-        rounds.extend(own)
-        return tuple(request.seq.output_ids)
-
-    said: dict[tuple[int, ...], float] = defaultdict(float)
-    for weight, output in enumerate_outcomes(run):
-        for rest, share in continued(output, params):
-            said[rest] += weight * share
-    return said, rounds
-
-
 @pytest.mark.parametrize("rule", ["ratio", pytest.param("match", marks=pytest.mark.parity)])
 @pytest.mark.parametrize("options", TREES, ids=str)
 def test_a_tree_of_siblings_and_levels_says_what_the_target_says(options: dict[str, Any], rule: str) -> None:
     for sampling in ({}, {"temperature": 0.0}):
         params = SamplingParams(max_tokens=2 * HORIZON, acceptance=rule, **sampling)
-        said, rounds = first_round(options, params)
-        assert total_variation(said, dict(continued((), params))) < EXACT
+        case = Case("tree", params, options)
+        rounds = check_first_round(partial(drafter_for, case), params)
         if options.get("draws") != "independent" or sampling == {}:
             assert any(round.parents.count(-1) > 1 for round in rounds), "siblings"
         assert any(max(round.parents) >= 0 for round in rounds), "levels"
@@ -93,10 +66,9 @@ def test_siblings_are_drawn_without_those_before_them() -> None:
 @pytest.mark.parametrize("rule", ["ratio", "match"])
 def test_chains_of_several_models_say_what_the_target_says(rule: str) -> None:
     """Two levels; the chains begin alike in some rounds, and each token has the law of its own model."""
-    options = {"of": "model+(model:draft_temperature=0.5)"}
     params = SamplingParams(max_tokens=2 * HORIZON, acceptance=rule)
-    said, rounds = first_round(options, params, "several")
-    assert total_variation(said, dict(continued((), params))) < EXACT
+    case = Case("several", params, {"of": "model+(model:draft_temperature=0.5)"})
+    rounds = check_first_round(partial(drafter_for, case), params)
     assert {tuple(round.parents) for round in rounds} == {(-1, -1, 0, 1)}
     assert any(round.tokens[0] == round.tokens[1] for round in rounds)
     assert any(round.draft_probs[0] != round.draft_probs[1] for round in rounds)
@@ -109,8 +81,7 @@ def test_rows_of_the_accepted_path_are_kept_and_right(shape: dict[str, Any]) -> 
     drafter = support.drafter_for("tree", model, **shape)
     engine = Engine(support.runner_for(model), drafter, pacing.make("fixed", 9), max_seq_len=256)
     request = engine.add(prompts()[4], SamplingParams(max_tokens=30, temperature=0.8, seed=5))
-    reports = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     missing = set()
     while request.seq.finish_reason is None:
         engine.step()
