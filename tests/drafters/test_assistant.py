@@ -6,7 +6,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import processes
-from drafters.toys import drafts_of
+from drafters.toys import check_drafts, drafts_of
 from forerun import LLM, BadOption, SamplingParams, drafters, native
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters.assistant import AssistantDrafter
@@ -120,18 +120,9 @@ def guessed(tokens: list[int], num: int, is_ordered: bool) -> list[int]:
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", ["whole", "ordered"])
 def test_drafts_are_those_of_transformers(folders: dict[str, Path], kind: str, ops: str) -> None:
-    options: dict[str, Any] = {"dtype": "float32", "ops": ops, "max_seq_len": 200}
-    prompt = random.Random(3).choices(range(1, 257), k=37)
+    guess = partial(guessed, is_ordered=kind == "ordered")
     draft = f"assistant:path={folders[kind]}"
-    with LLM(str(folders["target"]), draft=draft, pacing="fixed", spec_length=3, **options) as llm:
-        seen = drafts_of(llm, AssistantDrafter)
-        (out,) = llm.generate([prompt], GREEDY)
-    with LLM(str(folders["target"]), draft="none", **options) as plain:
-        assert plain.generate([prompt], GREEDY)[0].token_ids == out.token_ids
-    drafts = [(tokens, draft) for tokens, draft in seen if draft]
-    assert len(drafts) > 20
-    is_ordered = kind == "ordered"
-    assert [draft for _, draft in drafts] == [guessed(tokens, len(draft), is_ordered) for tokens, draft in drafts]
+    assert check_drafts(folders["target"], draft, AssistantDrafter, guess, GREEDY, ops) > 20
 
 
 IN_GGUF = {

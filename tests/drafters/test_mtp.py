@@ -1,7 +1,6 @@
 """The block in a target's own files that guesses further tokens: what it drafts is what transformers' block guesses."""
 
 import json
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
 
-from drafters.toys import drafts_of
+from drafters.toys import check_drafts, drafts_of
 from forerun import LLM, BadOption, SamplingParams, native
 from forerun.blocks import weight_shapes
 from forerun.drafters import mtp
@@ -120,17 +119,8 @@ def guessed(tokens: list[int], num: int) -> list[int]:
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("form", ["folder", "file"])
 def test_drafts_are_those_of_transformers(folder: Path, file: Path, form: str, ops: str) -> None:
-    options = {"dtype": "float32", "ops": ops, "max_seq_len": 200}
-    target = str(folder if form == "folder" else file)
-    prompt = random.Random(3).choices(range(1, 257), k=37)
-    with LLM(target, pacing="fixed", spec_length=3, **options) as llm:
-        seen = drafts_of(llm, mtp.MtpDrafter)  # auto is the block
-        (out,) = llm.generate([prompt], GREEDY)
-    with LLM(target, draft="none", **options) as plain:
-        assert plain.generate([prompt], GREEDY)[0].token_ids == out.token_ids
-    drafts = [(tokens, draft) for tokens, draft in seen if draft]
-    assert len(drafts) > 5
-    assert [draft for _, draft in drafts] == [guessed(tokens, len(draft)) for tokens, draft in drafts]
+    target = folder if form == "folder" else file
+    assert check_drafts(target, "auto", mtp.MtpDrafter, guessed, GREEDY, ops) > 5, "auto is the block"
 
 
 def test_what_is_no_such_block(folder: Path, tmp_path: Path) -> None:

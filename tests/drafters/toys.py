@@ -1,5 +1,8 @@
 """Small engines on a toy whose next token depends on the last one alone, for tests of drafters."""
 
+import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,30 @@ def drafts_of(llm: LLM, kind: type) -> list[tuple[list[int], list[int]]]:
 
     own.own_draft, own.search = watched, None
     return seen
+
+
+def check_drafts(
+    target: Path,
+    draft: str,
+    kind: type,
+    guessed: Callable[[list[int], int], list[int]],
+    params: SamplingParams,
+    ops: str,
+) -> int:
+    """Assert that an engine says what it says without drafts, and that each draft is what is `guessed` of its length.
+
+    Returns the number of drafts.
+    """
+    options: dict[str, Any] = {"dtype": "float32", "ops": ops, "max_seq_len": 200}
+    prompt = random.Random(3).choices(range(1, 257), k=37)
+    with LLM(str(target), draft=draft, pacing="fixed", spec_length=3, **options) as llm:
+        seen = drafts_of(llm, kind)
+        (out,) = llm.generate([prompt], params)
+    with LLM(str(target), draft="none", **options) as plain:
+        assert plain.generate([prompt], params)[0].token_ids == out.token_ids
+    drafts = [(tokens, draft) for tokens, draft in seen if draft]
+    assert [draft for _, draft in drafts] == [guessed(tokens, len(draft)) for tokens, draft in drafts]
+    return len(drafts)
 
 
 def first_drafted(engine: Engine, salt: str | None) -> int:
