@@ -66,18 +66,20 @@ class Process:
         self.idle()
         self.folder.close()
 
+    def left(self, *texts: list[int]) -> list[int]:
+        """End; returns how many tokens of each text a new process finds, of those whose blocks are full."""
+        self.close()
+        nums = []
+        for tokens in texts:
+            process = Process(self.folder.path)
+            nums.append(process.ask([*tokens, 0]))
+            process.close()
+        return nums
+
 
 @pytest.fixture
 def process(tmp_path: Path) -> Process:
     return Process(tmp_path / "kv")
-
-
-def num_on_disk(path: Path, tokens: list[int]) -> int:
-    """The tokens of a text that a new process finds in a folder, of those whose blocks are full."""
-    process = Process(path)
-    num = process.ask([*tokens, 0])
-    process.close()
-    return num
 
 
 def texts(seed: int) -> Iterator[list[int]]:
@@ -104,9 +106,7 @@ def test_what_many_begin_with_is_found_behind_a_restart(tmp_path: Path, num_toke
     for number in range(4 * TURNOVER // 5):
         process.ask([*SHARED, *range(number, number + 32)])
         ask_others(process, 5)
-    process.close()
-    assert num_on_disk(tmp_path / "kv", SHARED) == 160
-    assert num_on_disk(tmp_path / "kv", ONCE) == 0
+    assert process.left(SHARED, ONCE) == [160, 0]
 
 
 def test_uses_are_known_to_later_processes(tmp_path: Path, process: Process) -> None:
@@ -116,28 +116,24 @@ def test_uses_are_known_to_later_processes(tmp_path: Path, process: Process) -> 
     process.close()
     process = Process(tmp_path / "kv")
     ask_others(process, 2 * TURNOVER)
-    process.close()
-    assert num_on_disk(tmp_path / "kv", ONCE) == 0
-    assert num_on_disk(tmp_path / "kv", SHARED) == 160
+    assert process.left(ONCE, SHARED) == [0, 160]
 
 
-def test_what_nobody_uses_any_more_goes(tmp_path: Path, process: Process) -> None:
+def test_what_nobody_uses_any_more_goes(process: Process) -> None:
     for _ in range(100):
         process.ask(SHARED)
     ask_others(process, 6 * TURNOVER)
-    process.close()
-    assert num_on_disk(tmp_path / "kv", SHARED) == 0
+    assert process.left(SHARED) == [0]
 
 
-def test_what_several_compute_at_the_same_time_is_used_by_all(tmp_path: Path, process: Process) -> None:
+def test_what_several_compute_at_the_same_time_is_used_by_all(process: Process) -> None:
     for slot in range(3):
         process.run(SHARED, slot)
     for slot in range(3):
         process.cache.publish(slot, SHARED)
         process.cache.release(slot)
     ask_others(process, 2 * TURNOVER)
-    process.close()
-    assert num_on_disk(tmp_path / "kv", SHARED) == 160
+    assert process.left(SHARED) == [160]
 
 
 def test_a_beginning_stays_as_long_as_what_goes_on_behind_it(tmp_path: Path) -> None:
@@ -147,11 +143,10 @@ def test_a_beginning_stays_as_long_as_what_goes_on_behind_it(tmp_path: Path) -> 
     ask_others(process, TURNOVER * 2 // 3)
     process.ask([*ONCE, *SHARED])
     ask_others(process, TURNOVER * 2 // 3)
-    process.close()
-    assert num_on_disk(tmp_path / "kv", [*ONCE, *SHARED]) == 320
+    assert process.left([*ONCE, *SHARED]) == [320]
 
 
-def test_of_more_than_can_be_carried_the_most_used_stays(tmp_path: Path, process: Process) -> None:
+def test_of_more_than_can_be_carried_the_most_used_stays(process: Process) -> None:
     many = [next(OTHERS) for _ in range(TURNOVER)]
     for number, text in enumerate(many):
         for _ in range(2 if number % 5 else 4):
@@ -160,9 +155,8 @@ def test_of_more_than_can_be_carried_the_most_used_stays(tmp_path: Path, process
         text = next(OTHERS)
         process.ask(text)
         process.ask(text)
-    process.close()
-    assert all(num_on_disk(tmp_path / "kv", text) == 160 for text in many[15::5])
-    assert sum(num_on_disk(tmp_path / "kv", text) for text in many) < 160 * TURNOVER // 2
+    assert set(process.left(*many[15::5])) == {160}
+    assert sum(process.left(*many)) < 160 * TURNOVER // 2
 
 
 def test_the_folder_keeps_to_its_size_while_blocks_are_carried(process: Process) -> None:
@@ -175,25 +169,23 @@ def test_the_folder_keeps_to_its_size_while_blocks_are_carried(process: Process)
     assert len(process.folder.segments()) < 32, "what is carried from several segments goes to one"
 
 
-def test_what_is_in_memory_and_on_disk_no_more_is_written_when_it_is_used(tmp_path: Path, process: Process) -> None:
+def test_what_is_in_memory_and_on_disk_no_more_is_written_when_it_is_used(process: Process) -> None:
     process.ask(SHARED)
     for path, _, _ in process.folder.segments():
         remove(path)
     process.shelf._looked_at = 0  # else it looks a fifth of a second later
     process.ask([*SHARED, 0])
-    process.close()
-    assert num_on_disk(tmp_path / "kv", SHARED) == 160
+    assert process.left(SHARED) == [160]
 
 
-def test_nothing_is_written_to_a_segment_that_another_process_has_removed(tmp_path: Path, process: Process) -> None:
+def test_nothing_is_written_to_a_segment_that_another_process_has_removed(process: Process) -> None:
     """Though the shelf has not been looked at since."""
     process.ask(ONCE)
     for path, _, _ in process.folder.segments():
         remove(path)
     process.shelf._looked_at = time.monotonic() + 100
     process.ask(SHARED)
-    process.close()
-    assert num_on_disk(tmp_path / "kv", SHARED) == 160
+    assert process.left(SHARED) == [160]
 
 
 def test_a_segment_may_be_removed_while_it_is_written(tmp_path: Path) -> None:
@@ -228,7 +220,7 @@ def test_rows_without_entries_go_in_their_turn(process: Process) -> None:
     assert not path.with_suffix(ROWS).exists()
 
 
-def test_files_of_before_uses_were_counted_are_read(tmp_path: Path, process: Process) -> None:
+def test_files_of_before_uses_were_counted_are_read(process: Process) -> None:
     """A byte that was 0 counts the uses; everything else is where it was."""
     process.ask(SHARED)
     process.ask(SHARED)
@@ -241,7 +233,7 @@ def test_files_of_before_uses_were_counted_are_read(tmp_path: Path, process: Pro
         data = data[:at] + old + struct.pack("<Q", xxhash.xxh3_64_intdigest(old)) + data[at + ENTRY_BYTES :]
     assert uses == [1] * 10
     path.write_bytes(data)
-    assert num_on_disk(tmp_path / "kv", SHARED) == 160
+    assert process.left(SHARED) == [160]
 
 
 def test_a_process_may_be_killed_while_it_carries_blocks(tmp_path: Path) -> None:
