@@ -82,8 +82,13 @@ def integers(shape: tuple[int, ...], most: int, seed: int) -> Tensor:
     return torch.randint(0, most + 1, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def as_int32(words: np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+def words(codes: Tensor, bits: int = 4) -> Tensor:
+    """Integers of so many bits [R, C] as int32 words along C, lowest first."""
+    per_word = 32 // bits
+    packed = np.zeros((len(codes), codes.shape[1] // per_word), np.uint64)
+    for i in range(codes.shape[1]):
+        packed[:, i // per_word] |= codes[:, i].numpy().astype(np.uint64) << np.uint64(bits * (i % per_word))
+    return torch.from_numpy(packed.astype(np.uint32).view(np.int32))
 
 
 # ------------------------------------------------------------------------------------------------------------- GPTQ
@@ -97,23 +102,16 @@ def gptq(bits: int, group: int, is_v1: bool, is_permuted: bool = False) -> Quant
 
     def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         num_out, num_in = weight.shape
-        size, per_word, most = group if group > 0 else num_in, 32 // bits, (1 << bits) - 1
+        size, most = group if group > 0 else num_in, (1 << bits) - 1
         groups = torch.arange(num_in) // size
         if is_permuted:
             groups = groups[torch.randperm(num_in, generator=torch.Generator().manual_seed(len(name)))]
         codes, zeros = integers((num_in, num_out), most, 1), integers((num_in // size, num_out), most, 2)
         zeros = zeros.clamp(min=1)
         scales = (torch.rand(num_in // size, num_out) + 0.1).half()
-        qweight = np.zeros((num_in // per_word, num_out), np.uint64)
-        for i in range(num_in):
-            qweight[i // per_word] |= codes[i].numpy().astype(np.uint64) << np.uint64(bits * (i % per_word))
-        qzeros = np.zeros((num_in // size, num_out // per_word), np.uint64)
-        for o in range(num_out):
-            stored = (zeros[:, o] - (1 if is_v1 else 0)).numpy().astype(np.uint64)
-            qzeros[:, o // per_word] |= stored << np.uint64(bits * (o % per_word))
         dense = torch.stack([(codes[i] - zeros[g]) * scales[g].float() for i, g in enumerate(groups.tolist())])
-        parts = {"qweight": as_int32(qweight), "qzeros": as_int32(qzeros), "scales": scales}
-        parts["g_idx"] = groups.int()
+        parts = {"qweight": words(codes.T, bits).T.contiguous(), "qzeros": words(zeros - int(is_v1), bits)}
+        parts |= {"scales": scales, "g_idx": groups.int()}
         return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense.T.contiguous()
 
     return quantise
@@ -175,15 +173,11 @@ def awq(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     codes, zeros = integers((num_in, num_out), 15, 4), integers((num_in // 32, num_out), 15, 5)
     scales = (torch.rand(num_in // 32, num_out) + 0.1).half()
 
-    def words(values: Tensor) -> Tensor:
-        packed = np.zeros((len(values), num_out // 8), np.uint64)
-        for column in range(num_out // 8):
-            for i, order in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-                packed[:, column] |= values[:, 8 * column + order].numpy().astype(np.uint64) << np.uint64(4 * i)
-        return as_int32(packed)
+    def in_order(values: Tensor) -> Tensor:
+        return words(values.view(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1))
 
     dense = (codes - zeros.repeat_interleave(32, 0)) * scales.float().repeat_interleave(32, 0)
-    parts = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+    parts = {"qweight": in_order(codes), "qzeros": in_order(zeros), "scales": scales}
     return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense.T.contiguous()
 
 
@@ -272,14 +266,6 @@ def test_compressed_tensors_with_inputs_in_another_order(tmp_path: Path, order: 
     assert_loads(tmp_path, write(tmp_path, config, quantise))
 
 
-def words(codes: Tensor) -> Tensor:
-    """4-bit integers [R, C] as int32 words [R, C / 8], lowest first."""
-    packed = np.zeros((len(codes), codes.shape[1] // 8), np.uint64)
-    for i in range(codes.shape[1]):
-        packed[:, i // 8] |= codes[:, i].numpy().astype(np.uint64) << np.uint64(4 * (i % 8))
-    return as_int32(packed)
-
-
 # --------------------------------------------------------------------------------------------------------------- FP8
 
 
@@ -291,10 +277,7 @@ def fp8(block: tuple[int, int] | None, ending: str = "weight_scale_inv", by_row:
         height, width = block or ((1, num_in) if by_row else (num_out, num_in))
         scales = torch.rand(-(-num_out // height), -(-num_in // width), generator=torch.Generator().manual_seed(9))
         stored = (weight * 100).to(torch.float8_e4m3fn)
-        dense = stored.float()
-        for i in range(num_out):
-            for j in range(num_in):
-                dense[i, j] *= scales[i // height, j // width]
+        dense = stored.float() * scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:num_out, :num_in]
         scales = scales if block or by_row else scales.reshape(())
         parts = {"weight": stored, ending: scales, "input_scale": torch.tensor(1.0)}
         return {f"{name}.{part}": tensor for part, tensor in parts.items()}, dense
