@@ -213,7 +213,7 @@ def write(
     of_shape = {f"{shape.arch}.{key}": value for key, value in {**counts, **shape.keys()}.items()}
     vocabulary = _vocabulary(num_ids)
     for key, value in {**of_shape, **vocabulary}.items():
-        _add(writer, key, value)
+        add_key(writer, key, value)
     num_ids = len(vocabulary["tokenizer.ggml.tokens"])
 
     usual = GAIN / math.sqrt(shape.hidden)
@@ -243,10 +243,7 @@ def write(
         add(f"blk.{num_layers}.nextn.eh_proj", (shape.hidden, 2 * shape.hidden), kind)
         for name in ("enorm", "hnorm", "shared_head_norm"):
             writer.add_tensor(f"blk.{num_layers}.nextn.{name}.weight", np.ones(shape.hidden, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path.stat().st_size
 
 
@@ -293,16 +290,28 @@ def _vocabulary(num_ids: int) -> dict[str, Any]:
     }
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a key with the type that its value has in Python; whole numbers are of 32 bits."""
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
+def add_key(writer: Any, key: str, value: Any) -> None:
+    """Add a key with the type that its value has in Python; numbers are of 32 bits, and None is left out."""
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     else:
-        writer.add_uint32(key, value)
+        writer.add_array(key, list(value))
+
+
+def finish(writer: Any) -> None:
+    """Write all that was added to a writer of the package gguf, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def command(

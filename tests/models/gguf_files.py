@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 
+from benchmarks.random_file import add_key, finish
 from forerun.blocks import Plain, Recurrence, Rope, Spec, weight_shapes
 from forerun.models.configs import ROPE_KINDS
 from forerun.models.families import names_of
@@ -152,7 +153,7 @@ def write_model(
     arch = arch or ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
-        add(writer, key, value)
+        add_key(writer, key, value)
     kept, names, stacked = {}, names_of(config) if arch != "gpt-oss" else None, dict[tuple[str, str], list[Array]]()
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     theirs = gguf.get_tensor_name_map(known[arch], config.num_layers)
@@ -358,30 +359,6 @@ def byte_vocabulary() -> dict[str, Any]:
             "tokenizer.ggml.eos_token_id": 0}  # fmt: skip
 
 
-def add(writer: Any, key: str, value: Any) -> None:
-    """Add a value by its type in Python; a number in float32 or uint32."""
-    if value is None:
-        return
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, list(value))
-
-
-def finish(writer: Any) -> None:
-    """Write everything that was added."""
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def write_tensors(
     path: Path, tensors: Mapping[str, tuple[str, Array]], metadata: Mapping[str, Any], arch: str, alignment: int = 32
 ) -> None:
@@ -390,7 +367,7 @@ def write_tensors(
     if alignment != 32:
         writer.add_custom_alignment(alignment)
     for key, value in metadata.items():
-        add(writer, key, value)
+        add_key(writer, key, value)
     for name, (kind, data) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=Type[kind])
     finish(writer)
