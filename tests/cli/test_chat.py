@@ -34,6 +34,7 @@ from forerun.config import EngineConfig
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.types import StepReport
+from support import heard
 from tiny import write_tiny
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -65,6 +66,19 @@ class Fed(io.StringIO):
     def write(self, text: str) -> int:
         self.stream.feed(text)
         return len(text)
+
+
+def ask(child: Any, text: str) -> None:
+    """Type a line when the prompt waits for one."""
+    child.expect_exact(READY)
+    child.send(f"{text}\r")
+
+
+def leave(child: Any) -> None:
+    """End the command with Ctrl-D when the prompt waits for a line."""
+    child.expect_exact(READY)
+    child.sendeof()
+    child.expect(pexpect.EOF)
 
 
 def shown(child: Any) -> list[str]:
@@ -104,12 +118,9 @@ def test_a_conversation_in_a_terminal(terminal: Any, talker: Path) -> None:
         ("quit", NUMBERS),
         ("/reset", "the conversation is forgotten"),
     ):
-        child.expect_exact(READY)
-        child.send(f"{typed}\r")
+        ask(child, typed)
         child.expect(answer)
-    child.expect_exact(READY)
-    child.sendeof()
-    child.expect(pexpect.EOF)
+    leave(child)
     assert child.wait() == 0
     lines = shown(child)
     assert "Traceback" not in "".join(lines)
@@ -138,9 +149,7 @@ def test_a_pasted_text_is_one_message_and_is_remembered(terminal: Any, talker: P
     child.expect_exact("three")
     child.send("!\r")
     child.expect(NUMBERS)
-    child.expect_exact(READY)
-    child.sendeof()
-    child.expect(pexpect.EOF)
+    leave(child)
     lines = shown(child)
     starts = [i for i, line in enumerate(lines) if line == "> one"]
     assert [lines[i : i + 3] for i in starts] == [["> one", ". two", ". three"], ["> one", ". two", ". three!"]]
@@ -148,8 +157,7 @@ def test_a_pasted_text_is_one_message_and_is_remembered(terminal: Any, talker: P
 
 def test_what_is_typed_during_an_answer_waits_for_the_prompt(terminal: Any, talker: Path) -> None:
     child = terminal(str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "400", columns=200)
-    child.expect_exact(READY)
-    child.send("hello\r")
+    ask(child, "hello")
     child.expect_exact("2004l")  # the prompt has ended
     child.send("typed ahead")
     child.expect(NUMBERS)
@@ -177,8 +185,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -
     )
     child.expect_exact("Ctrl-D ends.")
     for _ in range(2):
-        child.expect_exact(READY)
-        child.send("hello\r")
+        ask(child, "hello")
         child.expect_exact("2004l")  # the prompt has ended
         child.expect(r"[^\x1b\r\n]{30,}")  # the answer has begun
         child.sendintr()
@@ -189,8 +196,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(terminal: Any, talker: Path) -
     child.expect_exact("line")
     child.sendintr()
     child.expect_exact("(Ctrl-D or /exit ends)")
-    child.expect_exact(READY)
-    child.send("/exit\r")
+    ask(child, "/exit")
     child.expect(pexpect.EOF)
     assert child.wait() == 0
 
@@ -441,10 +447,9 @@ def test_the_whole_conversation_is_the_next_prompt(talker: Path) -> None:
 
 
 def test_the_numbers_are_those_of_the_report(talker: Path) -> None:
-    llm, steps = LLM(talker, draft="lookup"), list[StepReport]()
-    end = llm.listen(steps.append)
+    llm = LLM(talker, draft="lookup")
+    steps = heard(llm)
     line = Chat(llm, GREEDY, verbose=True).answer("a a a a a a", io.StringIO())
-    end()
     names = ("num_drafted", "num_tested", "num_accepted")
     drafted, tested, accepted = (sum(getattr(step, name) for step in steps) for name in names)
     assert line.startswith("[12 tokens, ")
@@ -545,8 +550,7 @@ def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.Capture
     assert chat.answer("hello", io.StringIO(), keys=True).endswith(("stopped]", "forgotten"))
     end()
     chat.llm._loop.call(lambda: None)  # the step in which the keys were pressed is over
-    encode, num_steps = chat.llm.apply_chat_template, list[StepReport]()
-    end = chat.llm.listen(num_steps.append)
+    encode, steps = chat.llm.apply_chat_template, heard(chat.llm)
 
     def press_and_encode(messages: Any) -> list[int]:
         signal.raise_signal(signal.SIGINT)
@@ -554,8 +558,7 @@ def test_impatient_keys_end_the_answer_alone(talker: Path, capfd: pytest.Capture
 
     chat.llm.apply_chat_template = press_and_encode  # type: ignore[method-assign]
     assert chat.answer("hello", io.StringIO(), keys=True).endswith(("stopped]", "forgotten"))
-    end()
-    assert num_steps == []
+    assert steps == []
     assert not chat.llm._loop.call(lambda: chat.llm.engine.scheduler.running)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -568,9 +571,7 @@ def test_with_standard_output_in_a_file_the_prompt_is_on_the_terminal(talker: Pa
     child.expect_exact(READY)
     child.sendline("hello")
     child.expect(NUMBERS)
-    child.expect_exact(READY)
-    child.sendeof()
-    child.expect(pexpect.EOF)
+    leave(child)
     text = LLM(talker, draft="none").chat(
         [{"role": "user", "content": "hello"}], SamplingParams(temperature=0, max_tokens=9)
     )
@@ -681,12 +682,9 @@ def test_a_chat_goes_on_behind_the_end_of_its_process(talker: Path, chats: Path,
 
     def held(*more: str, message: str) -> str:
         child = processes.spawn([*command, *more], env=environment, encoding="utf-8", timeout=90, dimensions=(50, 120))
-        child.expect_exact(READY)
-        child.send(f"{message}\r")
+        ask(child, message)
         child.expect(r"\[\d+ tokens")
-        child.expect_exact(READY)
-        child.sendeof()
-        child.expect(pexpect.EOF)
+        leave(child)
         child.close()
         return str(child.before).replace("\r\n", "\n")
 
