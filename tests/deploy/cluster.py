@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,10 +59,3 @@ def kill_one(title: str, node: Any) -> int:
     killed = workers(title, node)[0]
     os.kill(killed, signal.SIGKILL)
     return killed
-
-
-def free_port() -> int:
-    """One that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,7 +16,8 @@ from serve.running import wait_for
 
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 
-from deploy.cluster import free_port, kill_one, two_nodes
+from benchmarks.serving_servers import free_port
+from deploy.cluster import kill_one, two_nodes
 from forerun.errors import BadOption
 
 pytestmark = pytest.mark.parity

@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from forerun import drafters, native, registry
+from forerun import drafters, registry
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.params import Thinking
 from forerun.types import SamplingParams
-from support import VOCAB, drafter_for, engine_for, on_native, random_decoder
+from support import VOCAB, drafter_for, engine_for, heard, needs_native, on_native, random_decoder
 
 DRAFTERS = registry.names(drafters.__name__)
 WITH_A_MODEL = [name for name in DRAFTERS if isinstance(drafter_for(name, random_decoder(1)), ModelDrafter)]
-NATIVE = pytest.mark.skipif(native.isa() == "reference", reason=f"no native operators: {native.why_not()}")
-OPS = ["row_by_row", *(pytest.param(dtype, marks=NATIVE, id=f"native {dtype}") for dtype in ("float32", "bfloat16"))]
+OPS = [
+    "row_by_row",
+    *(pytest.param(dtype, marks=needs_native, id=f"native {dtype}") for dtype in ("float32", "bfloat16")),
+]
 Outcome = list[tuple[list[int], list[tuple[int, float, list[tuple[int, float]]]]]]
 
 
@@ -127,8 +129,7 @@ def test_the_comparison_can_fail():
 def test_the_draft_model_drafts_and_is_mostly_right():
     """Otherwise the comparison above would compare plain decoding with itself."""
     engine = engine_for(random_decoder(1), "model", spec_length=4)
-    reports = []
-    engine.listen(reports.append)
+    reports = heard(engine)
     serve(engine)
     drafted, tested, accepted = (
         sum(getattr(r, f"num_{n}") for r in reports) for n in ("drafted", "tested", "accepted")

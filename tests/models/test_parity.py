@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from forerun import LLM, SamplingParams, native
+from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, PromptTooLong
 from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
@@ -19,10 +19,9 @@ from forerun.models.opened import read_config
 from forerun.models.runner import Run, Runner, pack
 from forerun.ops import backend as backend_of, make as make_ops
 from forerun.ops.torch import TorchModel
-from support import runner_for
+from support import needs_native, runner_for
 
 Raw = dict[str, Any]
-NATIVE = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 QWEN_KINDS = ["full_attention", "sliding_attention"]
@@ -430,7 +429,7 @@ def test_layers_that_read_the_keys_of_others(write_checkpoint: Any) -> None:
         LLM(str(folder), draft="early_exit:skip=2", ops="reference")
 
 
-@NATIVE
+@needs_native
 @pytest.mark.parametrize("case", ["gpt_oss", *(case for case in WHOLE if case.startswith("gemma4"))])
 def test_drafts_for_layers_of_several_kinds_change_nothing(write_checkpoint: Any, case: str) -> None:
     """In bfloat16, and with matrices of 8 bits: chains, trees, the first layers alone, and a shared beginning."""
@@ -450,7 +449,7 @@ def test_drafts_for_layers_of_several_kinds_change_nothing(write_checkpoint: Any
         assert texts[1:] == texts[:1] * 4
 
 
-@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
 def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: str) -> None:
     """Of gpt-oss, whose gates are bounded at 7: here they are some ten times as large."""
     weights = weights_of(WHOLE["gpt_oss"])
@@ -460,7 +459,7 @@ def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: 
     assert_close(logits_of(model, tokens), Pair(folder).expect(tokens))
 
 
-@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
 def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, ops: str) -> None:
     """The long one where a text may be longer than those of training, as transformers has it for such a text."""
     raw = WHOLE["phi3-long"] | {"original_max_position_embeddings": 16}
@@ -481,7 +480,7 @@ def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, o
 
 
 @pytest.mark.parametrize(
-    "ops", [pytest.param("reference", marks=pytest.mark.parity), pytest.param("native", marks=NATIVE)]
+    "ops", [pytest.param("reference", marks=pytest.mark.parity), pytest.param("native", marks=needs_native)]
 )
 @pytest.mark.parametrize("case", WHOLE)
 def test_greedy_texts_are_those_of_transformers(write_checkpoint: Any, case: str, ops: str) -> None:

@@ -11,7 +11,8 @@ from forerun.kv.cache import BlockCache
 from forerun.models.loading import load_checkpoint
 from forerun.models.runner import Run, Runner
 from forerun.ops import make as make_ops
-from models.test_parity import NATIVE, SIZES, WHOLE, Raw, assert_close, oracle_of, tokens_of
+from models.test_parity import SIZES, WHOLE, Raw, assert_close, oracle_of, tokens_of
+from support import needs_native
 
 LONG: Raw = {"hidden_size": 96, "intermediate_size": 64, "max_position_embeddings": 768}
 MISTRAL: Raw = {**SIZES, **LONG, "model_type": "mistral", "sliding_window": 20}
@@ -26,7 +27,7 @@ def cache_of(llm: LLM) -> BlockCache:
     return found
 
 
-@NATIVE
+@needs_native
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_a_cache_that_keeps_all(
     write_checkpoint: Any, case: str, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +62,7 @@ def test_texts_are_those_of_a_cache_that_keeps_all(
     assert texts[1:] == texts[:1] * len(drafts)
 
 
-@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=NATIVE)])
+@pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_far_behind_a_window_are_those_of_transformers(write_checkpoint: Any, case: str, ops: str) -> None:
     folder = write_checkpoint(CASES[case])
