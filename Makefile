@@ -112,9 +112,12 @@ test: lint  ## check, all tests except the long comparison, and without ARGS tes
 # What a change breaks most often: rules, sampling, grammars, texts, caches, pacing, and the house's own words.
 FAST_TESTS := tests/verify tests/sampling tests/pacing tests/text tests/kv \
 	tests/house/test_house.py tests/house/test_wrong_changes.py tests/house/test_site.py
+# Simulations, and lives drawn at random: a third of the time.
+SIMULATIONS := tests/pacing/test_stopping.py tests/pacing/test_auto_regret.py tests/kv/test_prefix_fuzz.py \
+	tests/text/test_call_grammars.py
 
-test-fast: lint  ## lint and the tests that need no server and no training, in a minute or two
-	$(PYTEST) $(IN_PARALLEL) $(FAST_TESTS) $(ARGS)
+test-fast: lint  ## lint and the tests that need no server, no training and no simulation, in less than two minutes
+	$(PYTEST) $(IN_PARALLEL) $(FAST_TESTS) $(addprefix --ignore=,$(SIMULATIONS)) $(ARGS)
 
 test-light: $(LIGHT) $(NATIVE)  ## what works without torch: a text, commands, a served request
 	PYTHONPATH=src $(LIGHT)/bin/python tests/light/check.py
@@ -214,8 +217,8 @@ $(LIGHT): pyproject.toml constraints.txt | $(BIN)/python
 REBUILD = $(PIP) --quiet --no-deps $(if $(wildcard $(TEST_READY)),--no-build-isolation) -e .
 
 $(DOCS_READY): pyproject.toml constraints.txt | $(RUN_READY)
-	$(PIP) $(if $(wildcard $(TEST_READY)),--no-build-isolation) -e '.[docs]'
-	@touch $@ $(NATIVE)
+	@$(BIN)/python -c "$$DEPENDENCIES" docs > $(VENV)/dependencies.txt && $(PIP) -r $(VENV)/dependencies.txt
+	@touch $@
 
 # Listed behind one of the two above, which may have made it.
 $(NATIVE): $(CSRC)
