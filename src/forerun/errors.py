@@ -17,6 +17,7 @@ import errno
 import itertools
 import json
 import os
+import platform
 import re
 import reprlib
 import shlex
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))  # numbers of errors that mean: there is no room
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # of torch
 _SHOWN_CHARS = 120
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as libraries written in Rust end their messages
 
@@ -159,14 +161,43 @@ def pip(arguments: str) -> str:
     return f"{python} -m pip {arguments}"
 
 
+def pip_for(extra: str) -> str:
+    """Return the pip command that brings the packages of an extra in pyproject.toml. It compiles nothing.
+
+    Where no NVIDIA card is found, torch is to come from PyTorch's CPU builds, which are gigabytes smaller. The command
+    names the sources where forerun is not installed: forerun is on no package index yet, and anyone could take its
+    name.
+    """
+    packages = _packages(extra)
+    if not packages:
+        return pip(f"install '.[{extra}]' in the folder of forerun's sources")
+    needs_index = any(one.startswith("torch") for one in packages) and not os.path.exists("/dev/nvidiactl")
+    on_a_pc = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+    index = f" --extra-index-url {CPU_BUILDS}" if needs_index and on_a_pc and extra != "cuda" else ""
+    return pip("install " + " ".join(f"'{one}'" for one in packages) + index)
+
+
+def _packages(extra: str) -> list[str]:
+    """Return the requirements of an extra, as the installed forerun states them; empty where it is not installed."""
+    from importlib import metadata  # whose own imports take time
+
+    try:
+        stated = metadata.requires("forerun") or []
+    except metadata.PackageNotFoundError:
+        return []
+    packages = list[str]()
+    for requirement, _, marker in (one.partition(";") for one in stated):
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker) is None:
+            continue
+        inner = re.match(r"forerun\[(\w+)\]", requirement)
+        packages += [requirement.strip()] if inner is None else _packages(inner[1])
+    return packages
+
+
 def not_installed(what: str, extra: str, package: str | None) -> BadOption:
     """Return the error for missing packages.
 
     what: the feature that needs the packages. extra: the extra in pyproject.toml that has them. package: a missing
-    package. The message names the checkout, because forerun itself is on no package index yet, and anyone could take
-    its name there.
+    package.
     """
-    return BadOption(
-        f"{what} needs packages that are not here ({package}): "
-        + pip(f"install '.[{extra}]' in the folder of forerun's sources")
-    )
+    return BadOption(f"{what} needs packages that are not here ({package}): {pip_for(extra)}")

@@ -20,7 +20,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import BadOption, pip, shown
+from forerun.errors import BadOption, pip, pip_for, shown
 
 VARIABLES = ("FORERUN_CACHE_DIR", "FORERUN_ISA", "FORERUN_NUM_THREADS", "FORERUN_REQUIRE_NATIVE")
 MAX_THREADS = 1024
@@ -32,8 +32,7 @@ _SOURCES = {".cpp", ".h", ".inc"}
 
 def needs_torch(what: str, extra: str = "torch") -> str:
     """Return the error message that a feature needs torch, and how to install torch. what: the feature."""
-    command = pip(f"install '.[{extra}]'")
-    return f"{what} needs torch: {command} in the folder of forerun's sources"
+    return f"{what} needs torch: {pip_for(extra)}"
 
 
 def torch_version() -> str | None:
@@ -182,7 +181,8 @@ def _reinstall() -> str:
     root = _checkout()
     if root is None:  # not by name: forerun is on no package index yet, and anyone could take its name there
         return f"run {pip('install --force-reinstall --no-deps --no-cache-dir .')} in the folder of forerun's sources"
-    return "run make native" if Path(sys.prefix) == root / ".venv" else f"run {pip('install -e .')} in the checkout"
+    has_tools = Path(sys.prefix) == root / ".venv" and (root / ".venv" / "ready-for-tests").exists()
+    return "run make native" if has_tools else f"run {pip('install -e .')} in the checkout"
 
 
 # ------------------------------------------------------------------------------------------------------------ threads

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -20,14 +21,13 @@ import pytest
 import forerun
 from forerun import LLM, SamplingParams, native
 from forerun.bench import bandwidth
-from forerun.errors import BadOption
+from forerun.errors import BadOption, pip_for
 from forerun.ops.cpu import CpuOps
 
 NEEDS_KERNELS = pytest.mark.skipif(native.isa() == "reference", reason="without torch the kernels compute")
 # What computes with torch, or reads what it has written.
 OPERATORS = ("ops.torch", "ops.cuda", "ops.reference", "ops.row_by_row")
 MAY_NEED_TORCH = (*OPERATORS, "train.", "functional", "drafters.shared.converting", "models.toy_heads")
-HELD = "'.[{}]' in the folder of forerun's sources"
 GENERATE = ["generate", "class A:", "--target", "shipped", "--max-tokens", "8", "--json"]
 RUN = {"generate": GENERATE, "plan": ["plan", "--target", "shipped", "--json"], "doctor": ["doctor", "--json"]}
 TRAIN = ["train", "head", "--method", "medusa", "--target", "shipped", "--samples", "own.ids", "--out", "head"]
@@ -145,11 +145,13 @@ def test_a_command_runs(without: dict[str, Any], name: str) -> None:
 def test_what_needs_torch_says_in_one_sentence_how_to_get_it(without: dict[str, Any], name: str) -> None:
     code, out, err = without["refused"][name]
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.endswith(f"pip install {HELD.format(REFUSED[name][1])}\n")
+    assert err.endswith(f"{pip_for(REFUSED[name][1])}\n")
+    assert "install 'torch>=" in err
 
 
 def test_functional_says_how_to_get_what_it_needs(without: dict[str, Any]) -> None:
-    assert without["missing"]["forerun.functional"].endswith(f"pip install {HELD.format('hf')}")
+    assert without["missing"]["forerun.functional"].endswith(pip_for("hf"))
+    assert re.search(r"install 'torch>=\S+' 'transformers>=", pip_for("hf"))
 
 
 def test_a_step_does_not_wait_for_a_torch_that_another_thread_imports(monkeypatch: pytest.MonkeyPatch) -> None:
