@@ -489,6 +489,10 @@ def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pyte
         ("--log-level", "loud", "must be debug, info, warning or error"),
         ("--max-queue", "-1", "--max-queue=-1 is not possible"),
         ("--host", "no.such.host.invalid", "is no address"),
+        ("--host", "192.0.2.1", "name an address of this machine as --host"),
+        ("--port", "99999", "less than or equal to 65535"),
+        ("--api-key", "", "--api-key='' is not possible: it must not be empty"),
+        ("--served-model-name", "", "must not be empty"),
     ):
         done = cli("serve", "shipped", "--port", "0", flag, value)
         assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
@@ -500,7 +504,7 @@ def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pyte
         assert not is_local(host), host
     monkeypatch.setitem(sys.modules, "forerun.serve.server", None)
     done = cli("serve", "shipped")
-    assert (done.returncode, "-m pip install '.[serve]'" in done.stderr) == (2, True)
+    assert (done.returncode, "-m pip install 'fastapi>=" in done.stderr) == (2, True)
 
 
 # Fields that another one contradicts more often than not, where all are drawn at random.

@@ -26,12 +26,12 @@ def lab(
     options = LabOptions(**own)
     config = flags.engine_config({**engine, "target": target}, max_batch_size=VIEWERS)
     try:
+        from forerun.cli.waiting import loading, opened
         from forerun.engine.fitting import usable_drafts
-        from forerun.engine.opened import Opened
         from forerun.lab.app import make_lab
         from forerun.serve.server import run
     except ImportError as error:
         raise not_installed("forerun lab", "serve", error.name) from None
     if config.extra_drafts is None:  # all usable drafters, for the menu of the widget Live
-        config = dataclasses.replace(config, extra_drafts=";".join(usable_drafts(Opened.of(config))))
-    raise typer.Exit(run([config], options, {"/lab": make_lab}))
+        config = dataclasses.replace(config, extra_drafts=";".join(usable_drafts(opened(config))))
+    raise typer.Exit(run([config], options, {"/lab": make_lab}, opened, loading))

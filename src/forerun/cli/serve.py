@@ -26,8 +26,9 @@ def serve(
     options = ServerOptions(**own, limits=Limits(**limits))
     configs = flags.engine_configs(engine, target or ())
     try:
+        from forerun.cli.waiting import loading, opened
         from forerun.lab.app import make_lab
         from forerun.serve.server import run
     except ImportError as error:
         raise not_installed("forerun serve", "serve", error.name) from None
-    raise typer.Exit(run(configs, options, {"/lab": make_lab} if lab else None))
+    raise typer.Exit(run(configs, options, {"/lab": make_lab} if lab else None, opened, loading))

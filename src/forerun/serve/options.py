@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.errors import BadOption
-from forerun.registry import check_range, flag_of, option, with_fields
+from forerun.registry import check_range, flag_of, inherited, option, with_fields
 
 METRICS_PREFIXES = ("forerun", "vllm")
+MAX_PORT = 65535
 
 
 class _Checked:
@@ -51,7 +52,7 @@ class ServerOptions(_Checked):
     """The options of a server, besides its engine's options. Raises BadOption for a value that is not possible."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 = all of this machine")
-    port: int = option(8000, "0 = one that is free")
+    port: int = option(8000, "0 = one that is free", min=0, max=MAX_PORT)
     api_key: str | None = option(None, "what requests must bring", envvar="FORERUN_API_KEY", usual="nothing")
     allow_origins: tuple[str, ...] = option(
         (),
@@ -85,7 +86,10 @@ class ServerOptions(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "api_key", self.api_key or None)  # a variable that is empty asks for nothing
+        # Most likely a variable of a shell that is not set: a server without a key would be open to everybody.
+        for flag, names in (("--api-key", (self.api_key,)), ("--served-model-name", self.served_names)):
+            if "" in names:
+                raise BadOption(f"{flag}='' is not possible: it must not be empty; leave it out if you want none")
         if self.log_level.upper() not in logging.getLevelNamesMapping():
             raise BadOption(
                 f"--log-level={self.log_level!r} is not possible: it must be {_or('debug', 'info', 'warning', 'error')}"
@@ -97,7 +101,7 @@ class ServerOptions(_Checked):
 class LabOptions(ServerOptions):
     """The options of `forerun lab`, besides its engine's options. The command starts a server for the lab's page."""
 
-    port: int = option(8001, "0 = one that is free")
+    port: int = inherited(ServerOptions, "port", 8001)
     api_key: str | None = option(None, "what the page asks for", envvar="FORERUN_API_KEY", usual="nothing")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import Any
@@ -52,15 +53,27 @@ STALL_MARGIN_S = 1.0  # so that a route's own limit comes first: it says why the
 BACKLOG = 2048  # connections that the system keeps until they are taken
 MOST_LOG_LINES = 10_000  # that wait to be written
 Pages = Mapping[str, Callable[[LLM], ASGIApp]]  # path, such as /lab -> what makes the application there
+_WAYS_OUT = {  # of errors of the system
+    errno.EADDRINUSE: "end what uses it, or name another --port",
+    errno.EADDRNOTAVAIL: "name an address of this machine as --host; 0.0.0.0 stands for all of them",
+    errno.EACCES: "name a --port of 1024 or more",
+}
 _IN_A_FILE = "write them into a file, each below [models.NAME], and give it with --config"
 Named = tuple[str, EngineConfig]  # a model with the name that a config file gives it
 
 
-def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages | None = None) -> int:
+def run(
+    configs: Seq[EngineConfig | Named],
+    options: ServerOptions,
+    pages: Pages | None = None,
+    opening: Callable[[EngineConfig], Opened] = Opened.of,
+    loading: Callable[[Opened], AbstractContextManager[object]] = nullcontext,
+) -> int:
     """Serve until a signal comes. Returns the exit code. Raises UserError, also where the address is not available.
 
     pages: more applications around the engine of the first model. Their paths below /api need the API key, where there
-    is a key. Their other paths are open.
+    is a key. Their other paths are open. opening: opens a model. loading: makes a display for the time in which a model
+    is loaded.
     """
     check(options)
     models = named(configs, options)
@@ -73,9 +86,9 @@ def run(configs: Seq[EngineConfig | Named], options: ServerOptions, pages: Pages
         opened = refuse_together({names[0]: config for names, config in models}) if len(models) > 1 else {}
         llms = list[tuple[Seq[str], LLM]]()
         for names, config in models:
-            target = opened.get(names[0]) or Opened.of(config)
-            note(f"loading {visible(names[0])}")  # seconds pass until the next line
-            llms.append((names, loaded(target)))
+            target = opened.get(names[0]) or opening(config)
+            with loading(target):
+                llms.append((names, loaded(target)))
         sys.setswitchinterval(SWITCH_S)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             return runner.run(_serve(llms, options, listening, pages or {}))
@@ -137,8 +150,8 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listening.bind(address)
         except OSError as error:
-            message = f"{host}:{port} cannot be served ({error.strerror}): end what uses it, or name another --port"
-            raise BadOption(message) from None
+            way_out = _WAYS_OUT.get(error.errno or 0, "name another --host or --port")
+            raise BadOption(f"{host}:{port} cannot be served ({error.strerror}): {way_out}") from None
         yield listening
 
 

@@ -325,7 +325,7 @@ class Texts:
             if not isinstance(prompt, str) and len(prompt) >= most + (job.params.max_tokens == 0):
                 raise PromptTooLong(
                     f"the prompt has {len(prompt)} tokens and max_seq_len is {most}, so there is no room for an "
-                    "answer: shorten it, or raise max_seq_len"
+                    "answer: shorten it"
                 )
 
     def _with_prediction(self, params: SamplingParams) -> SamplingParams:
