@@ -31,7 +31,7 @@ from forerun.models import named
 from forerun.models.loading import Checkpoint, checked, load_checkpoint, packed_schemes
 from forerun.models.opened import OpenedCheckpoint
 from forerun.models.quantising import QuantisingSource
-from forerun.models.saving import save_checkpoint
+from forerun.models.saving import new_folder, save_checkpoint
 from forerun.models.source import Source, Stored
 from forerun.models.weights import StoredWeights
 from forerun.models.widening import WideShape, widen
@@ -146,27 +146,27 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
     and `grow` raise, and NotFound.
     """
     target = Path(folder_out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadOption(f"the output folder {target} exists and is not empty: name a new one")
-    opened = OpenedCheckpoint.of(folder_in, with_tokenizer=False)
-    opened.fetch_weights()
-    spec, stored = checked(opened.weights, opened.spec, opened.path), StoredWeights(opened.weights, opened.stored_dtype)
-    tokenizer = _grown_tokenizer(spec, opened.folder, shape)
-    config, weights = widen(spec, cast(Mapping[str, HostTensor], stored), shape)
-    opened.close()
-    save_checkpoint(
-        target,
-        config,
-        weights,
-        opened.stored_dtype,
-        end_ids=opened.end_ids,
-        bos_id=opened.raw.get("bos_token_id"),
-        tokenizer_folder=opened.folder,
-        shard_bytes=SHARD_BYTES,
-    )
-    if tokenizer is not None:
-        (target / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    return config
+    with new_folder(target):
+        opened = OpenedCheckpoint.of(folder_in, with_tokenizer=False)
+        opened.fetch_weights()
+        spec = checked(opened.weights, opened.spec, opened.path)
+        stored = StoredWeights(opened.weights, opened.stored_dtype)
+        tokenizer = _grown_tokenizer(spec, opened.folder, shape)
+        config, weights = widen(spec, cast(Mapping[str, HostTensor], stored), shape)
+        opened.close()
+        save_checkpoint(
+            target,
+            config,
+            weights,
+            opened.stored_dtype,
+            end_ids=opened.end_ids,
+            bos_id=opened.raw.get("bos_token_id"),
+            tokenizer_folder=opened.folder,
+            shard_bytes=SHARD_BYTES,
+        )
+        if tokenizer is not None:
+            (target / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        return config
 
 
 def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from forerun.blocks import Spec, difference, itemsize, weight_shapes
-from forerun.errors import UnsupportedModel
+from forerun.errors import BadOption, UnsupportedModel
 from forerun.host_tensor import HostTensor
 from forerun.models import safetensors_file
 from forerun.models.families import family, names_of
@@ -20,6 +21,29 @@ from forerun.models.opened import read_config
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 BEGINNING = ("pad_token_id", "decoder_start_token_id")  # ids of an encoder-decoder that its family writes
 SHARD_BYTES = 4 << 30
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder for the files that a block writes. Where the block fails, remove these files.
+
+    So the same command can be run again. Raises BadOption for a folder that is not empty. An OSError that names no file
+    gets the folder's name.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
+    was_there = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException as error:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not was_there:
+            folder.rmdir()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 def save_checkpoint(

@@ -28,7 +28,7 @@ from forerun.models.opened import OpenedCheckpoint
 from forerun.models.packings import pack
 from forerun.models.quantising import QuantisingSource
 from forerun.models.refusals import CONFIG
-from forerun.models.saving import SHARD_BYTES, write_json, write_weights
+from forerun.models.saving import SHARD_BYTES, new_folder, write_json, write_weights
 from forerun.models.source import Stored
 from forerun.ops.quantised import QuantisedMatrix
 
@@ -52,6 +52,8 @@ def quantise_checkpoint(
     opened.fetch_weights()
     source = opened.weights
     config = checked(source, config, opened.path)
+    if any(stored.scheme is not None for stored in source.tensors.values()):
+        raise BadOption(f"{opened.path} is quantised already: name the unquantised original")
     before = sum(math.prod(stored.shape) * itemsize(stored.dtype) for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, config, quantization), folder, names)
 
@@ -62,22 +64,20 @@ def save_quantised(source: QuantisingSource, folder: Path, names: Names | None =
     names: the published tensor names of the source, where they differ from ours. Raises BadOption for a folder that is
     not empty.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadOption(f"the output folder {folder} exists and is not empty: name a new one")
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict[str, HostTensor]()
-    for name in source.tensors:
-        module, _, ending = name.rpartition(".")
-        theirs = module if names is None else names.published(module)
-        tensors |= {f"{theirs}.{part}": tensor for part, tensor in _tensors(source, name, ending).items()}
-    write_weights(folder, tensors, None, SHARD_BYTES)
-    for pattern in SMALL:
-        for path in source.folder.glob(pattern):
-            to = folder / path.relative_to(source.folder)
-            to.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, to)
-    write_json(folder / CONFIG, {**source.config, "quantization_config": quantization_config(source, names)})
-    return sum(tensor.nbytes for tensor in tensors.values())
+    with new_folder(folder):
+        tensors = dict[str, HostTensor]()
+        for name in source.tensors:
+            module, _, ending = name.rpartition(".")
+            theirs = module if names is None else names.published(module)
+            tensors |= {f"{theirs}.{part}": tensor for part, tensor in _tensors(source, name, ending).items()}
+        write_weights(folder, tensors, None, SHARD_BYTES)
+        for pattern in SMALL:
+            for path in source.folder.glob(pattern):
+                to = folder / path.relative_to(source.folder)
+                to.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, to)
+        write_json(folder / CONFIG, {**source.config, "quantization_config": quantization_config(source, names)})
+        return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, HostTensor]:

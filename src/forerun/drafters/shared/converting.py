@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.drafters.shared.head_files import CONFIG, PICKLES, WEIGHTS
-from forerun.errors import BadOption, NotFound, UnsupportedModel, raising_os_errors, shown
+from forerun.errors import NotFound, UnsupportedModel, raising_os_errors, shown
+from forerun.models.saving import new_folder
 from forerun.text.files import unreadable
 
 
@@ -26,22 +27,22 @@ def convert_head(folder: Path, out: Path) -> int:
     Raises NotFound for a folder without config.json or pickles, UnsupportedModel for a pickle that holds anything but
     named tensors, BadOption for an output folder that is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
-    files = sorted(file for file in folder.glob("*") if file.suffix in PICKLES)
-    if not files or not (folder / CONFIG).is_file():
-        raise NotFound(f"there is no {CONFIG if files else f'file {PICKLES}'} in {folder}: name the folder of a head")
-    tensors = dict[str, Tensor]()
-    for file in files:
-        for name, tensor in _tensors(file).items():
-            if name in tensors:
-                raise UnsupportedModel(f"{file} has the tensor {shown(name)} of another file, too: take one away")
-            tensors[name] = tensor.contiguous().clone()  # names that share memory cannot be saved
-    out.mkdir(parents=True, exist_ok=True)
-    with raising_os_errors():
-        save_file(tensors, out / WEIGHTS, {"format": "pt"})
-    shutil.copyfile(folder / CONFIG, out / CONFIG)
-    return len(tensors)
+    with new_folder(out):
+        files = sorted(file for file in folder.glob("*") if file.suffix in PICKLES)
+        if not files or not (folder / CONFIG).is_file():
+            raise NotFound(
+                f"there is no {CONFIG if files else f'file {PICKLES}'} in {folder}: name the folder of a head"
+            )
+        tensors = dict[str, Tensor]()
+        for file in files:
+            for name, tensor in _tensors(file).items():
+                if name in tensors:
+                    raise UnsupportedModel(f"{file} has the tensor {shown(name)} of another file, too: take one away")
+                tensors[name] = tensor.contiguous().clone()  # names that share memory cannot be saved
+        with raising_os_errors():
+            save_file(tensors, out / WEIGHTS, {"format": "pt"})
+        shutil.copyfile(folder / CONFIG, out / CONFIG)
+        return len(tensors)
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

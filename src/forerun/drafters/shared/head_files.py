@@ -31,6 +31,7 @@ from forerun.host_tensor import Floats, HostTensor
 from forerun.models import hub, named, safetensors_file
 from forerun.models.open_file import OpenFile
 from forerun.models.outline import Beside
+from forerun.models.saving import new_folder
 from forerun.models.saving_quantised import parts_of, said_of
 from forerun.models.source.safetensors import Parts, SafetensorsFolder
 from forerun.ops.model import Model
@@ -229,31 +230,27 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
     Raises BadOption for an output folder that is not empty, for groups that do not divide the rows of a matrix, and for
     a head that is quantised already.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadOption(f"the output folder {out} exists and is not empty: name a new one")
-    config, weights = dict(read_json(folder / CONFIG)), stored(folder)
-    entry, written, scheme = (
-        config.pop("forerun"),
-        dict[str, HostTensor](),
-        scheme_of(quantization.bits, quantization.group),
-    )
-    for name, weight in weights.items():
-        if isinstance(weight, QuantisedMatrix):
-            raise BadOption(f"{folder} is quantised already ({name}: {weight.scheme}): name the unquantised head")
-        if weight.ndim != 2 or name in (*TABLES, PROBE):
-            written[name] = weight
-            continue
-        if weight.shape[1] % scheme.group:
-            raise BadOption(
-                f"quantization={str(quantization)!r} is not possible: groups of {scheme.group} do not divide the "
-                f"{weight.shape[1]} inputs of {name}"
-            )
-        parts = parts_of(quantised(weight, scheme))
-        written |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
-    said = {"quantization_config": said_of(quantization)}
-    save(out, entry["method"], written, {**config, **said}, entry["tokenizer"])
-    before, after = (sum(tensor.nbytes for tensor in some.values()) for some in (weights, written))
-    return before, after
+    with new_folder(out):
+        config, weights = dict(read_json(folder / CONFIG)), stored(folder)
+        entry, written = config.pop("forerun"), dict[str, HostTensor]()
+        scheme = scheme_of(quantization.bits, quantization.group)
+        for name, weight in weights.items():
+            if isinstance(weight, QuantisedMatrix):
+                raise BadOption(f"{folder} is quantised already ({name}: {weight.scheme}): name the unquantised head")
+            if weight.ndim != 2 or name in (*TABLES, PROBE):
+                written[name] = weight
+                continue
+            if weight.shape[1] % scheme.group:
+                raise BadOption(
+                    f"quantization={str(quantization)!r} is not possible: groups of {scheme.group} do not divide the "
+                    f"{weight.shape[1]} inputs of {name}"
+                )
+            parts = parts_of(quantised(weight, scheme))
+            written |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
+        said = {"quantization_config": said_of(quantization)}
+        save(out, entry["method"], written, {**config, **said}, entry["tokenizer"])
+        before, after = (sum(tensor.nbytes for tensor in some.values()) for some in (weights, written))
+        return before, after
 
 
 def tensors(file: Path, names: Container[str] | None = None) -> dict[str, HostTensor]:
