@@ -52,9 +52,8 @@ class Done:
 def said(stderr: str) -> str:
     """Standard error without the lines of a wait, which come where a machine is busy (tests/cli/test_waiting.py)."""
     lines = stderr.splitlines(keepends=True)
-    return "".join(
-        line for line in lines if not re.fullmatch(r"(loading|reading)( .*)?\n|.* tokens? (read|written)\n", line)
-    )
+    waits = r"(opening|loading|reading)( .*)?\n|.* tokens? (read|written)\n"
+    return "".join(line for line in lines if not re.fullmatch(waits, line))
 
 
 def _given(environ: Mapping[str, str]) -> list[str]:

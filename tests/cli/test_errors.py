@@ -34,6 +34,8 @@ CASES = {
     "target_empty": (("generate", "--target", "", "x"), "target='' names nothing: leave target out"),
     "draft_empty": ((*LLAMA, "--draft", ""), "draft='' names nothing: leave draft out"),
     "draft_folder": ((*LLAMA, "--draft", "./nowhere"), "there is no folder"),
+    "draft_file": ((*LLAMA, "--draft", "nowhere.gguf"), "there is no file 'nowhere.gguf'"),
+    "draft_auto": ((*LLAMA, "--draft", "auto:x=1"), "draft='auto:x=1' is not possible: 'auto' has no options"),
     "no_tokenizer": (("generate", "--target", "bare", "x"), "bare"),
     "prompt_file": (("generate", "--target", "llama", "--prompt-file", "no.txt"), "the prompt file 'no.txt' cannot be"),
     "no_prompt": (("generate", "--target", "llama"), "there is no prompt: write it as an argument"),
@@ -89,6 +91,43 @@ def test_a_reader_that_leaves_is_no_error(start: Any, rounds: bool) -> None:
     stderr = run.stderr.read()
     assert run.wait(timeout=60) == 141
     assert stderr == ""
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_an_output_that_cannot_be_written(full: str) -> None:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with open("/dev/full", "w", encoding="utf-8") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "forerun", "models" if full == "stdout" else "modls"],
+            **(streams | {full: file}),
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    if full == "stdout":
+        assert re.fullmatch(r"error: .*No space left on device.*: make room there, or name a file .*\n", done.stderr)
+
+
+def test_a_folder_for_which_there_was_no_room_can_be_written_afterwards(
+    refused: Any, checkpoints: Path, tmp_path: Path
+) -> None:
+    def quantize(limit: str = "unlimited") -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "forerun", "quantize", checkpoints / "llama", tmp_path / "q", "--quantization"]
+        command = ["bash", "-c", f'ulimit -f {limit}; exec "$@"', "bash", *words, "int8:group=16"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = quantize("4")
+    assert (done.returncode, f"error: '{tmp_path / 'q'}" in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "q").exists()
+    assert quantize().returncode == 0
+    again = ("quantize", str(tmp_path / "q"), str(tmp_path / "new"))
+    assert refused(*again).endswith("is quantised already: name the unquantised original")
+
+
+def test_a_context_that_the_model_does_not_have_is_not_asked_for(refused: Any) -> None:
+    assert refused(*LLAMA, "--max-tokens", "999").endswith("shorten the prompt or lower max_tokens")
+    said = refused(*LLAMA, "--max-tokens", "99", "--max-seq-len", "64")
+    assert said.endswith("shorten the prompt or lower max_tokens, or raise max_seq_len")
 
 
 def test_a_cache_that_no_memory_can_hold(cli: Any) -> None:

@@ -318,12 +318,14 @@ class Chat:
                 prompt = self.llm.apply_chat_template(messages, **given)
                 waiting, show = stack.enter_context(Answering(self.llm, len(prompt))), None
                 for chunk in self.llm.stream(prompt, self.params, answer_form=answer_form):
-                    if show is None:
-                        waiting.end()
-                        show = stack.enter_context(_shown(out))
                     ids += chunk.token_ids
                     for part in chunk.parts if chunk.parts is not None else [Text(chunk.text)]:
-                        show(answer.add(part))
+                        text = answer.add(part)
+                        if text and show is None:
+                            waiting.end()
+                            show = stack.enter_context(_shown(out))
+                        if show is not None:
+                            show(text)
                     if chunk.output is not None:
                         answer.finish_reason, answer.tv_price = chunk.finish_reason, chunk.output.report.tv_price
                         answer.num_broken_calls = chunk.output.num_broken_calls
@@ -546,7 +548,7 @@ def _talk(chat: Chat, terminal: bool) -> None:
             leaving.clear()
             continue
         command = text.strip() if text.startswith("/") and not text.startswith("//") else None
-        if command == "/exit":
+        if command is not None and command.removeprefix("/") in LEAVING:
             return
         try:
             if command == "/retry":
@@ -659,7 +661,8 @@ def _piped() -> Iterator[str]:
     while sys.stdin is not None:
         try:
             line = sys.stdin.readline()
-        except UnicodeDecodeError:
+            line.encode()  # which Python reads as other characters, where the environment names no encoding
+        except UnicodeError:
             raise BadOption("a message is not UTF-8 text: convert the input first") from None
         text = line.removesuffix("\n")
         if line and text.endswith("\\"):

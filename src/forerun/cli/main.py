@@ -12,9 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeGuard, cast
 
 import typer
 
@@ -281,8 +281,7 @@ def _print_batch(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded], 
         if len(each) > 1:
             _print_heading(llm, prompt, i + 1)
         _write(f"{_readable(llm, output)}\n")
-        if verbose or len(each) == 1:
-            _note_numbers(llm, output, params, None, verbose)
+        _note_numbers(llm, output, params, None, verbose)
 
 
 def _print_heading(llm: LLM, prompt: flags.Prompt, number: int) -> None:
@@ -368,7 +367,10 @@ def chat(
     ] = False,
     verbose: flags.Verbose = False,
 ) -> None:
-    """Talk to a model. Answers go to standard output; their speed and acceptance to standard error."""
+    """Talk to a model. Answers go to standard output; their speed and acceptance to standard error.
+
+    From a pipe, each line is a message: `forerun generate --prompt-file` reads a text as a whole.
+    """
     sampling["max_tokens"] = max_tokens
     flags.sampling_params(sampling, {"max_tokens": None})
     refuse_a_message(target)
@@ -472,14 +474,31 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    code = 0
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments), commands, name)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The process that read our output has ended. Python would report it again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more(sys.stdout)
         code = BROKEN_PIPE
+    except OSError as error:
+        _write_no_more(sys.stdout)
+        code = code or _fail(f"the output cannot be written ({error.strerror or error}): {_way_out(error)}", 2)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _write_no_more(sys.stderr)
     sys.exit(code)
+
+
+def _write_no_more(stream: TextIO) -> None:
+    """Let a stream that cannot be written lead nowhere. Python would report it again when it flushes at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _way_out(error: OSError) -> str:
+    return f"{'make room there, or name' if error.errno in FULL else 'name'} a file or folder that can be used"
 
 
 def _open_what_is_closed() -> None:
@@ -509,8 +528,7 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
         raise
     except OSError as error:
         about = f"{str(error.filename)!r}: " if error.filename else ""
-        way_out = "make room there, or name" if error.errno in FULL else "name"
-        return _fail(f"{about}{error.strerror or error}: {way_out} a file or folder that can be used", 2)
+        return _fail(f"{about}{error.strerror or error}: {_way_out(error)}", 2)
     except (typer.Abort, KeyboardInterrupt):
         return ABORTED
     except _USAGE_ERROR as error:
@@ -529,5 +547,6 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
 def _fail(message: str, code: int) -> int:
     from forerun.text.terminal import note
 
-    note(f"error: {' '.join(message.split())}")
+    with suppress(OSError):  # nobody can be told
+        note(f"error: {' '.join(message.split())}")
     return code

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from forerun import ops
 from forerun.config import AUTO, Quantization
-from forerun.errors import BadOption
+from forerun.errors import BadOption, NotFound, shown
 from forerun.models import named
 from forerun.registry import by_value, load, make_options, names, parse_spec, unwrapped
 from forerun.types import Budget, Coins, Draft, Next, Sequence
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+_FILES = (".gguf", ".safetensors")  # how the names of files of models end
 WITHOUT_MODEL = "suffix:shape=tree"  # auto means this where nothing better is known; see docs/which-draft.md
 BY_MODEL = "model"  # auto means this where a draft model belongs to the target
 
@@ -399,10 +400,14 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
     if spec == "auto":
         spec = auto
     bare = unwrapped(spec)
+    if bare.startswith("auto:"):
+        raise BadOption(f"draft={shown(spec)} is not possible: 'auto' has no options; name the drafter itself")
     is_method = bare.partition(":")[0] in names(__name__)
     is_path = "/" in spec or os.sep in spec or (looks and (os.path.exists(spec) or named.find(spec) is not None))
     if not is_method and not is_path and (there := by_value("draft", spec.partition(":")[0])):
         raise BadOption(there)
+    if not is_method and not is_path and looks and spec.endswith(_FILES):
+        raise NotFound(f"there is no file {shown(spec)}: check the name")
     # A folder's name may have a colon in it, so the folder is looked for before the spec is split at its colon.
     name, options = ("model", {"path": spec}) if is_path and not is_method else parse_spec(bare)
     return name, make_options(load(__name__, name, "drafter").Options, options, name)

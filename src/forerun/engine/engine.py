@@ -362,16 +362,17 @@ class Engine:
         cache = self.runner.cache
         room = min(self.max_seq_len, cache.num_blocks * cache.block_tokens)
         max_len = max(room, len(ids) + 1) if params.max_tokens is None else len(ids) + params.max_tokens
+        can_grow = self.max_seq_len < self.runner.model.config.max_positions
         begins = f"the answer begins with {len(ids)}" if self.start_ids else f"the prompt has {len(ids)}"
         if len(ids) >= self.max_seq_len and params.max_tokens != 0:
             raise PromptTooLong(
                 f"{begins} tokens and max_seq_len is {self.max_seq_len}, so there is no room for an "
-                "answer: shorten the prompt, such as a conversation's beginning, or raise max_seq_len"
+                f"answer: shorten the prompt, such as a conversation's beginning{', or raise max_seq_len' * can_grow}"
             )
         if max_len > self.max_seq_len:
             raise PromptTooLong(
                 f"{begins} tokens and max_tokens={params.max_tokens}, but max_seq_len is "
-                f"{self.max_seq_len}: shorten the prompt, lower max_tokens or raise max_seq_len"
+                f"{self.max_seq_len}: shorten the prompt or lower max_tokens{', or raise max_seq_len' * can_grow}"
             )
         return max_len
 

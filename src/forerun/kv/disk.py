@@ -39,7 +39,7 @@ import numpy as np
 import xxhash
 
 from forerun import native
-from forerun.errors import BadOption
+from forerun.errors import BadOption, shown
 from forerun.host_tensor import HostTensor
 from forerun.kv.segments import (
     ENTRIES,
@@ -150,14 +150,14 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
 def clear(path: Path, model: str | None = None) -> int:
     """Remove the shelves of a model, and return how many bytes they had. model: None = all models.
 
-    Raises BadOption where the folder is not a folder of kv_disk.
+    Raises BadOption where the folder is not a folder of kv_disk, and for a model of which nothing is kept.
     """
-    num_bytes = 0
-    for one in kept(path):
-        if model is None or one.model == model:
-            num_bytes += one.num_bytes
-            shutil.rmtree(one.path, ignore_errors=True)
-    return num_bytes
+    shelves = [one for one in kept(path) if model in (None, one.model)]
+    if model is not None and not shelves:
+        raise BadOption(f"nothing is kept of {shown(model)}: `forerun cache list` shows the models")
+    for one in shelves:
+        shutil.rmtree(one.path, ignore_errors=True)
+    return sum(one.num_bytes for one in shelves)
 
 
 def _shelves(path: Path) -> list[Path]:
