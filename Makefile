@@ -112,12 +112,12 @@ test: lint  ## check, all tests except the long comparison, and without ARGS tes
 # What a change breaks most often: rules, sampling, grammars, texts, caches, pacing, and the house's own words.
 FAST_TESTS := tests/verify tests/sampling tests/pacing tests/text tests/kv \
 	tests/house/test_house.py tests/house/test_wrong_changes.py tests/house/test_site.py
-# Simulations, and lives drawn at random: a third of the time.
-SIMULATIONS := tests/pacing/test_stopping.py tests/pacing/test_auto_regret.py tests/kv/test_prefix_fuzz.py \
-	tests/text/test_call_grammars.py
+# Simulations, lives drawn at random, processes that are killed: half of the time.
+SLOW_TESTS := tests/pacing/test_stopping.py tests/pacing/test_auto_regret.py tests/kv/test_prefix_fuzz.py \
+	tests/text/test_call_grammars.py tests/verify/test_joint.py tests/kv/test_disk.py tests/kv/test_disk_uses.py
 
-test-fast: lint  ## lint and the tests that need no server, no training and no simulation, in less than two minutes
-	$(PYTEST) $(IN_PARALLEL) $(FAST_TESTS) $(addprefix --ignore=,$(SIMULATIONS)) $(ARGS)
+test-fast: lint  ## lint and the tests that need no server and are short, in less than two minutes
+	$(PYTEST) $(IN_PARALLEL) $(FAST_TESTS) $(addprefix --ignore=,$(SLOW_TESTS)) $(ARGS)
 
 test-light: $(LIGHT) $(NATIVE)  ## what works without torch: a text, commands, a served request
 	PYTHONPATH=src $(LIGHT)/bin/python tests/light/check.py
