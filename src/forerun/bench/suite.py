@@ -202,7 +202,10 @@ class Measuring:
                             raise type(error)(f"{conversation.id}: {error}") from error
 
     def _longest(self, llm: LLM, conversation: Conversation) -> list[int]:
-        """Return a prompt as long as a conversation's last prompt, if all earlier answers have the greatest length."""
+        """Return a prompt that is as long as the last prompt of a conversation can become.
+
+        It counts `max_tokens` tokens for each earlier answer. Only its length matters: one id stands for all answers.
+        """
         messages = list[Message]()
         for turn in conversation.turns:
             messages += [*turn, {"role": "assistant", "content": ""}]

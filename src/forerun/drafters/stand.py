@@ -92,9 +92,10 @@ class Table:
         return len(self._places)
 
     def find(self, context: Seq[int], longest: int) -> tuple[Ids, Rows] | None:
-        """Return ids in ascending order, and their mean logits, after the longest known suffix of a context.
+        """Look up the longest known suffix of a context. Return the ids kept for it, ascending, and their mean logits.
 
-        None if no suffix is known. longest: the most tokens of a suffix.
+        Returns None if no suffix is known. A suffix without computed logits has one id, with mean 0. longest: the
+        largest number of tokens in a suffix.
         """
         for length in range(min(longest, len(context)), 0, -1):
             place = self._places.get(tuple(context[-length:]))

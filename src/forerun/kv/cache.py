@@ -248,9 +248,9 @@ class BlockCache(BlockTables):
         return keeper.fetch(slot, missing)
 
     def _lacks_blocks(self, keys: Seq[Key]) -> int:
-        """Return how many blocks the cache lacks to hold the blocks with these prefix keys.
+        """Return how many blocks are lacking for these prefix keys, in the kind of layers that lacks most.
 
-        If there are enough blocks and only room for a state is lacking, return 1.
+        Return 1 if there are enough blocks, but no room for the state. Return 0 if nothing is lacking.
         """
         few = max(kind.lacks_blocks(keys) for kind in self.kinds)
         return few if few or self.states is None else int(not self.states.holds(keys[-1]) and not self.states.has_place)
@@ -361,9 +361,10 @@ class BlockCache(BlockTables):
         return self.states.cut_length(slot, length, self._keys(slot), can_cut)
 
     def check_integrity(self) -> None:
-        """Check the blocks of each kind and the states, and that no kind has less room than the widest kind.
+        """Check the block tables of each kind of layers, and the states of recurrent layers.
 
-        Raises InternalError where one of these checks fails.
+        Also check that every kind has room for at least as many tokens as the kind with the widest window. Raises
+        InternalError where a check fails.
         """
         super().check_integrity()
         for kind in self.kinds[1:]:

@@ -252,9 +252,9 @@ class StateTables:
         return line.state
 
     def publish_awaited(self, slot: int, states: Mapping[Key, int]) -> None:
-        """Publish the state for which `await_state` took an index, if the state was written, and end the slot.
+        """Publish the state that a slot awaited, and end the slot. If no state was written, only end the slot.
 
-        states: the index of the written state, by prefix key; empty if no state was written.
+        states: the index of the written state (see `await_state`), by prefix key; empty if no state was written.
         """
         for key, state in states.items():
             if key not in self._state_of:

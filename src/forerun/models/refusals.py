@@ -130,10 +130,11 @@ def refuse_slow_tokenizer(names: Collection[str], where: str) -> None:
 
 
 def refuse_code(raw: Mapping[str, Any], known: Collection[str], computed: str | None = None) -> None:
-    """Raise if config.json names Python code of the checkpoint for its model, or any code for an unknown model_type.
+    """Raise UnsupportedModel if config.json asks for Python code that comes with the checkpoint (`auto_map`).
 
-    known: the model_types that forerun reads. computed: the class in such code that is allowed, because forerun
-    computes the same; None = no class.
+    For a model_type that forerun knows, only code for the model itself is refused. For any other model_type, all code
+    is refused. known: the model_types that forerun reads. computed: the model class that is not refused for a known
+    model_type, because forerun computes the same; None = no class.
     """
     auto_map = raw.get("auto_map")
     classes = auto_map if isinstance(auto_map, Mapping) else {}

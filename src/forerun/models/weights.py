@@ -60,10 +60,10 @@ class StoredWeights(Mapping[str, HostTensor | QuantisedMatrix]):
             yield rows
 
     def _checked(self, name: str, matrix: QuantisedMatrix) -> QuantisedMatrix:
-        """Return a matrix that raises UnsupportedModel, while it is read, if some weight would not be finite.
+        """Return the same matrix, checked while it is read. Reading raises UnsupportedModel if a weight is not finite.
 
-        It checks scales and minimums, and 8-bit floats for NaN. Before a scale is checked, it is multiplied by the
-        largest number that it may meet, because a float32 scale can be finite although its product with a code is not.
+        Scales and minimums are checked, and 8-bit floats are checked for NaN. A finite float32 scale can overflow when
+        it is multiplied by a code. So each scale is first multiplied by the largest code, and the product is checked.
         """
         most = np.float32(matrix.scheme.most)
 

@@ -280,7 +280,7 @@ def _name(tokens: dict[int, str], token_id: int) -> str:
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> str:
-    """Return the decoder part of tokenizer.json as text; '' where there is none."""
+    """Return the decoder's representation as text, which names its types; '' where there is no decoder."""
     return repr(backend.decoder) if backend.decoder is not None else ""
 
 

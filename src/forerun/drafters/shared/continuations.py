@@ -164,11 +164,14 @@ def grow(
 ) -> Guess:
     """Make a guess of at most `num_nodes` nodes from the tokens that followed the occurrences of a suffix.
 
-    rows: for each occurrence, the `num_nodes` tokens that followed, perhaps with END_OF_TEXT. A row is shorter where it
-    reaches the end of the text that is being continued. The drafted tokens then continue the row, so "ab ab ab" goes
-    on. The probability of a node is its share of the rows; nodes below `min_prob` are left out. Nodes come best
-    first, and nodes of equal probability come in the order in which they were found. A chain takes the most frequent
-    token at each depth; of equally frequent tokens the one in the first row wins. Nothing follows an end id.
+    rows: for each occurrence, the next `num_nodes` tokens. Nothing is guessed after an END_OF_TEXT in a row. A row
+    is shorter if it reaches the end of the text that is being continued. Such a row goes on with the guessed
+    tokens, so that a repetition like "ab ab ab" is continued. end_ids: ids after which nothing is guessed.
+
+    The probability of a node is the share of rows that begin with the node's path. Nodes below `min_prob` are left
+    out. The likeliest node comes first, and equally likely nodes stay in the order in which they were found. If
+    `is_tree` is false, the guess is a chain: at each depth, only the most frequent next token is kept. Among
+    equally frequent tokens, the one in the earliest row is kept.
     """
     guess = Guess()
     open_nodes: list[tuple[float, int, int, list[int], Seq[Seq[int]]]] = []  # -prob, number, parent, path, rows

@@ -11,7 +11,7 @@ from forerun.models.naming import Gguf, Own, biases_of
 
 
 def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for biases and for the window.
+    """Return further keys of config.json: biases, the activation, and the window.
 
     GGUF files of Mistral models name the architecture llama, too. A file with a sliding window is taken as Mistral's.
     """

@@ -268,7 +268,10 @@ class CpuModel:
         return Passed(out, inner, num_experts)
 
     def _cached(self, batch: RaggedBatch, cache: BlockCache | None) -> tuple[list[list[int]], Any]:
-        """Return the runs of a pass encoded as integers, and the KV pools. Without a cache, the pools keep no rows."""
+        """Encode the runs of a pass as integers, one list for each kind of layers. Return the lists and the KV pools.
+
+        Without a cache, there is one list, and the pools keep no rows.
+        """
         if cache is not None:
             return [run_numbers(batch, kind.tables(batch)) for kind in cache.kinds], cache.pools.native
         tables = [list(batch.run(b)) for b in range(len(batch.slots))]

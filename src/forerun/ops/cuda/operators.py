@@ -64,9 +64,9 @@ class Tiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, itemsize: int, times: int = 1) -> Tiles:
-        """Return the tiles of a matrix. They do not depend on the number of rows of a pass.
+        """Return how to cut a matrix into tiles. This does not depend on the number of rows of a pass.
 
-        times: the number of matrices of this size by which a row is multiplied at once.
+        times: how many matrices of this size each row is multiplied by in one call, such as its experts' ones.
         """
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:

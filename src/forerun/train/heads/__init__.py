@@ -232,7 +232,7 @@ class Batch:
     def inside(self) -> Tensor:
         """Whether another token of the same text follows, [S, L] bool.
 
-        A text's last token is not run while the target writes, so its recorded features are zeros.
+        The target writes a text's last token without running it, so the features recorded for that token are zeros.
         """
         inside = (self.text == shifted(self.text, 1)) & (self.text >= 0)
         inside[:, -1] = False

@@ -54,7 +54,10 @@ class Head(medusa.Head):
         return {**numbers, "hydra_head_arch": "mlp", "grounded_heads": True}
 
     def rows(self, head: int, batch: Batch, learned: Tensor) -> Tensor:
-        """Return the output of one head's blocks for the rows that learn and the tokens after them, [R, H]."""
+        """Return the output of one head's blocks for each row that learns, [R, H].
+
+        The blocks read the row's hidden state and the embeddings of the `head + 1` tokens after it.
+        """
         tokens = [shifted(batch.ids, j)[learned] for j in range(1, head + 2)]
         embedded = [F.embedding(ids, self._teacher.embeddings) for ids in tokens]
         x, at = torch.cat((batch.hidden[learned].float(), *embedded), -1), f"hydra_mlp.{head}."

@@ -84,7 +84,10 @@ class Head:
         return weights, {"num_look_ahead": self.options.vectors, "hidden_size": self._rows.shape[1]}
 
     def _heads(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for each vector: which rows learn [S, L], the vector's logits and the target's, float32 [R, V]."""
+        """Yield for each look-ahead vector the tokens it learns after, its logits, and the target's logits.
+
+        The tokens are bool [S, L]. The logits are float32 [R, V], one row for each token.
+        """
         length = batch.ids.shape[1]
         places = torch.arange(min(self.options.every, length) - 1, length, self.options.every)
         is_place = torch.zeros(length, dtype=torch.bool)
