@@ -54,8 +54,11 @@ def plan(
     config = flags.engine_config({**engine, "target": target})
     if shape is not None or draft_shape is not None:  # without a target, the shipped pair is widened
         config = dataclasses.replace(config, target=config.target or PAIR)
-    models = Models.of(config, shape, draft_shape)
-    opened, planned = models.plan(None if memory is None else parse_bytes(memory))
+    from forerun.cli.waiting import OPENING_S, Waiting
+
+    with Waiting("reading what the files say of themselves", OPENING_S):
+        models = Models.of(config, shape, draft_shape)
+        opened, planned = models.plan(None if memory is None else parse_bytes(memory))
     settings = models.settings(opened)
     if as_json:
         typer.echo(json.dumps({**settings, **plan_dict(planned), "unchecked": models.unchecked}))

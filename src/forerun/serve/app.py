@@ -153,7 +153,7 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 
     @app.get("/health", responses=openapi.ERRORS)
     async def health(request: Request) -> JSONResponse:
-        """Whether the engine is sound; what is not should be restarted."""
+        """Whether the engine is sound. A server should be restarted if its engine has failed."""
         if (failure := services.failure) is not None:
             why = {"message": str(failure)} if origins.knows(dict(request.scope["headers"])) else {}
             return JSONResponse({"status": "failed", **why}, 503)
