@@ -109,8 +109,6 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
     )
     with progress_bar() as progress:
         turns = _probe(bench, begun + 60 * plan.minutes * PROBE_SHARE, progress)
-        if (num_used := sum(map(len, bench.groups))) < num_prompts:
-            console.print(f"There was time for the first {num_used} of them: more --minutes, or fewer prompts, use all")
         progress.add_task("what passes take", total=None)
         curve = bench.pass_times()
         passes = Passes(lambda rows: float(curve.ratio(rows)), _together(turns))
@@ -118,8 +116,10 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
             passes.add(turn.plain.steps, turn.drafted.steps)
         predictors = {spec: Predictor(spec_turns, passes, bench.runs_model(spec)) for spec, spec_turns in turns.items()}
         contenders = _race(bench, predictors, passes, begun + 60 * plan.minutes, progress)
-    num_prompts = sum(map(len, bench.groups))
-    chosen, doubt = chosen_of(contenders, num_prompts)
+    num_used = sum(map(len, bench.groups))
+    if num_used < num_prompts:
+        console.print(f"There was time for the first {num_used} of them: more --minutes, or fewer prompts, use all")
+    chosen, doubt = chosen_of(contenders, num_used)
     return Found(
         predictions={spec: predictor.all() for spec, predictor in predictors.items()},
         contenders=contenders,
@@ -132,7 +132,7 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
         pass_s=curve.one_row_s,
         curve={int(rows): float(ratio) for rows, ratio in zip(curve.widths, curve.ratio(curve.widths), strict=True)},
         v={int(rows): passes.v(rows) for rows in curve.widths if rows >= plan.concurrency},
-        num_prompts=num_prompts,
+        num_prompts=num_used,
         seconds=time.monotonic() - begun,
     )
 
