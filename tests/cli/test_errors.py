@@ -121,7 +121,7 @@ def test_a_folder_for_which_there_was_no_room_can_be_written_afterwards(
     assert not (tmp_path / "q").exists()
     assert quantize().returncode == 0
     again = ("quantize", str(tmp_path / "q"), str(tmp_path / "new"))
-    assert refused(*again).endswith("is quantised already: name the unquantised original")
+    assert refused(*again).endswith(": name the unquantised original")
 
 
 def test_a_context_that_the_model_does_not_have_is_not_asked_for(refused: Any) -> None:

@@ -52,8 +52,11 @@ def quantise_checkpoint(
     opened.fetch_weights()
     source = opened.weights
     config = checked(source, config, opened.path)
-    if any(stored.scheme is not None for stored in source.tensors.values()):
-        raise BadOption(f"{opened.path} is quantised already: name the unquantised original")
+    for tensor, stored in source.tensors.items():
+        if stored.scheme is not None:
+            raise BadOption(
+                f"{opened.path} is quantised already ({tensor}: {stored.scheme}): name the unquantised original"
+            )
     before = sum(math.prod(stored.shape) * itemsize(stored.dtype) for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, config, quantization), folder, names)
 
