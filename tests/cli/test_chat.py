@@ -112,7 +112,7 @@ def test_a_conversation_in_a_terminal(terminal: Any, talker: Path) -> None:
     for typed, answer in (
         ("hello", NUMBERS),
         ("/help", "forget the conversation"),
-        ("/nonsense now", "there is no command /nonsense: /help lists them"),
+        ("/hlep now", "did you mean '/help'"),
         ("two \\\rlines", NUMBERS),
         ("quit", "to leave, type /exit or Ctrl-D; quit is sent to the model if you type it again"),
         ("quit", NUMBERS),

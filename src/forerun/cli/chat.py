@@ -59,6 +59,7 @@ KEPT = "The conversation is kept: forerun chat --continue, with the same options
 NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its first answer"
 LEFT_OUT = "the answer has a call of a tool that is not whole, which was left out"
 FORGOTTEN = "nothing was answered, so this message is forgotten"
+COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
 LEAVING = frozenset(("exit", "quit", "bye", "q", ":q"))  # what people type to leave
 HOW_TO_LEAVE = "to leave, type /exit or Ctrl-D; {0} is sent to the model if you type it again"
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -223,7 +224,8 @@ class Chat:
         """
         file = Path(name).expanduser()
         if not name or file.is_dir():
-            raise BadOption("there is no file to write: write /save FILE.md or /save FILE.jsonl")
+            what = f"{name} is a folder" if name else "there is no file to write"
+            raise BadOption(f"{what}: write /save FILE.md or /save FILE.jsonl")
         if file.exists() and not overwrites and file.resolve() not in self._saved:
             raise BadOption(f"{name} is there already: name another file, or write /save! {name}")
         if file.suffix.lower() == ".md":
@@ -245,12 +247,14 @@ class Chat:
         last = self.kept.last() if self.kept is not None and not name else None
         if self.kept is not None and not name and last is None:
             raise BadOption(NONE_KEPT)
+        if last is None and not name:
+            raise BadOption("there is no file to read: write /load FILE.jsonl")
         file = last or Path(name).expanduser()
         try:
             messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
             roles = [(message["role"], message["content"]) for message in messages]
         except OSError as error:
-            raise BadOption(f"{name or 'no file'} cannot be read ({error.strerror}): write /load FILE.jsonl") from None
+            raise BadOption(f"{name or file} cannot be read ({error.strerror}): write /load FILE.jsonl") from None
         except (ValueError, TypeError, KeyError):
             raise BadOption(f"{name} holds no conversation: load what /save FILE.jsonl wrote") from None
         self._opening = [message for message in messages[:1] if message["role"] == "system"]
@@ -585,7 +589,7 @@ def _obey(chat: Chat, command: str) -> str:
     if name == "/reset":
         chat.reset()
         return "the conversation is forgotten"
-    return HELP if name == "/help" else f"there is no command {name}: /help lists them"
+    return HELP if name == "/help" else unknown("command", name, COMMANDS)
 
 
 def _typed() -> Iterator[str]:

@@ -40,6 +40,7 @@ def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
 OLLAMA = {
     "run": "forerun chat MODEL is a conversation, and forerun generate answers one text",
     "pull": "a model of the hub is fetched when it is first used, as by forerun chat org/name",
+    "download": "a model of the hub is fetched when it is first used, as by forerun chat org/name",
     "list": "forerun models lists the models that have a name, and what is here of them",
     "ls": "forerun models lists the models that have a name, and what is here of them",
     "show": "forerun plan --target MODEL says what a model takes, and forerun doctor what this machine has",

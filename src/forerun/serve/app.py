@@ -174,8 +174,8 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer an error that Starlette raises, for example for an unknown route or method."""
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    hint = {404: _no_route(path, request.app), 405: f"{path} wants another method: /openapi.json lists the routes"}
+    path, takes = request.scope["path"], (error.headers or {}).get("Allow", "another method")
+    hint = {404: _no_route(path, request.app), 405: f"{path} takes {takes}: /openapi.json lists the routes"}
     refused = Refused(hint.get(error.status_code, str(error.detail)), status=error.status_code)
     return _refusing(errors_of(path), refused, request.scope[RECORD]["request_id"], error.headers or {})
 
