@@ -1,11 +1,14 @@
 """The command in a terminal of a given width, as a process of its own."""
 
 import os
+import re
 import sys
 
 import pexpect
 
 import processes
+
+WAIT = r"\x1b\[\?25l.*?\x1b\[\?25h(\r?\x1b\[1A\x1b\[2K)*"  # what a spinner draws, where a machine is slow
 
 
 def in_a_terminal(width: int, *arguments: str, kind: str = "xterm-256color") -> str:
@@ -16,4 +19,4 @@ def in_a_terminal(width: int, *arguments: str, kind: str = "xterm-256color") -> 
     child = processes.spawn(command, encoding="utf-8", timeout=90, env=env, dimensions=(50, width))
     child.expect(pexpect.EOF)
     child.close()
-    return str(child.before).replace("\r\n", "\n")
+    return re.sub(WAIT, "", str(child.before).replace("\r\n", "\n"), flags=re.DOTALL)

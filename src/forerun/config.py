@@ -16,7 +16,7 @@ from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import BadOption, NotFound, shown
+from forerun.errors import BadOption, NotFound, UserError, shown
 from forerun.native import VARIABLES
 from forerun.params import SamplingParams
 from forerun.registry import by_name, by_value, checked, option, stated, unknown, with_fields
@@ -443,7 +443,7 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
     use = given.pop(_USE, None)
     use = _SWITCH.get(use.lower(), use) if isinstance(use, str) else use
     if use is not None and not isinstance(use, bool):
-        raise BadOption(f"{_USE}={shown(use)} is not possible: it must be True, False or None")
+        raise BadOption(f"{_USE}={shown(use)} is not possible: it must be true or false, or be left out")
     if use is False:
         _set(given, "draft", _OFF, f"{_USE}=False")
     if use is True:
@@ -547,9 +547,12 @@ def _read_file(path: str) -> dict[str, Any]:
         if not file.exists():
             raise NotFound(f"the config file {path!r} does not exist")
         if not file.is_file() or file.stat().st_size > MOST_CONFIG_BYTES:
-            raise BadOption(f"the config file {path!r} cannot be read (no file of at most 1 MB): name a {form} file")
+            why = "it is no file" if not file.is_file() else "it has more than 1 MB"
+            raise BadOption(f"the config file {path!r} cannot be read ({why}): name a {form} file")
         text = file.read_text(encoding="utf-8")
         options = json.loads(text) if form == "JSON" else tomllib.loads(text)
+    except UserError:
+        raise
     except OSError as error:
         raise BadOption(f"the config file {path!r} cannot be read ({error.strerror}): name a {form} file") from None
     except (ValueError, RecursionError) as error:  # of another form, or not UTF-8

@@ -190,7 +190,6 @@ class SamplingParams:
         kind=INTEGER,
         unit="tokens",
         min=0,
-        range="at least 0, or None",
         suggested="max_new_tokens",
         python="tokens to generate at most; 0 = the prompt is read, and scored for prompt_logprobs; None = as far as "
         "max_seq_len goes",

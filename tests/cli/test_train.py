@@ -77,7 +77,7 @@ REQUIRED = {"lm": {"--out"}, "head": {"--out", "--method", "--samples"}, "drafte
 def test_the_flags_of_a_command_and_their_defaults(name: str) -> None:
     group: Any = typer.main.get_command(app)
     params = group.commands[name].params
-    assert {param.opts[0]: param.default for param in params} == {f"--{k}": v for k, v in FLAGS[name].items()}
+    assert {param.opts[0].removeprefix("--"): param.default for param in params} == FLAGS[name]
     assert {param.opts[0] for param in params if param.required} == REQUIRED[name]
     assert {param.opts[0] for param in params if param.multiple} <= {"--after", "--questions", "--text"}
     assert all(len(param.help) >= 10 for param in params)

@@ -95,7 +95,7 @@ def test_every_command_that_is_shown_starts_a_server(
     file = tmp_path / "models.toml"  # which the page has
     file.write_text('[models.small]\ntarget = "shipped"\n', encoding="utf-8")
 
-    def run(configs: list[EngineConfig], options: ServerOptions, pages: Any) -> int:
+    def run(configs: list[EngineConfig], options: ServerOptions, pages: Any, *_: Any) -> int:
         server.check(options)
         started.append(options)
         return 0
@@ -112,7 +112,7 @@ def test_every_command_that_is_shown_starts_a_server(
 def test_an_option_of_the_server_is_one_field(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each field with a help text is a flag that reaches the server; what is not given has the field's default."""
     started: list[ServerOptions] = []
-    monkeypatch.setattr(server, "run", lambda config, options, pages: started.append(options) or 0)
+    monkeypatch.setattr(server, "run", lambda config, options, *_: started.append(options) or 0)
     line = (
         "--host 0.0.0.0 --port 0 --api-key k --allow-host a --allow-host b --allow-origin https://a "
         "--served-model-name x --ignore-unsupported --metrics-prefix vllm --log-format json --log-level debug "

@@ -31,9 +31,10 @@ OUTPUT_HELP = "answers, appended one per line as they come; what is there alread
 
 
 def batch(
-    engine: Annotated[Given, flags.engine()],
+    engine: Annotated[Given, flags.engine(leave_out=("target",))],
     requests: Annotated[Path, typer.Argument(help=INPUT_HELP, metavar="IN.JSONL", show_default=False)],
     answers: Annotated[Path, typer.Argument(help=OUTPUT_HELP, metavar="OUT.JSONL", show_default=False)],
+    target: flags.TargetArgument = None,
     redo_changed: Annotated[bool, typer.Option("--redo-changed", help=REDO_HELP)] = False,
     retry_refused: Annotated[bool, typer.Option("--retry-refused", help=RETRY_HELP)] = False,
     served_model_name: Annotated[list[str] | None, typer.Option(help=SERVED_HELP, show_default=False)] = None,
@@ -46,7 +47,7 @@ def batch(
 
     Exit code 2: a request was refused (its line says why), or nothing was run.
     """
-    config = flags.engine_config(engine)
+    config = flags.engine_config({**engine, "target": target})
     place = _place(ray_engines, ray_cpus, ray_gpus) if ray else None
     if not ray and (ray_engines is not None or ray_cpus is not None or ray_gpus):
         raise BadOption("--ray-engines, --ray-cpus and --ray-gpus say how --ray is done: give it, too, or none of them")

@@ -40,8 +40,9 @@ def keep(record: Mapping[str, Any], file: Path | None) -> None:
 
 @app.command()
 def latency(
-    engine: Annotated[Given, flags.engine("target", "ignore_config_keys", *flags.MODEL)],
+    engine: Annotated[Given, flags.engine("ignore_config_keys", *flags.MODEL)],
     plan: Annotated[Given, Fields(LatencyPlan, is_plan=True)],
+    target: flags.TargetArgument = None,
     workload: Annotated[
         str | None,
         typer.Option(
@@ -55,18 +56,19 @@ def latency(
     from forerun.bench import latency as bench
 
     wanted, options = bench.planned(workload, plan)
-    given = {**options, **{k: v for k, v in engine.items() if v is not None}}
+    given = {**options, **{k: v for k, v in {**engine, "target": target}.items() if v is not None}}
     keep(bench.run(flags.engine_config(given), wanted), json_file)
 
 
 @app.command()
 def methods(
-    engine: Annotated[Given, flags.engine("target", "ignore_config_keys", "spec_length", *flags.MODEL, "max_seq_len")],
+    engine: Annotated[Given, flags.engine("ignore_config_keys", "spec_length", *flags.MODEL, "max_seq_len")],
     plan: Annotated[Given, Fields(MethodsPlan, is_plan=True)],
+    target: flags.TargetArgument = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare plain decoding with drafters, pacing policies and rules on six kinds of work, and check the texts."""
-    config = flags.engine_config(engine)
+    config = flags.engine_config({**engine, "target": target})
     from forerun.bench import methods as bench
 
     keep(bench.run(config, MethodsPlan(**_once_each(plan))), json_file)
@@ -75,12 +77,13 @@ def methods(
 @app.command()
 def suite(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(suites.names())}", show_default=False)],
-    engine: Annotated[Given, flags.engine("target", "ignore_config_keys", "spec_length", *flags.MODEL, "max_seq_len")],
+    engine: Annotated[Given, flags.engine("ignore_config_keys", "spec_length", *flags.MODEL, "max_seq_len")],
     plan: Annotated[Given, Fields(SuitePlan, is_plan=True)],
+    target: flags.TargetArgument = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare plain decoding with what the engine does by default on a public benchmark, and check the texts."""
-    config = flags.engine_config(engine)
+    config = flags.engine_config({**engine, "target": target})
     from forerun.bench import suite as bench
 
     keep(bench.run(config, SuitePlan(**_once_each(plan)), name), json_file)

@@ -73,14 +73,13 @@ def _folder(given: Path | None, kv_disk: str | None) -> Path:
     """
     from forerun.kv.disk import Limit, default_path
 
-    if kv_disk is None and given is None and not default_path().exists():
+    if given is not None and kv_disk is not None:
+        raise BadOption("--folder and --kv-disk both name the folder: drop one of them")
+    path = given or (default_path() if kv_disk is None else Limit.parse(kv_disk).path)
+    if given is None and not path.exists():
         typer.echo("Nothing is kept yet: commands with --kv-disk 20GB keep what they read.")
         raise typer.Exit
-    if kv_disk is None:
-        return given or default_path()
-    if given is not None:
-        raise BadOption("--folder and --kv-disk both name the folder: drop one of them")
-    return Limit.parse(kv_disk).path
+    return path
 
 
 def _shown(text: str) -> str:

@@ -26,7 +26,7 @@ BATCH = 8  # sequences that run together by default
 def certify(
     engine: Annotated[Given, flags.engine("ignore_config_keys", "draft", "max_batch_size", *flags.MODEL)],
     target: flags.TargetArgument = None,
-    minutes: Annotated[float, typer.Option(help="that it may take; more find smaller deviations")] = 10.0,
+    minutes: Annotated[float, typer.Option(help="beyond those of the toys; more find smaller deviations")] = 10.0,
     seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
     mutant: Annotated[str | None, typer.Option(help=MUTANT_HELP, show_default=False)] = None,
     part: Annotated[

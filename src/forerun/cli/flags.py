@@ -247,6 +247,8 @@ def engine_config(flags: Mapping[str, Any], **usual: Any) -> EngineConfig:
 
     An option that is set nowhere has its default. usual: the command's own values in place of some defaults.
     """
+    if flags.get("draft") == "none" and flags.get("spec_length") is not None:
+        raise BadOption(f"--spec-length {flags['spec_length']} says nothing with --draft none: drop one of them")
     return EngineConfig.from_sources(*_sources(flags), usual)
 
 

@@ -20,7 +20,9 @@ ENGINE = "engine/"  # before the panel of an option that FORERUN_<NAME> and the 
 LEAST_WIDTH = 40  # columns
 NARROW = 76  # columns; below, flags have less room beside their texts
 SETTINGS = {"help_option_names": ["-h", "--help"]}
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's own, which typer has under no public name
 TARGET = "--target"
+MODEL_ARGUMENTS = frozenset(("target", "targets", "models", "source"))
 GAP = 2  # columns between a flag and its text
 _FORMATTER: Any = typer.Context.formatter_class
 
@@ -71,11 +73,15 @@ class _Command(TyperCommand):
     context_class = _Context
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take `--target MODEL` for the argument TARGET as well, because users know this flag from other commands."""
+        """Take `--target MODEL` for an argument that names a model, as users know it from other commands."""
         flags = {flag for param in self.params for flag in param.opts}
-        if "target" in {param.name.removesuffix("s") for param in self.params} and TARGET not in flags:
-            args = _without_flag(args, TARGET)
-        return super().parse_args(ctx, args)
+        try:
+            if not MODEL_ARGUMENTS.isdisjoint(param.name for param in self.params) and TARGET not in flags:
+                args = _without_flag(args, TARGET)
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            error.ctx = error.ctx or ctx  # of the command whose help is of use; click's parser leaves it out
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options of each panel; options without a panel come first."""
@@ -98,6 +104,8 @@ class _Command(TyperCommand):
 def _without_flag(args: list[str], flag: str) -> list[str]:
     """Return the words of a command line without a flag, but with its value. Words after `--` are no flags."""
     end = args.index("--") if "--" in args else len(args)
+    if any(word == flag and (i + 1 == end or args[i + 1].startswith("-")) for i, word in enumerate(args[:end])):
+        raise UsageError(f"Option '{flag}' requires an argument.")
     words = [word.removeprefix(f"{flag}=") for word in args[:end] if word != flag]
     return [*words, *args[end:]]
 

@@ -536,7 +536,10 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
             typer.echo(error.format_message(), err=True)
             return 2
         context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
-        there = on_command_line(arguments, option, context) if context and option else of_ollama(arguments)
+        if context and option and not error.format_message().endswith("requires an argument."):
+            there = on_command_line(arguments, option, context)
+        else:
+            there = of_ollama(arguments)
         command = context.command_path if context else name
         said = error.format_message().rstrip(".")
         more = f" {command} --help lists all" if said.endswith("?") else f": see {command} --help"

@@ -24,12 +24,13 @@ RAW_HELP = "the file is the beginning of texts that are continued, not of conver
 
 
 def prefill(
-    engine: Annotated[Given, flags.engine()],
+    engine: Annotated[Given, flags.engine(leave_out=("target",))],
     file: Annotated[Path, typer.Argument(help=FILE_HELP, show_default=False)],
+    target: flags.TargetArgument = None,
     raw: Annotated[bool, typer.Option("--raw", help=RAW_HELP)] = False,
 ) -> None:
     """Read a system prompt, tools or the beginning of a text, and keep it with --kv-disk for later processes."""
-    config = flags.engine_config(engine)
+    config = flags.engine_config({**engine, "target": target})
     if config.kv_disk is None:
         raise BadOption("prefill needs --kv-disk: without it nothing is left when the command ends")
     try:

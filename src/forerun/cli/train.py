@@ -23,7 +23,7 @@ app = App(
 )
 
 Target = Annotated[
-    str | None, typer.Option(help="a folder, GGUF file, name or hub id; none = smollm2", show_default=False)
+    str | None, typer.Argument(help="a folder, GGUF file, name or hub id; none = smollm2", show_default=False)
 ]
 Dtype = Annotated[str, typer.Option(help="of the target: auto, float32 or bfloat16")]
 Ops = Annotated[str, typer.Option(help="of the target: auto, native or reference")]

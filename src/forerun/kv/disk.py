@@ -162,7 +162,7 @@ def clear(path: Path, model: str | None = None) -> int:
 
 def _shelves(path: Path) -> list[Path]:
     if not (path / SECRET).exists():
-        raise BadOption(f"{str(path)!r} is no folder of kv_disk: name one with --folder")
+        raise BadOption(f"{str(path)!r} is no folder of kv_disk: name another with --folder")
     return [shelf for shelf in path.iterdir() if shelf.is_dir()]
 
 

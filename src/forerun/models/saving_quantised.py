@@ -54,9 +54,7 @@ def quantise_checkpoint(
     config = checked(source, config, opened.path)
     for tensor, stored in source.tensors.items():
         if stored.scheme is not None:
-            raise BadOption(
-                f"{opened.path} is quantised already ({tensor}: {stored.scheme}): name the unquantised original"
-            )
+            raise BadOption(f"{name} is quantised already ({tensor}: {stored.scheme}): name the unquantised original")
     before = sum(math.prod(stored.shape) * itemsize(stored.dtype) for stored in source.tensors.values())
     return before, save_quantised(QuantisingSource(source, config, quantization), folder, names)
 

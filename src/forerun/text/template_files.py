@@ -37,7 +37,8 @@ def find_sources(small: SmallFiles, file: Path | None, model: str | None = None)
     """
     if file is not None:
         if not file.is_file():
-            raise NotFound(f"there is no file {file}: name a chat template, a text in the Jinja language")
+            what = f"{file} is a folder" if file.is_dir() else f"there is no file {file}"
+            raise NotFound(f"{what}: name a chat template, a text in the Jinja language")
         return {DEFAULT: small.once(file, _read)}
     folder = small.folder
     if folder is None or not folder.is_dir():

@@ -27,12 +27,13 @@ def convert_head(folder: Path, out: Path) -> int:
     Raises NotFound for a folder without config.json or pickles, UnsupportedModel for a pickle that holds anything but
     named tensors, BadOption for an output folder that is not empty.
     """
+    if not folder.is_dir():
+        raise NotFound(f"there is no folder {folder}")
     with new_folder(out):
         files = sorted(file for file in folder.glob("*") if file.suffix in PICKLES)
         if not files or not (folder / CONFIG).is_file():
-            raise NotFound(
-                f"there is no {CONFIG if files else f'file {PICKLES}'} in {folder}: name the folder of a head"
-            )
+            missing = CONFIG if files else f"pickle ({', '.join(PICKLES)})"
+            raise NotFound(f"there is no {missing} in {folder}: name the folder of a head")
         tensors = dict[str, Tensor]()
         for file in files:
             for name, tensor in _tensors(file).items():
