@@ -65,7 +65,7 @@ MATRICES = {
 }
 
 
-def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[operators.Parts]:
+def _all(ops: cuda.CudaOps, x: Tensor, weights: list[Tensor]) -> list[operators.PartialSums]:
     return [ops.product(x, weight) for weight in weights]
 
 

@@ -117,12 +117,12 @@ def test_rows_of_padding_choose_nothing(operators: cuda.CudaOps) -> None:
     own, _ = both(SPECS["experts"], 0, operators)
     y = torch.randn(8, 44, generator=seeded(9)).to(DEVICE)
     alone = own.run(operators, y[:5], y)[0]
-    num_chosen = int(own.tally.counts[0, 1])
-    own.tally.live = torch.tensor([4, 9, 1, 1, 7, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    num_chosen = int(own.expert_counts.counts[0, 1])
+    own.expert_counts.live = torch.tensor([4, 9, 1, 1, 7, 0, 0, 0], dtype=torch.int32, device=DEVICE)
     found = own.run(operators, y, y)[0]
     assert same_bits(found[:5], alone)
     assert not found[5:].any()
-    assert int(own.tally.counts[0, 1]) == num_chosen
+    assert int(own.expert_counts.counts[0, 1]) == num_chosen
     assert set(own.choose(y).ids[5:].flatten().tolist()) == {-1}
 
 
@@ -169,7 +169,7 @@ def test_packed_experts_are_what_their_codes_stand_for(operators: cuda.CudaOps, 
     alike = (found - expected).norm(dim=-1) <= 0.06 * expected.norm(dim=-1)
     assert float(alike.float().mean()) > 0.7  # a choice may fall the other way
     assert same_bits(torch.cat([own.run({1: [token]}) for token in range(5)]), found)
-    experts.tally.live = None
+    experts.expert_counts.live = None
     y, stream = rows_of(40, 128, torch.bfloat16)
     whole = experts.run(operators, y, stream)[0]
     for first, num in ((0, 1), (39, 1), (8, 8), (20, 17)):

@@ -8,7 +8,7 @@ import torch
 from forerun import blocks
 from forerun.blocks import Experts, Mlp, Plain
 from forerun.ops.cuda.memory import CudaSizes
-from forerun.ops.cuda.packed import Laid, packs
+from forerun.ops.cuda.packed import CudaWeights, packs
 from forerun.ops.memory import Pass
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from ops.native_blocks import mixture, spec_of
@@ -30,11 +30,11 @@ def test_weights_are_counted_to_the_byte(name: str) -> None:
             rows = rows_of(scheme, *weight.shape)
             made[weight.name] = QuantisedMatrix(scheme, weight.shape, lambda own=rows: iter([own]))
             schemes[weight.name] = scheme
-    laid = Laid(SPEC, made)
-    dense = sum(part.nbytes for part in laid.values() if isinstance(part, torch.Tensor))
+    weights = CudaWeights(SPEC, made)
+    dense = sum(part.nbytes for part in weights.values() if isinstance(part, torch.Tensor))
     sizes = CudaSizes("bfloat16", "cuda", 96, False, False, {"target": schemes})
     (part,) = sizes.weights({"target": SPEC})
-    assert part.bytes == dense + sum(whole.nbytes for whole in laid.wholes.values())
+    assert part.bytes == dense + sum(whole.nbytes for whole in weights.wholes.values())
 
 
 def test_a_pass_and_its_graphs_are_counted() -> None:

@@ -16,7 +16,7 @@ from forerun.ops import torch as in_torch
 from forerun.ops.cuda.memory import CudaSizes
 from forerun.ops.cuda.model import CudaModel
 from forerun.ops.cuda.operators import CudaOps as CudaOps, interprets as interprets
-from forerun.ops.cuda.packed import Laid
+from forerun.ops.cuda.packed import CudaWeights
 from forerun.ops.memory import Sizes, Wanted
 from forerun.ops.passes import Lent
 from forerun.ops.reference import ReferenceOps
@@ -96,7 +96,7 @@ def load(
     lent: Lent | None = None,
 ) -> Any:
     """Load a model that runs a pass of a few rows as one CUDA graph; see ops.load_model."""
-    return CudaModel(spec, Laid(spec, DeviceWeights(weights, device)), operators, lent)
+    return CudaModel(spec, CudaWeights(spec, DeviceWeights(weights, device)), operators, lent)
 
 
 def sizes(wanted: Wanted) -> Sizes:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.ops.cuda.operators import ROWS, CodeTiles, CudaOps, Parts, Tiles, _power, _precision
+from forerun.ops.cuda.operators import ROWS, CodeTiles, CudaOps, PartialSums, Tiles, _power, _precision
 from forerun.ops.cuda.packed import TILE, Packed
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchBlock, TorchExperts, TorchMlp
@@ -22,7 +22,7 @@ from forerun.ops.torch_parts import normed
 BLOCK_PAIRS = 1024  # pairs of a row and an expert that are looked through at once
 
 
-class Tally:
+class ExpertCounts:
     """The numbers of tiles and of chosen experts in one pass, int32 [layers, 2], for each layer with experts.
 
     live [T]: 0 = the row is padding, for which no experts are chosen; None = there is no padding.
@@ -32,22 +32,22 @@ class Tally:
         self.counts = torch.zeros(num_layers, 2, dtype=torch.int32, device=device)
         self.live: Tensor | None = None
         self._host = torch.zeros(num_layers, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._told: tuple[list[int], list[int]] | None = None
+        self._awaited: tuple[list[int], list[int]] | None = None
 
-    def tell(self, to: list[int], layers: list[int]) -> None:
+    def fetch(self, to: list[int], layers: list[int]) -> None:
         """Copy this pass's counts to the host.
 
-        to: a list. For each of these layers, `arrive` will append the number of chosen experts to it.
+        to: a list. For each of these layers, `append_counts` will append the number of chosen experts to it.
         """
         self._host.copy_(self.counts, non_blocking=True)
-        self._told = to, layers
+        self._awaited = to, layers
 
-    def arrive(self) -> None:
-        """Append the numbers of chosen experts to the list that `tell` was given. The device must have finished."""
-        if self._told is not None:
-            to, layers = self._told
+    def append_counts(self) -> None:
+        """Append the numbers of chosen experts to the list that `fetch` was given. The device must have finished."""
+        if self._awaited is not None:
+            to, layers = self._awaited
             to += [int(self._host[i, 1]) for i in layers]
-            self._told = None
+            self._awaited = None
 
 
 @dataclass(frozen=True)
@@ -125,26 +125,26 @@ def _kind(value: Any) -> Any:
 class CudaExperts(TorchExperts):
     """A mixture whose experts are chosen on the device.
 
-    own: the same mixture in torch. layer: the index of the mixture in the tally.
+    base: the same mixture in torch. layer: the index of the mixture in the counts.
     """
 
-    def __init__(self, ops: CudaOps, own: TorchExperts, dtype: torch.dtype, tally: Tally, layer: int) -> None:
-        vars(self).update(vars(own))
-        self.ops, self.dtype, self.tally, self.layer = ops, dtype, tally, layer
+    def __init__(self, ops: CudaOps, base: TorchExperts, dtype: torch.dtype, counts: ExpertCounts, layer: int) -> None:
+        vars(self).update(vars(base))
+        self.ops, self.dtype, self.expert_counts, self.layer = ops, dtype, counts, layer
         self.up = _Matrices([_whole(expert.up) for expert in self.experts], self.spec.chosen)
         self.down = _Matrices([expert.down.parts[0] for expert in self.experts], self.spec.chosen)
 
     def run(self, ops: ReferenceOps, y: Tensor, stream: Tensor) -> tuple[Tensor, int]:
-        """Apply the mixture to y [T, H] -> float32 [T, H]. The returned count is 0; the tally has the counts."""
-        return self.parts(y, stream).sums[0], 0
+        """Apply the mixture to y [T, H] -> float32 [T, H]. The returned count is 0; the counts are in ExpertCounts."""
+        return self.partial_sums(y, stream).sums[0], 0
 
-    def parts(self, y: Tensor, stream: Tensor) -> Parts:
-        """Apply the mixture to y [T, H] -> float32 [1, T, H], the result of `run` in the form of Parts."""
+    def partial_sums(self, y: Tensor, stream: Tensor) -> PartialSums:
+        """Apply the mixture to y [T, H] -> float32 [1, T, H], the result of `run` as PartialSums."""
         ops, e = self.ops, self.spec
         choice = self.choose(normed(self.router_norm, ops, stream if e.reads_stream else y))
         y = y.to(self.up.dtype).contiguous()
         outputs = self._product(y, self.up, choice, each=e.chosen)
-        inner = ops.inner(e.mlp.act, e.mlp.gated, Parts(outputs, None), self.down.dtype)
+        inner = ops.inner(e.mlp.act, e.mlp.gated, PartialSums(outputs, None), self.down.dtype)
         outputs = self._product(inner, self.down, choice, each=1)
         shared = None if self.shared is None else _mlp(ops, self.shared, y, self.dtype)
         gates = None if self.shared_gate is None else ops.product(y, *self.shared_gate.parts[0])
@@ -169,7 +169,7 @@ class CudaExperts(TorchExperts):
             BLOCK=block,
             **ops.launch,
         )
-        return Parts(out, None)
+        return PartialSums(out, None)
 
     def choose(self, x: Tensor) -> _Choice:
         """Choose the experts of each row, and group the rows by expert. x [T, H]: the rows that the router reads."""
@@ -184,7 +184,7 @@ class CudaExperts(TorchExperts):
 
         ids, shares = ints(num, e.chosen), torch.empty(num, e.chosen, dtype=torch.float32, device=device)
         order, tiles = ints(max(e.chosen, e.num) * num), ints(num_tiles, 3)
-        counts, live = self.tally.counts[self.layer], self.tally.live
+        counts, live = self.expert_counts.counts[self.layer], self.expert_counts.live
         ops.expert_kernels.routed[(num,)](
             scores.sums,
             scores.sums if scores.bias is None else scores.bias,
@@ -286,21 +286,21 @@ def _whole(product: Any) -> tuple[Any, Tensor | None]:
     return torch.cat([weight for weight, _ in product.parts]), torch.cat(biases) if biases else None
 
 
-def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> Parts:
+def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> PartialSums:
     """Compute a feed-forward part on rows y [T, H] -> its partial sums [splits, T, H]."""
     inner = ops.product(y, *_whole(mlp.up))
     return ops.product(ops.inner(mlp.spec.act, mlp.spec.gated, inner, dtype), *mlp.down.parts[0])
 
 
-def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> Tally | None:
+def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> ExpertCounts | None:
     """Make the mixtures of experts of all blocks choose their experts on the device.
 
-    Returns the Tally that the mixtures share; None where no block has experts.
+    Returns the ExpertCounts that the mixtures share; None where no block has experts.
     """
     mixtures = [(block, block.experts) for block in blocks if block.experts is not None]
     if not mixtures:
         return None
-    tally = Tally(len(mixtures), mixtures[0][1].router.parts[0][0].device)
+    counts = ExpertCounts(len(mixtures), mixtures[0][1].router.parts[0][0].device)
     for layer, (block, experts) in enumerate(mixtures):
-        block.experts = CudaExperts(ops, experts, dtype, tally, layer)
-    return tally
+        block.experts = CudaExperts(ops, experts, dtype, counts, layer)
+    return counts

@@ -797,18 +797,18 @@ def parts_joined(
 
 @triton.jit
 def advanced(
-    found, fed, step, ids, positions, writes, lengths, seen, runs, limits, tables, tables_stride, block_tokens,
+    next_ids, fed, step, ids, positions, writes, lengths, seen, runs, limits, tables, tables_stride, block_tokens,
     num_rows,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Make the ids `found` the input of the next pass of `run_ahead`. One program runs for each row.
+    """Make the ids `next_ids` the input of the next pass of `run_ahead`. One program runs for each row.
 
     fed [steps, num_rows]: all ids so far, in order; -1 = the largest logit was NaN or infinite. step [num_rows]: the
     number of passes so far. limits [num_rows]: a row is written to the cache only below this position.
     """
     _begun(EARLY)
     row = tl.program_id(0)
-    id_ = tl.load(found + row).to(tl.int32)
+    id_ = tl.load(next_ids + row).to(tl.int32)
     num = tl.load(step + row)
     tl.store(fed + num * num_rows + row, id_)
     tl.store(step + row, num + 1)
@@ -838,10 +838,10 @@ def largest_in_parts(logits, values, ids, width, BLOCK: tl.constexpr, EARLY: tl.
 
 
 @triton.jit
-def largest_of_parts(values, ids, pairs, found, num_parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def largest_of_parts(values, ids, pairs, best, num_parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Find the largest logit of each row from the largest of its parts; on ties, the lowest id.
 
-    pairs: float32 [2, T], the ids and the values. found: int32 [T], the ids, or -1 where the value is infinite.
+    pairs: float32 [2, T], the ids and the values. best: int32 [T], the ids, or -1 where the value is infinite.
     """
     _begun(EARLY)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
@@ -852,4 +852,4 @@ def largest_of_parts(values, ids, pairs, found, num_parts, BLOCK: tl.constexpr, 
     is_number = (value < float("inf")) & (value > -float("inf"))
     tl.store(pairs + row, id_.to(tl.float32))
     tl.store(pairs + num_rows + row, value)
-    tl.store(found + row, tl.where(is_number, id_, -1))
+    tl.store(best + row, tl.where(is_number, id_, -1))

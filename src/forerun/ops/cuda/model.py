@@ -20,8 +20,8 @@ from forerun.config import Quantization
 from forerun.errors import BadOption, InternalError
 from forerun.kv.cache import BlockCache
 from forerun.ops.cuda.experts import CudaExperts, on_device
-from forerun.ops.cuda.operators import SPLIT_KEYS, CudaOps, Parts
-from forerun.ops.cuda.packed import Laid, Packed
+from forerun.ops.cuda.operators import SPLIT_KEYS, CudaOps, PartialSums
+from forerun.ops.cuda.packed import CudaWeights, Packed
 from forerun.ops.cuda.rows import (
     GRAPH_ROWS,
     NO_ROWS,
@@ -48,25 +48,25 @@ from forerun.types import Afar, Draw, Probs, RaggedBatch, Stop
 GRAPH_TAIL = 64  # the most nodes on the path to a row of a tree, for passes in a graph
 LEAST_POSITIONS = 4096  # of a table of cos and sin, which grows where a text is longer
 
-Told = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
+WeightedNorm = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weights
 
 
 @dataclass
-class _Stream:
+class _ResidualStream:
     """The residual stream x [T, H] between two parts of blocks, and the branch that is still to be added to x.
 
     post: the norm of the branch; with at_sum, the norm of the sum. scale: the factor of the branch.
     """
 
     x: Tensor
-    branch: Parts | None = None
-    post: Told | None = None
+    branch: PartialSums | None = None
+    post: WeightedNorm | None = None
     at_sum: bool = False
     scale: float = 1.0
 
 
-class _Joined:
-    """A block that runs on fused kernels. The function `joins` tells which blocks can run on them."""
+class _FusedBlock:
+    """A block that runs on fused kernels. The function `can_fuse` tells which blocks can run on them."""
 
     def __init__(self, ops: CudaOps, block: TorchBlock, dtype: torch.dtype) -> None:
         self.ops, self.block, self.dtype = ops, block, dtype
@@ -74,8 +74,8 @@ class _Joined:
         assert attention is not None
         assert attention.spec is not None
         self.attention, self.a = attention, attention.spec
-        self.pre_attention, self.post_attention = _told(block.pre_attention), _told(block.post_attention)
-        self.pre_mlp, self.post_mlp = _told(block.pre_mlp), _told(block.post_mlp)
+        self.pre_attention, self.post_attention = _weighted(block.pre_attention), _weighted(block.post_attention)
+        self.pre_mlp, self.post_mlp = _weighted(block.pre_mlp), _weighted(block.post_mlp)
         self.at_sum, self.scale = spec.norm_at == "sum", spec.branch_scale
         self.qkv = _whole(attention._products[0][1])
         self.o = attention.o.parts[0]
@@ -83,7 +83,7 @@ class _Joined:
         if self.mlp is not None:
             self.up, self.down = _whole(self.mlp.up), self.mlp.down.parts[0]
 
-    def run(self, stream: _Stream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _Stream:
+    def run(self, stream: _ResidualStream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _ResidualStream:
         """Run the block. In the returned stream, the output of the feed-forward part is not added yet."""
         ops, a, rows = self.ops, self.a, cast(Rows, step.views[0])
         assert step.cache is not None
@@ -92,29 +92,29 @@ class _Joined:
         queries = self._heads(ops.product(y, *self.qkv), pool, rows, tables)
         attended = ops.attend(queries, pool, rows, a.window, self.attention.scoring, self.dtype)
         branch = ops.product(attended.view(len(x), -1), *self.o)
-        stream = _Stream(x, branch, self.post_attention, self.at_sum, self.scale)
+        stream = _ResidualStream(x, branch, self.post_attention, self.at_sum, self.scale)
         x, y = added(ops, stream, self.pre_mlp, self.dtype)
-        return _Stream(x, self._fed_forward(x, y), self.post_mlp, self.at_sum, self.scale)
+        return _ResidualStream(x, self._fed_forward(x, y), self.post_mlp, self.at_sum, self.scale)
 
-    def _fed_forward(self, x: Tensor, y: Tensor) -> Parts:
+    def _fed_forward(self, x: Tensor, y: Tensor) -> PartialSums:
         """Compute the feed-forward part, or the experts, on rows y, which are the rows x after their norm."""
         ops = self.ops
         if self.experts is not None:
-            return self.experts.parts(y, x)
+            return self.experts.partial_sums(y, x)
         assert self.mlp is not None
         inner = ops.inner(self.mlp.spec.act, self.mlp.spec.gated, ops.product(y, *self.up), self.dtype)
         return ops.product(inner, *self.down)
 
-    def _heads(self, found: Parts, pool: Any, rows: Rows, tables: Mapping[Turn, Tensor]) -> Tensor:
+    def _heads(self, product: PartialSums, pool: Any, rows: Rows, tables: Mapping[Turn, Tensor]) -> Tensor:
         """Return the queries [T, heads, D], and write keys and values into the pool."""
         a, attention = self.a, self.attention
-        num = found.sums.shape[1]
-        queries = torch.empty(num, a.heads, a.head_dim, dtype=torch.float32, device=found.sums.device)
+        num = product.sums.shape[1]
+        queries = torch.empty(num, a.heads, a.head_dim, dtype=torch.float32, device=product.sums.device)
         table = queries if a.rope is None else tables[a.rope, a.head_dim]
         q_norm, k_norm = attention.q_norm, attention.k_norm
         self.ops.kernels.heads_of[(num, a.heads + 2 * a.kv_heads)](
-            found.sums,
-            found.sums if found.bias is None else found.bias,
+            product.sums,
+            product.sums if product.bias is None else product.bias,
             queries if q_norm is None or q_norm.weight is None else q_norm.weight,
             queries if k_norm is None or k_norm.weight is None else k_norm.weight,
             table,
@@ -126,8 +126,8 @@ class _Joined:
             num,
             *_eps_of(q_norm),
             *_eps_of(k_norm),
-            SPLITS=found.splits,
-            BIAS=found.bias is not None,
+            SPLITS=product.splits,
+            BIAS=product.bias is not None,
             Q_NORM=_kind_of(q_norm),
             K_NORM=_kind_of(k_norm),
             HEADS=a.heads,
@@ -147,7 +147,7 @@ def _whole(product: Any) -> tuple[Tensor, Tensor | None]:
     return product.joined if product.joined is not None else product.parts[0]  # type: ignore[no-any-return]
 
 
-def _told(norm: Normed | None) -> Told | None:
+def _weighted(norm: Normed | None) -> WeightedNorm | None:
     return None if norm is None else (norm.norm, norm.weight, norm.bias)
 
 
@@ -159,14 +159,14 @@ def _kind_of(norm: Normed | None) -> str:
     return "none" if norm is None else "plain" if norm.weight is None else "weight"
 
 
-def added(ops: CudaOps, stream: _Stream, pre: Told | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def added(ops: CudaOps, stream: _ResidualStream, pre: WeightedNorm | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the residual stream with its branch added, and this sum after the norm `pre`."""
     if stream.branch is None and pre is None and dtype == stream.x.dtype:
         return stream.x, stream.x
     return ops.added(stream.x, stream.branch, stream.post, pre, dtype, at_sum=stream.at_sum, scale=stream.scale)
 
 
-def joins(block: TorchBlock) -> bool:
+def can_fuse(block: TorchBlock) -> bool:
     """Tell whether a block can run on fused kernels."""
     spec, attention = block.spec, block.attention
     if attention is None or (block.mlp is None) == (block.experts is None):
@@ -174,8 +174,8 @@ def joins(block: TorchBlock) -> bool:
     if block.mlp is not None and not block.mlp.spec.down:
         return False
     a = attention.spec
-    is_told = a.shares_kv_of is None and not a.k_is_v and a.reads is None and a.sees == "past" and a.bias is None
-    plain = is_told and not a.gate and a.position_scale is None
+    is_causal_self = a.shares_kv_of is None and not a.k_is_v and a.reads is None and a.sees == "past" and a.bias is None
+    plain = is_causal_self and not a.gate and a.position_scale is None
     norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
     if len(norms) == 1 or any(norm.kind != "rms" or norm.span != "head" or norm.bias for norm in norms):
         return False
@@ -209,8 +209,8 @@ class _Graph:
     keeps: Any = None
 
 
-class _Numbers:
-    """A description of a pass (see Rows) in a pinned array of the host, and the device buffer to which it is copied."""
+class _PlanBuffer:
+    """The plan of a pass (see Rows) in a pinned array of the host, and the device buffer to which it is copied."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, is_cuda = layout, device.type == "cuda"
@@ -243,17 +243,17 @@ class _Numbers:
 class CudaModel(TorchModel):
     """A model on a CUDA device. Input and output rows are float32. See TorchModel for the interface."""
 
-    def __init__(self, spec: Spec, weights: Laid, ops: ReferenceOps, lent: Lent | None = None) -> None:
+    def __init__(self, spec: Spec, weights: CudaWeights, ops: ReferenceOps, lent: Lent | None = None) -> None:
         super().__init__(spec, weights, ops, weights.join, lent)
         self.weights, self._packed = weights, None  # super() dropped the weights, for backends that copy them
         self._cuda = cast(CudaOps, ops)
-        self._tally = on_device(self._cuda, self.blocks, torch_dtype(self.weight_dtype))
-        self._joined = [
-            _Joined(self._cuda, b, torch_dtype(self.weight_dtype)) if joins(b) else None for b in self.blocks
+        self._expert_counts = on_device(self._cuda, self.blocks, torch_dtype(self.weight_dtype))
+        self._fused_blocks = [
+            _FusedBlock(self._cuda, b, torch_dtype(self.weight_dtype)) if can_fuse(b) else None for b in self.blocks
         ]
         self._captures = self.device == "cuda"
         self._graphs: dict[Any, _Graph] = {}
-        self._numbers: dict[Any, _Numbers] = {}
+        self._plan_buffers: dict[Any, _PlanBuffer] = {}
         self._num_positions = 0
         self._sampler = Sampler(self._cuda.largest_in_parts)
         self._memory: Any = None  # the memory pool that all graphs share
@@ -262,9 +262,9 @@ class CudaModel(TorchModel):
         if inputs is not None and isinstance(inputs.table, Packed):
             inputs.look_up = inputs.table.rows
 
-    def _made_encoder(self, spec: Spec, own: Mapping[str, Tensor], join: Any) -> TorchModel:
-        assert isinstance(join.__self__, Laid)
-        return CudaModel(spec, join.__self__.of_encoder(own), self.ops)
+    def _made_encoder(self, spec: Spec, weights: Mapping[str, Tensor], join: Any) -> TorchModel:
+        assert isinstance(join.__self__, CudaWeights)
+        return CudaModel(spec, join.__self__.of_encoder(weights), self.ops)
 
     # ------------------------------------------------------------------------------------------------- one pass
 
@@ -279,11 +279,11 @@ class CudaModel(TorchModel):
     ) -> Passed:
         """Run one pass; see TorchModel.forward. The returned rows are float32, and `wait` fills in num_experts."""
         passed = self._pass(batch, cache, layers, hidden, taps)
-        if self._tally is None or not len(passed.hidden):
+        if self._expert_counts is None or not len(passed.hidden):
             return passed
         num_experts = list[int]()
         ran = self.blocks if layers is None else [self.blocks[i] for i in layers]
-        self._tally.tell(num_experts, [block.experts.layer for block in ran if isinstance(block.experts, CudaExperts)])
+        self._expert_counts.fetch(num_experts, [b.experts.layer for b in ran if isinstance(b.experts, CudaExperts)])
         return replace(passed, num_experts=num_experts)
 
     def _pass(
@@ -325,8 +325,8 @@ class CudaModel(TorchModel):
     def wait(self) -> None:
         """Wait until everything that was launched is computed, and fill in the expert counts of `forward`."""
         super().wait()
-        if self._tally is not None:
-            self._tally.arrive()
+        if self._expert_counts is not None:
+            self._expert_counts.append_counts()
 
     def _run(
         self,
@@ -341,23 +341,23 @@ class CudaModel(TorchModel):
         """Launch the kernels of one pass, and return its rows."""
         ops = self._cuda
         x, read = self._begun(rows.ids, rows.positions, hidden, chosen)
-        stream = _Stream(x.float().contiguous())
+        stream = _ResidualStream(x.float().contiguous())
         tables = {turn: self._table(turn) for turn in self._rotations}
         inputs = None
         if self._layer_inputs is not None:
             inputs = self._layer_inputs.run(ops, rows.ids, self._embedded(rows.ids))
         step = Step(rows.positions, {}, cache, [rows], sources, inputs)
-        if self._tally is not None:
-            self._tally.live = None if cache is None else rows.lengths
+        if self._expert_counts is not None:
+            self._expert_counts.live = None if cache is None else rows.lengths
         first = 0
         for i in chosen:
             if any(k in taps for k in range(first, i + 1)):
-                stream = _Stream(added(ops, stream, None, torch.float32)[0])
+                stream = _ResidualStream(added(ops, stream, None, torch.float32)[0])
                 _write(taps, range(first, i + 1), stream.x)
             first = i + 1
-            joined = self._joined[i]
-            if joined is not None and read is None and cache is not None:
-                stream = joined.run(stream, i, step, tables)
+            fused = self._fused_blocks[i]
+            if fused is not None and read is None and cache is not None:
+                stream = fused.run(stream, i, step, tables)
             else:
                 if not step.rotations:
                     step.rotations = {
@@ -365,12 +365,12 @@ class CudaModel(TorchModel):
                         for turn, table in tables.items()
                     }
                 x = added(ops, stream, None, torch.float32)[0]
-                stream = _Stream(self.blocks[i].run(ops, x, i, step, read))
+                stream = _ResidualStream(self.blocks[i].run(ops, x, i, step, read))
             read = None
         if taps:
-            stream = _Stream(added(ops, stream, None, torch.float32)[0])
+            stream = _ResidualStream(added(ops, stream, None, torch.float32)[0])
             _write(taps, range(first, self.config.num_layers + 1), stream.x)
-        norm = _told(self._final_norm) if is_normed else None
+        norm = _weighted(self._final_norm) if is_normed else None
         x, y = added(ops, stream, norm, torch.float32)
         return y if is_normed else x
 
@@ -378,11 +378,9 @@ class CudaModel(TorchModel):
         if not isinstance(self._embedding, Packed):
             return super()._embedded(tokens).float()
         x = self._embedding.rows(tokens)
-        return (
-            x
-            if self.config.embed_scale == 1
-            else x * float(torch.tensor(self.config.embed_scale, dtype=torch_dtype(self.weight_dtype)))
-        )
+        if self.config.embed_scale == 1:
+            return x
+        return x * float(torch.tensor(self.config.embed_scale, dtype=torch_dtype(self.weight_dtype)))
 
     def _table(self, turn: Turn) -> Tensor:
         """Return cos and sin of every position that was needed so far, [positions, 2, turned dimensions]."""
@@ -415,17 +413,17 @@ class CudaModel(TorchModel):
         runs = next(n for n in GRAPH_ROWS if n >= layout.runs)
         tail = 1 if layout.tail == 1 else GRAPH_TAIL
         whole = Layout(size, tail, runs, max(64, 1 << (layout.blocks - 1).bit_length()))
-        numbers = self._numbers.get(whole)
-        if numbers is None:
-            numbers = self._numbers[whole] = _Numbers(whole, self.place)
-        most = numbers.send(batch, tables, cache.block_tokens, sees_all=self._sees_all)
+        buffer = self._plan_buffers.get(whole)
+        if buffer is None:
+            buffer = self._plan_buffers[whole] = _PlanBuffer(whole, self.place)
+        most = buffer.send(batch, tables, cache.block_tokens, sees_all=self._sees_all)
         splits = max(1, -(-most // SPLIT_KEYS))
         num_keys = SPLIT_KEYS << (splits - 1).bit_length()
         sources, of_sources = self._sent_sources(batch, cache, size, runs)
         key = (whole, num_keys, of_sources, wanted, id(cache))
         chosen, is_normed, has_hidden, taps = wanted
         if key not in self._graphs:
-            rows = self._static_rows(batch, numbers, whole, cache, num_keys)
+            rows = self._static_rows(batch, buffer, whole, cache, num_keys)
             shape = size, self.config.hidden_size
             hidden = torch.zeros(shape, device=self.place) if has_hidden else None
             static = {k: torch.empty(shape, device=self.place) for k in taps}
@@ -434,13 +432,13 @@ class CudaModel(TorchModel):
                 return self._run(rows, cache, chosen, is_normed, hidden, static, sources=sources)
 
             replay, out = self._captured(run)
-            self._graphs[key] = _Graph(replay, out, rows, hidden, static, (cache, numbers))
+            self._graphs[key] = _Graph(replay, out, rows, hidden, static, (cache, buffer))
         return self._graphs[key]
 
     def _static_rows(
-        self, batch: RaggedBatch, numbers: _Numbers, layout: Layout, cache: BlockCache, num_keys: int
+        self, batch: RaggedBatch, buffer: _PlanBuffer, layout: Layout, cache: BlockCache, num_keys: int
     ) -> Rows:
-        return Rows(batch, NO_ROWS, [], numbers.device, layout, cache.block_tokens, num_keys)
+        return Rows(batch, NO_ROWS, [], buffer.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
         """Return the plan of a pass in which each row of the batch sees the cached source of its run.
@@ -451,9 +449,8 @@ class CudaModel(TorchModel):
             return None
         check_sources(batch)
         tables = [cache.table(source.slot) for source in batch.sources]
-        return rows_alike(
-            batch, tables, cache.block_tokens, [source.num_tokens for source in batch.sources], self.place
-        )
+        lengths = [source.num_tokens for source in batch.sources]
+        return rows_alike(batch, tables, cache.block_tokens, lengths, self.place)
 
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
         """Copy the plan of `_rows_of_sources` to the device, padded to the size of a graph.
@@ -468,12 +465,12 @@ class CudaModel(TorchModel):
         blocks = max(64, 1 << (layout_alike(batch, tables).blocks - 1).bit_length())
         layout = Layout(rows, 1, runs, blocks)
         key = ("sources", layout)
-        if key not in self._numbers:
-            self._numbers[key] = _Numbers(layout, self.place)
-        numbers = self._numbers[key]
-        most = numbers.send_alike(batch, tables, [source.num_tokens for source in batch.sources])
+        if key not in self._plan_buffers:
+            self._plan_buffers[key] = _PlanBuffer(layout, self.place)
+        buffer = self._plan_buffers[key]
+        most = buffer.send_alike(batch, tables, [source.num_tokens for source in batch.sources])
         num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
-        source_rows = self._static_rows(batch, numbers, layout, cache, num_keys)
+        source_rows = self._static_rows(batch, buffer, layout, cache, num_keys)
         return source_rows, (layout, num_keys)
 
     def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -631,7 +628,7 @@ class CudaModel(TorchModel):
         lasts = [stop - 1 for stop in batch.run_starts[1:]]
         self._need_positions(end_of(batch) + steps)
         rows = out if num == len(out) else out[lasts]
-        distributions = _Told(draws)
+        distributions = _DrawnDistributions(draws)
         if draws:
             drawn = self._drawn(rows, num_ids, draws)
             next_ids = drawn.ids[:num]
@@ -639,7 +636,7 @@ class CudaModel(TorchModel):
         else:
             next_ids = self._ids(rows, num_ids)
         if steps == 1:
-            ids = self._told_ids(next_ids[None].tolist(), lengths)
+            ids = self._ids_by_run(next_ids[None].tolist(), lengths)
         else:
             ids = self._go_on(batch, lengths, cache, num_ids, tuple(chosen), next_ids, distributions)
         return None if ids is None else RanAhead(ids, probs=distributions.probs_of(ids))
@@ -651,12 +648,12 @@ class CudaModel(TorchModel):
         cache: BlockCache,
         num_ids: int,
         chosen: tuple[int, ...],
-        found: Tensor,
-        told: _Told,
+        first_ids: Tensor,
+        distributions: _DrawnDistributions,
     ) -> list[list[int]] | None:
         """Continue each run after its first id, and return all ids by run; None where a logit is NaN or infinite.
 
-        found: the first id of each run. Each pass replays a graph that ends with the choice of the next ids.
+        first_ids: the first id of each run. Each pass replays a graph that ends with the choice of the next ids.
         """
         num, steps = len(batch.slots), max(lengths)
         size = next((n for n in GRAPH_ROWS if n >= num), num)
@@ -670,22 +667,22 @@ class CudaModel(TorchModel):
         most = max(cached) + steps + 1
         num_keys = SPLIT_KEYS << (max(1, -(-most // SPLIT_KEYS)) - 1).bit_length()
         sources, of_sources = self._sent_sources(last, cache, size, size)
-        cuts = Cuts.of(told.draws, num_ids) if told.draws else None
+        cuts = Cuts.of(distributions.draws, num_ids) if distributions.draws else None
         key = ("ahead", layout, num_keys, of_sources, chosen, num_ids, id(cache), cuts)
         loop = self._graphs.get(key)
         if loop is None:
             loop = self._graphs[key] = self._loop(last, layout, num_keys, cache, chosen, num_ids, cuts, sources)
-        ahead: _Ahead = loop.keeps
-        if ahead.settings is not None:
-            ahead.settings.send(told.draws)
+        state: _RunAheadState = loop.keeps
+        if state.settings is not None:
+            state.settings.send(distributions.draws)
         limits = [start + length for start, length in zip(cached, lengths, strict=True)]
-        ahead.begin(last, tables, cache.block_tokens, limits, found)
+        state.begin(last, tables, cache.block_tokens, limits, first_ids)
         for _ in range(steps - 1):
             loop.replay()
-            if ahead.drawn is not None:
-                told.add(ahead.drawn)
-        ahead.fed[steps - 1].copy_(ahead.found)
-        return self._told_ids(ahead.fed[:steps, :num].cpu().tolist(), lengths)
+            if state.drawn is not None:
+                distributions.add(state.drawn)
+        state.fed[steps - 1].copy_(state.next_ids)
+        return self._ids_by_run(state.fed[:steps, :num].cpu().tolist(), lengths)
 
     def _loop(
         self,
@@ -698,23 +695,23 @@ class CudaModel(TorchModel):
         cuts: Cuts | None,
         sources: Rows | None,
     ) -> _Graph:
-        ahead = _Ahead(layout, self.place)
+        state = _RunAheadState(layout, self.place)
         if cuts is not None:
-            ahead.settings = Settings(layout.rows, num_ids, self.place)
-        rows = Rows(batch, NO_ROWS, [], ahead.numbers, layout, cache.block_tokens, num_keys)
+            state.settings = Settings(layout.rows, num_ids, self.place)
+        rows = Rows(batch, NO_ROWS, [], state.plan, layout, cache.block_tokens, num_keys)
 
         def run() -> Tensor:
             self._cuda.kernels.advanced[(layout.rows,)](
-                ahead.found,
-                ahead.fed,
-                ahead.step,
+                state.next_ids,
+                state.fed,
+                state.step,
                 rows.ids,
                 rows.positions,
                 rows.writes,
                 rows.lengths,
                 rows.seen,
                 rows.runs,
-                ahead.limits,
+                state.limits,
                 rows.tables,
                 rows.tables.stride(0),
                 cache.block_tokens,
@@ -722,26 +719,26 @@ class CudaModel(TorchModel):
                 **self._cuda.launch,
             )
             out = self._run(rows, cache, chosen, True, None, {}, sources=sources)
-            if ahead.settings is None or cuts is None:
-                ahead.found.copy_(self._ids(out, num_ids))
+            if state.settings is None or cuts is None:
+                state.next_ids.copy_(self._ids(out, num_ids))
             else:
                 logits = self.logits(out, num_ids)
-                ahead.drawn = self._sampler.draw(logits, ahead.settings.device, ahead.step, cuts)
-                ahead.found.copy_(ahead.drawn.ids)
-            return ahead.found
+                state.drawn = self._sampler.draw(logits, state.settings.device, state.step, cuts)
+                state.next_ids.copy_(state.drawn.ids)
+            return state.next_ids
 
         if not self._captures:
-            return _Graph(lambda: (run(), None)[1], ahead.found, rows, keeps=ahead)
+            return _Graph(lambda: (run(), None)[1], state.next_ids, rows, keeps=state)
         replay, out = self._captured(run)
-        return _Graph(replay, out, rows, keeps=ahead)
+        return _Graph(replay, out, rows, keeps=state)
 
     def _ids(self, hidden: Tensor, num_ids: int) -> Tensor:
         """Return the likeliest id of each row, int32 on the device; -1 where the largest logit is NaN or infinite."""
         return self._cuda.largest(self.logits(hidden, num_ids))[1]
 
     @staticmethod
-    def _told_ids(found: list[list[int]], lengths: list[int]) -> list[list[int]] | None:
-        ids = [[found[i][b] for i in range(length)] for b, length in enumerate(lengths)]
+    def _ids_by_run(ids_of_steps: list[list[int]], lengths: list[int]) -> list[list[int]] | None:
+        ids = [[ids_of_steps[i][b] for i in range(length)] for b, length in enumerate(lengths)]
         return None if any(id_ < 0 for run_ids in ids for id_ in run_ids) else ids
 
     # ------------------------------------------------------------------------------------------------- the rest
@@ -749,7 +746,7 @@ class CudaModel(TorchModel):
     @property
     def weight_bits(self) -> tuple[int, ...]:  # type: ignore[override]
         """The bit widths of the quantised matrices, ascending; () = no matrix is quantised."""
-        return tuple(sorted({part.bits for part in cast(Laid, self.weights).values() if isinstance(part, Packed)}))
+        return tuple(sorted({w.bits for w in cast(CudaWeights, self.weights).values() if isinstance(w, Packed)}))
 
     @property
     def precision(self) -> str:
@@ -775,7 +772,8 @@ class CudaModel(TorchModel):
             quantization,
             None,
         )
-        return CudaModel(self.config, Laid(self.config, DeviceWeights(weights, self.device)), self.ops, self._lent)
+        placed = DeviceWeights(weights, self.device)
+        return CudaModel(self.config, CudaWeights(self.config, placed), self.ops, self._lent)
 
     def _dense_rows(self, name: str, rows: range) -> Tensor:
         """Return rows of a matrix, dequantised where the matrix is packed."""
@@ -796,7 +794,7 @@ def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[]
     return Probs(afar=Afar(fetch, chances, draw, id_))
 
 
-class _Told:
+class _DrawnDistributions:
     """The probabilities of the ids that `run_ahead` draws, and whole distributions where the judge may need them.
 
     The judge does not need them where the drafter shares the noise of its target, because a rejected token is then
@@ -833,7 +831,7 @@ class _Told:
         return fetch
 
 
-class _Ahead:
+class _RunAheadState:
     """The data that `run_ahead` keeps on the device between its passes."""
 
     settings: Settings | None = None  # how rows are drawn; None = they take the likeliest id
@@ -841,8 +839,8 @@ class _Ahead:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
-        self.numbers = torch.zeros(layout.size, dtype=torch.int32, device=device)
-        self.found = torch.zeros(layout.rows, dtype=torch.int32, device=device)
+        self.plan = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self.next_ids = torch.zeros(layout.rows, dtype=torch.int32, device=device)
         self.fed = torch.zeros(MOST_AHEAD, layout.rows, dtype=torch.int32, device=device)
         self.step = torch.zeros(layout.rows, dtype=torch.int32, device=device)
         self.limits = torch.zeros(layout.rows, dtype=torch.int32, device=device)
@@ -850,14 +848,14 @@ class _Ahead:
         self._host = torch.zeros(layout.size + layout.rows, dtype=torch.int32, pin_memory=is_cuda)
 
     def begin(
-        self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, limits: list[int], found: Tensor
+        self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, limits: list[int], first_ids: Tensor
     ) -> None:
-        """Prepare to continue each run after its last row. found: the first ids to feed."""
+        """Prepare to continue each run after its last row. first_ids: the first ids to feed."""
         array = self._host.numpy()
         size, num = self.layout.size, len(limits)
         fill(array[:size], self.layout, batch, tables, block_tokens)
         array[size : size + num] = limits
-        self.numbers.copy_(self._host[:size], non_blocking=True)
+        self.plan.copy_(self._host[:size], non_blocking=True)
         self.limits.copy_(self._host[size:], non_blocking=True)
-        self.found[:num].copy_(found)
+        self.next_ids[:num].copy_(first_ids)
         self.step.zero_()

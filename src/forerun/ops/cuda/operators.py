@@ -110,7 +110,7 @@ class CodeTiles:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartialSums:
     """A product as partial sums [splits, T, O], to be added in order, and a bias that is not added yet."""
 
     sums: Tensor
@@ -164,11 +164,13 @@ class CudaOps(ReferenceOps):
 
     # ------------------------------------------------------------------------------------------------- products
 
-    def product(self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, *, whole: bool = False) -> Parts:
+    def product(
+        self, x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, *, whole: bool = False
+    ) -> PartialSums:
         """Multiply x [T, I] by weight [O, I].
 
         whole: whether to add the bias at once if the product has only one part. Otherwise the bias is returned in
-        Parts.
+        PartialSums.
         """
         if isinstance(weight, Packed):
             return self._product_of_codes(x, weight, bias, whole=whole)
@@ -205,7 +207,7 @@ class CudaOps(ReferenceOps):
             num_stages=self.stages(tiles.stages, (rows + outs) * tiles.ins * weight.itemsize),
             **self.launch,
         )
-        return Parts(sums, None if adds_bias else bias)
+        return PartialSums(sums, None if adds_bias else bias)
 
     def stages(self, most: int, num_bytes: int) -> int:
         """Return how many steps of a product are in flight at once. Each takes `num_bytes` of shared memory.
@@ -214,7 +216,7 @@ class CudaOps(ReferenceOps):
         """
         return max(1, min(most, self.shared_bytes // num_bytes))
 
-    def _product_of_codes(self, x: Tensor, weight: Packed, bias: Tensor | None, *, whole: bool) -> Parts:
+    def _product_of_codes(self, x: Tensor, weight: Packed, bias: Tensor | None, *, whole: bool) -> PartialSums:
         x = x if x.dtype == weight.dtype else x.to(weight.dtype)
         num, (num_out, num_in) = len(x), weight.shape
         tiles = CodeTiles.of(num_out, num_in)
@@ -243,7 +245,7 @@ class CudaOps(ReferenceOps):
             num_stages=tiles.stages,
             **self.launch,
         )
-        return Parts(sums, None if adds_bias else bias)
+        return PartialSums(sums, None if adds_bias else bias)
 
     @staticmethod
     def code_constants(weight: Packed) -> dict[str, Any]:
@@ -292,23 +294,23 @@ class CudaOps(ReferenceOps):
         )
         return out
 
-    def inner(self, act: Act, gated: bool, found: Parts, dtype: torch.dtype) -> Tensor:
+    def inner(self, act: Act, gated: bool, product: PartialSums, dtype: torch.dtype) -> Tensor:
         """Return the inner rows [T, size] of a feed-forward part, in `dtype`.
 
-        found: the product to which the activation is applied.
+        product: the product to which the activation is applied.
         """
-        _, num, width = found.sums.shape
+        _, num, width = product.sums.shape
         size = width // 2 if gated else width
-        out = torch.empty(num, size, dtype=dtype, device=found.sums.device)
+        out = torch.empty(num, size, dtype=dtype, device=product.sums.device)
         block = min(512, _power(size))
         self.kernels.activated[(num, -(-size // block))](
-            found.sums,
-            found.sums if found.bias is None else found.bias,
+            product.sums,
+            product.sums if product.bias is None else product.bias,
             out,
             num,
             size,
-            SPLITS=found.splits,
-            BIAS=found.bias is not None,
+            SPLITS=product.splits,
+            BIAS=product.bias is not None,
             GATED=gated,
             ACT=act,
             BLOCK=block,
@@ -319,11 +321,11 @@ class CudaOps(ReferenceOps):
     def activated(self, act: Act, x: Tensor) -> Tensor:
         """Apply an activation to every number."""
         rows = x.flatten(0, -2).contiguous()
-        return self.inner(act, False, Parts(rows[None], None), torch.float32).view(x.shape)
+        return self.inner(act, False, PartialSums(rows[None], None), torch.float32).view(x.shape)
 
     def gated(self, act: Act, gate: Tensor, up: Tensor) -> Tensor:
         """Compute act(gate) * up of rows [T, size]."""
-        return self.inner(act, True, Parts(torch.cat((gate, up), -1)[None], None), torch.float32)
+        return self.inner(act, True, PartialSums(torch.cat((gate, up), -1)[None], None), torch.float32)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Find the largest logit of each row [T, V]. Ties go to the lowest id, and NaN counts as infinity.
@@ -360,7 +362,7 @@ class CudaOps(ReferenceOps):
     def added(
         self,
         x: Tensor,
-        branch: Parts | None,
+        branch: PartialSums | None,
         post: tuple[Norm, Tensor | None, Tensor | None] | None,
         pre: tuple[Norm, Tensor | None, Tensor | None] | None,
         dtype: torch.dtype,

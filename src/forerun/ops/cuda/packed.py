@@ -272,7 +272,7 @@ def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:
     return torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - len(part))).contiguous()
 
 
-class Laid(Mapping[str, Any]):
+class CudaWeights(Mapping[str, Any]):
     """The weights of a model on the device. The matrices of one product lie side by side.
 
     wholes: for each packed product, the joined matrix, by the names of the matrices in it.
@@ -284,14 +284,14 @@ class Laid(Mapping[str, Any]):
         groups = blocks.products(known)
         some = self._some(known, weights)
         tensors: dict[str, Tensor] = {}
-        self._found: dict[str, Any] = {some[0]: some[1]}
+        self._by_name: dict[str, Any] = {some[0]: some[1]}
         for group in groups.values():
             parts = [(w, weights[w.name]) for w in group]
             if not self._packed(parts, some[1].device):
                 tensors |= {w.name: _dense(part, some[1]) for w, part in parts}
-        rest = {w.name: weights[w.name] for w in known if w.name not in tensors and w.name not in self._found}
+        rest = {w.name: weights[w.name] for w in known if w.name not in tensors and w.name not in self._by_name}
         tensors |= {name: part for name, part in rest.items() if isinstance(part, Tensor)}
-        self._found |= _side_by_side(spec, [w for w in known if w.name in tensors], tensors)
+        self._by_name |= _side_by_side(spec, [w for w in known if w.name in tensors], tensors)
 
     @staticmethod
     def _some(known: Seq[Weight], weights: Mapping[str, Tensor | QuantisedMatrix]) -> tuple[str, Tensor]:
@@ -312,15 +312,15 @@ class Laid(Mapping[str, Any]):
         self.wholes[tuple(w.name for w, _ in parts)] = whole
         first = 0
         for weight, part in parts:
-            self._found[weight.name] = whole[first : first + part.shape[0]]
+            self._by_name[weight.name] = whole[first : first + part.shape[0]]
             first += part.shape[0]
         return True
 
-    def of_encoder(self, own: Mapping[str, Any]) -> Laid:
-        """Return the encoder's weights as Laid. own: these weights, by the names in the encoder's spec."""
-        encoder = Laid.__new__(Laid)
-        names = {blocks.of_encoder(name): name for name in own}
-        encoder._found = dict(own)
+    def of_encoder(self, weights: Mapping[str, Any]) -> CudaWeights:
+        """Return these weights of the encoder, by their names in its spec, as CudaWeights."""
+        encoder = CudaWeights.__new__(CudaWeights)
+        names = {blocks.of_encoder(name): name for name in weights}
+        encoder._by_name = dict(weights)
         encoder.wholes = {
             tuple(names[name] for name in group): whole
             for group, whole in self.wholes.items()
@@ -341,13 +341,13 @@ class Laid(Mapping[str, Any]):
         return Projections(parts, [len(part) for part, _ in parts], joined if len(parts) > 1 else None)
 
     def __getitem__(self, name: str) -> Any:
-        return self._found[name]
+        return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._by_name)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._by_name)
 
 
 def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:

@@ -343,7 +343,7 @@ def drawn_in_parts(
 
 @triton.jit
 def drawn(
-    settings, depths, probs, sums, times, ids, masses, values, largest_ids, found, best, chances, width, num_rows,
+    settings, depths, probs, sums, times, ids, masses, values, largest_ids, drawn_ids, best, chances, width, num_rows,
     num_parts, tick_bits,
     PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -398,5 +398,5 @@ def drawn(
     is_id = is_number & (id_ < width)
     if kind > 0:
         chance = tl.load(probs + row.to(tl.int64) * width + tl.where(is_id, id_, 0))
-    tl.store(found + row, tl.where(is_id, id_, -1))
+    tl.store(drawn_ids + row, tl.where(is_id, id_, -1))
     tl.store(chances + row, chance)
