@@ -194,14 +194,14 @@ class Exchange:
         """
         left_s = self._ends_s - time.monotonic()
         try:
-            await self._patience.wait(generation.is_told.wait(), min(left_s, at_most_s))
+            await self._patience.wait(generation.has_news.wait(), min(left_s, at_most_s))
         except TimeoutError:
             if time.monotonic() < self._ends_s:
                 raise
             limit_s = self._services.limits.request_timeout_s
             message = f"the request took more than {limit_s:g} s: ask for fewer tokens, or raise --request-timeout-s"
             raise Refused(message, code="timeout", status=504) from None
-        generation.is_told.clear()
+        generation.has_news.clear()
 
     async def _guarded(self, work: Callable[..., T], *given: Any, in_loop: bool = False) -> T:
         """Run `work`, which handles texts, in a thread or in the event loop.

@@ -318,13 +318,13 @@ def _answer(
             )
         missing = (request for request in requests if request.custom_id not in answers.finished)
         with Progress(len(requests.line_of), len(answers.finished)) as progress:
-            is_told = bool(answers.refused)
+            is_refusal_shown = bool(answers.refused)
 
             def on_step() -> None:
-                nonlocal is_told
-                if answers.refused and not is_told:
+                nonlocal is_refusal_shown
+                if answers.refused and not is_refusal_shown:
                     progress.say(_first_refusal(answers))
-                    is_told = True
+                    is_refusal_shown = True
                 progress.show(len(answers.finished), numbers.tokens_per_s)
 
             run_there(missing, answers, on_step)

@@ -225,10 +225,10 @@ def meant(name: str, served_names: Collection[str]) -> str:
 
 def named(served_names: Seq[str]) -> str:
     """Return the names that a model may be called by, as text for a message."""
-    return " or ".join(map(repr, told(served_names)))
+    return " or ".join(map(repr, public_names(served_names)))
 
 
-def told(served_names: Seq[str]) -> Seq[str]:
+def public_names(served_names: Seq[str]) -> Seq[str]:
     """Return the names that clients may see. Paths on this machine are left out, unless all names are paths."""
     return [name for name in served_names if not name.startswith(("/", ".", "~"))] or served_names
 

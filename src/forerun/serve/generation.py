@@ -26,7 +26,7 @@ class News:
 
     def __init__(self, on_news: Callable[[], None]) -> None:
         self._loop, self._on_news = asyncio.get_running_loop(), on_news
-        self._told: deque[Generation] = deque()
+        self._pending: deque[Generation] = deque()
         self._is_rung = False
 
     def tell(self, generation: Generation) -> None:
@@ -36,11 +36,11 @@ class News:
         """
         if self._loop.is_closed():
             raise RuntimeError("the event loop was closed")
-        self._told.append(generation)
+        self._pending.append(generation)
 
     def ring(self) -> None:
         """Wake the event loop. Any thread may call this, once all news of a step has been noted."""
-        if self._told and not self._is_rung:
+        if self._pending and not self._is_rung:
             self._is_rung = True
             with suppress(RuntimeError):  # the event loop was closed: nobody listens
                 self._loop.call_soon_threadsafe(self._hear)
@@ -48,8 +48,8 @@ class News:
     def _hear(self) -> None:
         self._is_rung = False  # before any news is taken, so that later news rings again
         self._on_news()
-        while self._told:
-            self._told.popleft().is_told.set()
+        while self._pending:
+            self._pending.popleft().has_news.set()
 
 
 class Generation:
@@ -61,7 +61,7 @@ class Generation:
 
     def __init__(self, news: News, requests: Seq[Request], *, is_streamed: bool) -> None:
         self.requests, self._news, self._is_streamed = list(requests), news, is_streamed
-        self.is_told = asyncio.Event()
+        self.has_news = asyncio.Event()
         self.error: ForerunError | None = None
         self._place = {request: i for i, request in enumerate(self.requests)}
         self._marks: list[Mark | None] = [None] * len(self.requests)
@@ -80,7 +80,7 @@ class Generation:
     def fail(self, error: ForerunError) -> None:
         """End the generation with an error, and wake the task that waits for it."""
         self.error = self.error or error
-        self.is_told.set()
+        self.has_news.set()
 
     @property
     def is_over(self) -> bool:

@@ -37,19 +37,19 @@ def bodies(services: Services) -> dict[str, Schema]:
     }
     num_ids = min(engine.runner.num_ids for engine in engines)
 
-    def told(schema: Any) -> Any:
+    def fill(schema: Any) -> Any:
         if isinstance(schema, list):
-            return [told(one) for one in schema]
+            return [fill(one) for one in schema]
         if not isinstance(schema, dict):
             return schema
         if schema == ID:
             return integer(0, num_ids - 1)
-        filled = {key: told(value) for key, value in schema.items()}
+        filled = {key: fill(value) for key, value in schema.items()}
         if isinstance(fields := filled.get("properties"), dict):
             fields |= {name: or_null(known) for name, known in here.items() if name in fields}
         return filled
 
-    return {url: told(body_of(route)) for url, route in with_bodies().items()}
+    return {url: fill(body_of(route)) for url, route in with_bodies().items()}
 
 
 # What may come instead of an answer; docs/serve.md says when.

@@ -27,8 +27,8 @@ from forerun.serve.bodies import (
     meant,
     named,
     params_of,
+    public_names,
     report_of,
-    told,
     wants_report,
 )
 from forerun.serve.events import DONE, event
@@ -423,7 +423,7 @@ def _described(models: Models, name: str) -> dict[str, Any]:
 
 
 def _models(models: Models, key: str) -> dict[str, Any]:
-    names = told(models.names)
+    names = public_names(models.names)
     ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return {"object": "list", "data": [_described(models, name) for name in names], **ends}
 
