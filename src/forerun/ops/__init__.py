@@ -165,14 +165,15 @@ def kv_dtype(option: str, model: Model, *, must: bool = True) -> str:
     return kept_dtype(option, model.ops.name, model.config.cache_shape, model.cache_dtype, must=must)
 
 
-def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: bool = True) -> str:
+def kept_dtype(option: str, name: str, shape: CacheShape, model_dtype: str, *, must: bool = True) -> str:
     """Return the dtype of a KV cache of this shape under the option kv_cache_dtype.
 
-    name: the backend that computes the model. own: the model's own cache dtype. must: whether to raise BadOption where
-    the backend cannot keep the cache in the wanted dtype. With must=False, `own` is returned there.
+    name: the backend that computes the model. model_dtype: the model's own cache dtype. must: whether to raise
+    BadOption where the backend cannot keep the cache in the wanted dtype. With must=False, `model_dtype` is returned
+    there.
     """
-    if option in ("auto", own):
-        return own
+    if option in ("auto", model_dtype):
+        return model_dtype
     reason = None
     if option not in kv_dtypes(name):
         reason = f"needs a CPU's native operators and contradicts ops={name!r}: drop one"
@@ -182,7 +183,7 @@ def kept_dtype(option: str, name: str, shape: CacheShape, own: str, *, must: boo
         return option
     if must:
         raise BadOption(f"kv_cache_dtype={option!r} {reason}")
-    return own
+    return model_dtype
 
 
 def kv_dtypes(name: str) -> Collection[str]:

@@ -214,14 +214,14 @@ class TorchAttention:
         return q * scale.to(q.dtype)[:, None, None]
 
     def keys_values(
-        self, ops: ReferenceOps, found: Mapping[str, Tensor], rotation: Rotation | None
+        self, ops: ReferenceOps, products: Mapping[str, Tensor], rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values [T, kv_heads, D] as the cache keeps them.
 
-        found: the products that `project` returned.
+        products: as `project` returned them.
         """
-        num, k = self.spec.kv_heads, found["k_proj"]
-        values = self._heads(ops, found.get("v_proj", k), num, self.v_norm)
+        num, k = self.spec.kv_heads, products["k_proj"]
+        values = self._heads(ops, products.get("v_proj", k), num, self.v_norm)
         return _turned(ops, self._heads(ops, k, num, self.k_norm), rotation, self.spec.rope), values
 
     def _heads(self, ops: ReferenceOps, x: Tensor, num: int, norm: Normed | None) -> Tensor:
@@ -323,11 +323,11 @@ class TorchExperts:
 class TorchLayerInput:
     """The part of a block that reads the block's second input, beside the residual stream; see blocks.LayerInput."""
 
-    def __init__(self, own: LayerInput, parts: Parts, at: str) -> None:
-        self.spec = own
+    def __init__(self, spec: LayerInput, parts: Parts, at: str) -> None:
+        self.spec = spec
         self.gate = parts.product(f"{at}per_layer_input_gate")
         self.up = parts.product(f"{at}per_layer_projection")
-        self.norm = Normed.of(parts, f"{at}post_per_layer_input_norm", own.norm)
+        self.norm = Normed.of(parts, f"{at}post_per_layer_input_norm", spec.norm)
 
     def run(self, ops: ReferenceOps, x: Tensor, inputs: Tensor) -> Tensor:
         """Compute the rows [T, H] that the block adds, from the residual stream x [T, H] and the inputs [T, size]."""
@@ -338,11 +338,11 @@ class TorchLayerInput:
 class TorchLayerInputs:
     """The computation of every block's second input, beside the residual stream; see blocks.LayerInput."""
 
-    def __init__(self, own: LayerInput, parts: Parts) -> None:
-        self.spec, self.table = own, parts.weights[LAYER_EMBEDDING]
+    def __init__(self, spec: LayerInput, parts: Parts) -> None:
+        self.spec, self.table = spec, parts.weights[LAYER_EMBEDDING]
         self.look_up: Callable[[Tensor], Tensor] = lambda tokens: F.embedding(tokens, self.table)
         self.projection = parts.product("model.per_layer_model_projection")
-        self.norm = Normed.of(parts, "model.per_layer_projection_norm", own.norm)
+        self.norm = Normed.of(parts, "model.per_layer_projection_norm", spec.norm)
 
     def run(self, ops: ReferenceOps, tokens: Tensor, x: Tensor) -> Tensor:
         """Compute the second inputs [T, layers, size] from tokens [T] and their embeddings x [T, H]."""
@@ -356,16 +356,16 @@ class TorchLayerInputs:
 class TorchFeatures:
     """The input of a head: each token's embedding, beside features that are made from the target's hidden states."""
 
-    def __init__(self, own: Features, parts: Parts) -> None:
-        self.spec = own
-        rows, sides = (Norm(eps=own.eps) if has else None for has in (own.row_norms, own.side_norms))
-        self.row_norms = [Normed.of(parts, f"fc_norm.{i}", rows) for i in range(own.num)]
-        self.whole_norm = Normed.of(parts, "input_norm", Norm(eps=own.eps) if own.whole_norm else None)
-        self.layers = parts.product("fc", *(["fc_act"] if own.act else [])) if own.joined else None
+    def __init__(self, spec: Features, parts: Parts) -> None:
+        self.spec = spec
+        rows, sides = (Norm(eps=spec.eps) if has else None for has in (spec.row_norms, spec.side_norms))
+        self.row_norms = [Normed.of(parts, f"fc_norm.{i}", rows) for i in range(spec.num)]
+        self.whole_norm = Normed.of(parts, "input_norm", Norm(eps=spec.eps) if spec.whole_norm else None)
+        self.layers = parts.product("fc", *(["fc_act"] if spec.act else [])) if spec.joined else None
         self.side_norms = [Normed.of(parts, side, sides) for side in blocks.SIDES]
-        self.context_norm = Normed.of(parts, blocks.SIDES[1], own.context_norm)
-        self.input = parts.product("input") if own.input == "product" else None
-        self.output = parts.product("output") if own.feeds == "projected" else None
+        self.context_norm = Normed.of(parts, blocks.SIDES[1], spec.context_norm)
+        self.input = parts.product("input") if spec.input == "product" else None
+        self.output = parts.product("output") if spec.feeds == "projected" else None
 
     def of_rows(self, ops: ReferenceOps, layer_rows: Seq[Tensor], dtype: torch.dtype) -> Tensor:
         """Compute features [n, H] from the target's hidden states [n, size] after each layer that the head reads."""
@@ -518,9 +518,9 @@ class TorchModel:
         if join is not None:  # the products hold the weights; these are dropped, so that nothing is in memory twice
             self.weights = {}
 
-    def _made_encoder(self, spec: Spec, own: Mapping[str, Tensor], join: Join | None) -> TorchModel:
-        """Return the encoder's model. own: the encoder's weights, by the names in the encoder's spec."""
-        return TorchModel(spec, own, self.ops, join)
+    def _made_encoder(self, spec: Spec, weights: Mapping[str, Tensor], join: Join | None) -> TorchModel:
+        """Return the encoder's model. weights: by the names in the encoder's spec."""
+        return TorchModel(spec, weights, self.ops, join)
 
     def stored(self) -> Iterator[tuple[str, HostTensor]]:
         """Yield each weight with its name, as it is in memory. Raises BadOption where weights are packed."""

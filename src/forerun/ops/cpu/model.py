@@ -52,15 +52,15 @@ if TYPE_CHECKING:
     from forerun.ops.cpu.operators import CpuOps
 
 
-def _probs_of(token: int, made: tuple[Any, Any] | None) -> Probs:
+def _probs_of(token: int, distribution: tuple[Any, Any] | None) -> Probs:
     """Return the distribution from which a token was drawn.
 
-    made: a pair of ids and probabilities. Where the ids are None, the probabilities are for all ids. Where the whole
-    pair is None, the likeliest token was taken without a draw.
+    distribution: a pair of ids and probabilities. Where the ids are None, the probabilities are for all ids. Where the
+    whole pair is None, the likeliest token was taken without a draw.
     """
-    if made is None:
+    if distribution is None:
         return Probs.of_point(token)
-    ids, weights = made
+    ids, weights = distribution
     return Probs(dense=weights) if ids is None else Probs(ids=ids, listed=weights)
 
 
@@ -174,9 +174,9 @@ class CpuModel:
     def _made(self, spec: Spec, part: str = "model.") -> tuple[Any, list[Rotations]]:
         """Return the native object of a spec, and the rotations that it needs. part: the prefix of the weight names."""
 
-        def named(found: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
+        def named(weights: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
             parts = (part, "head", EMBEDDING, *(blocks.BEFORE_BLOCKS if spec.features else ()))
-            of_part = {name: of(weight) for name, weight in found.items() if name.startswith(parts)}
+            of_part = {name: of(weight) for name, weight in weights.items() if name.startswith(parts)}
             return {name.replace(part, "model.", 1): weight for name, weight in of_part.items()}
 
         matrices = named(self.matrices, lambda matrix: matrix.handle)
