@@ -169,8 +169,8 @@ def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], hea
     )
 
 
-def _on(kind: str, found: Mapping[tuple[str, str], float]) -> Callable[[Summary], float]:
-    return lambda row: found[row.name, kind]
+def _on(kind: str, speedups: Mapping[tuple[str, str], float]) -> Callable[[Summary], float]:
+    return lambda row: speedups[row.name, kind]
 
 
 def broken(kind: str) -> str:

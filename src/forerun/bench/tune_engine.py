@@ -120,15 +120,15 @@ class TuningEngine:
         router = self.llm.engine.drafter
         return router.members[router.chosen(spec)]
 
-    def params(self, own: SamplingParams, way: Way, salt: str, number: int) -> SamplingParams:
+    def params(self, prompt_params: SamplingParams, way: Way, salt: str, number: int) -> SamplingParams:
         """Return the parameters of one run of a prompt.
 
-        own: the parameters that the prompt came with. salt: a drafter may learn from other runs with the same salt.
+        prompt_params: as the prompt came with. salt: a drafter may learn from other runs with the same salt.
         number: the prompt's number, which is added to the seed.
         """
-        rule = own.acceptance or ("ratio" if own.temperature > 0 else None)
+        rule = prompt_params.acceptance or ("ratio" if prompt_params.temperature > 0 else None)
         return replace(
-            own,
+            prompt_params,
             draft=way.draft,
             spec_length=way.spec_length or None,
             cache_salt=salt,

@@ -20,18 +20,18 @@ STAR = "Star: chosen."
 NO_STAR = "Chosen: {}."
 
 
-def caption(found: Found, drawn: Collection[Contender]) -> str:
+def caption(results: Found, drawn: Collection[Contender]) -> str:
     """Return the picture's caption. It explains the marks of measured contenders only if the picture shows them."""
     parts = [LINES]
     if drawn:
         parts.append(DOTS)
     if any(one.way.spec_length is None for one in drawn):
         parts.append(DASHED)
-    parts.append(STAR if found.chosen in drawn else NO_STAR.format(found.chosen.way))
+    parts.append(STAR if results.chosen in drawn else NO_STAR.format(results.chosen.way))
     return " ".join(parts)
 
 
-def draw(found: Found, file: Path, name: str) -> None:
+def draw(results: Found, file: Path, name: str) -> None:
     """Save the picture as .png or .svg, or as both where the file's name has no suffix. name: the target's name."""
     import textwrap
 
@@ -39,16 +39,16 @@ def draw(found: Found, file: Path, name: str) -> None:
 
     figure = Figure(figsize=(7.5, 5.2), layout="constrained")
     panel = figure.add_subplot()
-    order = sorted(found.predictions, key=lambda spec: -max(one.speedup for one in found.predictions[spec]))
-    measured = {one.way.draft for one in found.contenders}
+    order = sorted(results.predictions, key=lambda spec: -max(one.speedup for one in results.predictions[spec]))
+    measured = {one.way.draft for one in results.contenders}
     shown = [spec for spec in order if spec in measured] + [spec for spec in order if spec not in measured]
     colours = {spec: f"C{i}" for i, spec in enumerate(shown[:MOST_CURVES])}
     for spec, colour in colours.items():
-        lengths = found.predictions[spec]
+        lengths = results.predictions[spec]
         panel.plot([one.spec_length for one in lengths], [one.speedup for one in lengths], color=colour, label=spec)
-    drawn = [one for one in found.contenders if one.way.spec_length != 0 and one.way.draft in colours]
+    drawn = [one for one in results.contenders if one.way.spec_length != 0 and one.way.draft in colours]
     for one in drawn:
-        colour, result, is_chosen = colours[one.way.draft], one.measured, one is found.chosen
+        colour, result, is_chosen = colours[one.way.draft], one.measured, one is results.chosen
         marker, size = ("*", 15) if is_chosen else ("o", 6)
         if one.way.spec_length is None:
             panel.axhline(result.speedup, color=colour, linestyle="--", linewidth=1)
@@ -66,8 +66,8 @@ def draw(found: Found, file: Path, name: str) -> None:
     panel.axhline(1, color="0.45", linewidth=0.8)
     panel.set_xlabel("K, nodes drafted per pass")
     panel.set_ylabel("tokens/s over plain decoding's")
-    panel.set_title(f"{name}: {found.chosen.way}", fontsize=11, loc="left")
+    panel.set_title(f"{name}: {results.chosen.way}", fontsize=11, loc="left")
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(frameon=False, fontsize=9)
-    figure.supxlabel(textwrap.fill(caption(found, drawn), 105), fontsize=8, x=0.02, ha="left")
+    figure.supxlabel(textwrap.fill(caption(results, drawn), 105), fontsize=8, x=0.02, ha="left")
     save_picture(figure, file)

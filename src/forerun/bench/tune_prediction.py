@@ -371,21 +371,21 @@ class Predictor:
         c = self._draft_s(total) / pass_s / num_drafted if num_drafted else 0.0
         return Prediction(spec_length, total.tokens_per_pass, c, self._v(total), plain_s / drafted_s)
 
-    def _v(self, found: Replayed) -> float:
+    def _v(self, replayed: Replayed) -> float:
         """Return the mean time of a pass / the time of a plain pass.
 
         The mean is taken over the times of the rounds. A time at the mean number of rows would be wrong, because a
         further row costs little up to some number of rows, and much beyond that number.
         """
-        mean = found.num_nodes / found.num_rounds
+        mean = replayed.num_nodes / replayed.num_rounds
         others = (self.num_together - 1) * (1 + mean)  # rows of the other sequences of the step
-        return sum(num * self.passes.v(others + 1 + size) for size, num in found.sizes.items()) / found.num_rounds
+        return sum(num * self.passes.v(others + 1 + size) for size, num in replayed.sizes.items()) / replayed.num_rounds
 
-    def _draft_s(self, found: Replayed) -> float:
+    def _draft_s(self, replayed: Replayed) -> float:
         """Return the seconds of drafting in a step."""
         step_s, pass_s, node_s = self.draft_s
-        num_nodes = self.num_together * found.num_nodes
-        return step_s + (pass_s * found.num_passes + node_s * num_nodes) / found.num_rounds
+        num_nodes = self.num_together * replayed.num_nodes
+        return step_s + (pass_s * replayed.num_passes + node_s * num_nodes) / replayed.num_rounds
 
     def all(self) -> list[Prediction]:
         """Predict every length."""

@@ -177,23 +177,23 @@ def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, 
     return plain, ""
 
 
-def reason_of(found: Found) -> str:
+def reason_of(results: Found) -> str:
     """Return the choice and its reason in words."""
-    plain, *others = found.contenders
+    plain, *others = results.contenders
     order = sorted(others, key=lambda one: -one.measured.speedup)
-    if found.doubt:
-        return f"Nothing is certain: {found.doubt}. Chosen: {found.chosen.way}; more --minutes may tell."
+    if results.doubt:
+        return f"Nothing is certain: {results.doubt}. Chosen: {results.chosen.way}; more --minutes may tell."
     if not others:
         return "Chosen: plain decoding, for no drafted token was ever right."
-    if found.chosen is plain:
+    if results.chosen is plain:
         best = f"{order[0].way}, made {order[0].measured.speedup:.2f} times its tokens per second"
         return f"Chosen: plain decoding, for nothing was faster by {PLAIN_MARGIN - 1:.0%}: the best, {best}."
-    result, predicted = found.chosen.measured, found.chosen.predicted
+    result, predicted = results.chosen.measured, results.chosen.predicted
     said = "" if predicted is None else f", {predicted.speedup:.2f} were predicted"
-    behind = next((one for one in order if one is not found.chosen), None)
+    behind = next((one for one in order if one is not results.chosen), None)
     beside = "" if behind is None else f"; the next, {behind.way}, {behind.measured.speedup:.2f}"
     return (
-        f"Chosen: {found.chosen.way}, for it made {result.speedup:.2f} times plain decoding's tokens per second "
+        f"Chosen: {results.chosen.way}, for it made {result.speedup:.2f} times plain decoding's tokens per second "
         f"({result.least:.2f} to {result.most:.2f} in {result.num_rounds} rounds{said}){beside}."
     )
 
@@ -207,12 +207,12 @@ NOTE = (
 )
 
 
-def table_of(found: Found) -> Table:
+def table_of(results: Found) -> Table:
     """Return a table with a row for each measured way, the fastest first. The other drafters' best lengths follow."""
-    measured = {one.way.draft for one in found.contenders}
-    best = {spec: max(lengths, key=lambda one: one.speedup) for spec, lengths in found.predictions.items()}
+    measured = {one.way.draft for one in results.contenders}
+    best = {spec: max(lengths, key=lambda one: one.speedup) for spec, lengths in results.predictions.items()}
     rows: list[tuple[Way, Prediction | None, Contender | None]] = [
-        *((one.way, one.predicted, one) for one in sorted(found.contenders, key=lambda one: -one.measured.speedup)),
+        *((one.way, one.predicted, one) for one in sorted(results.contenders, key=lambda one: -one.measured.speedup)),
         *((Way(spec, guess.spec_length), guess, None) for spec, guess in best.items() if spec not in measured),
     ]
 
@@ -223,7 +223,7 @@ def table_of(found: Found) -> Table:
         return float(row[2].tokens_per_pass if row[1] is None else row[1].tokens_per_pass)
 
     def speedup(row: Any) -> str:
-        return "- " if row[2] is None else f"{row[2].measured.speedup:.2f}" + ("*" if row[2] is found.chosen else " ")
+        return "- " if row[2] is None else f"{row[2].measured.speedup:.2f}" + ("*" if row[2] is results.chosen else " ")
 
     def spread(row: Any) -> tuple[float, float] | None:
         is_plain = row[2] is None or row[0].spec_length == 0
@@ -234,7 +234,7 @@ def table_of(found: Found) -> Table:
         [
             Column("draft", lambda row: "none (plain)" if row[0].spec_length == 0 else row[0].draft),
             Column("K", lambda row: row[0].length, is_text=False),
-            Column("alpha", lambda row: found.alpha_hats.get(row[0].draft), "{:.2f}"),
+            Column("alpha", lambda row: results.alpha_hats.get(row[0].draft), "{:.2f}"),
             Column("tokens\n/pass", tokens, "{:.2f}"),
             Column("c", predicted("c"), "{:.3f}"),
             Column("v", predicted("v"), "{:.2f}"),
@@ -245,16 +245,16 @@ def table_of(found: Found) -> Table:
     )
 
 
-def print_found(found: Found, console: Console) -> None:
+def print_found(results: Found, console: Console) -> None:
     """Print the times of passes, the table with its note, and the choice."""
-    if found.pass_s is not None:
-        rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found.v.items() if ratio > 1)
-        console.print(f"A pass of 1 row takes {1e3 * found.pass_s:.2f} ms here; of more rows, times that: {rows}")
-    console.print(table_of(found))
+    if results.pass_s is not None:
+        rows = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in results.v.items() if ratio > 1)
+        console.print(f"A pass of 1 row takes {1e3 * results.pass_s:.2f} ms here; of more rows, times that: {rows}")
+    console.print(table_of(results))
     console.print(NOTE)
-    for spec in [found.chosen.way.draft] if found.alphas.get(found.chosen.way.draft) else []:
-        console.print(f"alpha of {spec} by position: {' '.join(f'{alpha:.2f}' for alpha in found.alphas[spec])}")
-    console.print(reason_of(found), style="bold")
+    for spec in [results.chosen.way.draft] if results.alphas.get(results.chosen.way.draft) else []:
+        console.print(f"alpha of {spec} by position: {' '.join(f'{alpha:.2f}' for alpha in results.alphas[spec])}")
+    console.print(reason_of(results), style="bold")
 
 
 def config_of(chosen: Contender, config: EngineConfig, concurrency: int) -> dict[str, Any]:
@@ -280,12 +280,12 @@ def config_of(chosen: Contender, config: EngineConfig, concurrency: int) -> dict
     return options
 
 
-def write_config(file: Path, options: Mapping[str, Any], found: Found) -> None:
+def write_config(file: Path, options: Mapping[str, Any], results: Found) -> None:
     """Write options as a config file: JSON where the name ends in .json, else TOML, with the choice's reason on top."""
     if file.suffix == ".json":
         text = json.dumps(options, indent=2)
     else:
-        lines = [f"# forerun tune. {reason_of(found)}", *(f"{name} = {_toml(v)}" for name, v in options.items())]
+        lines = [f"# forerun tune. {reason_of(results)}", *(f"{name} = {_toml(v)}" for name, v in options.items())]
         text = "\n".join(lines)
     file.write_text(f"{text}\n", encoding="utf-8")
 
