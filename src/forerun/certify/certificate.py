@@ -161,12 +161,12 @@ def _guarded(name: str, run: Callable[[], list[Check]]) -> list[Check]:
         return [Check(name, "pair", "runs to its end", "", problems=[f"it raised {error!r:.200}"])]
 
 
-def _judge(found: Certificate) -> None:
+def _judge(certificate: Certificate) -> None:
     """Judge all statistical tests as one family."""
-    tests = found.tests
+    tests = certificate.tests
     for test, is_rejected in zip(tests, holm([test.p_value for test in tests], LEVEL), strict=True):
         test.rejected = is_rejected
-    for check in found.checks:
+    for check in certificate.checks:
         check.problems += [f"{test.about}: p = {test.p_value:.2g}" for test in check.tests if test.rejected]
 
 
