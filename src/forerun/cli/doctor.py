@@ -355,9 +355,9 @@ def _of_card(card: Card) -> str:
     return f"{about}--device cuda computes on it with torch's operators alone, since ops='cuda' {card.problem}"
 
 
-def _line_of(found: Computed) -> tuple[str, str]:
-    reasons = "; ".join(found.slower_because.values())
-    return "model", f"{found.model}: {found.backend} operators" + (f" ({reasons})" if reasons else "")
+def _line_of(result: Computed) -> tuple[str, str]:
+    reasons = "; ".join(result.slower_because.values())
+    return "model", f"{result.model}: {result.backend} operators" + (f" ({reasons})" if reasons else "")
 
 
 def _cores(cores: native.Cores) -> str:

@@ -19,11 +19,11 @@ OWN = ("host", "port", "api_key", "allow_origins", "allow_hosts")
 
 def lab(
     engine: Annotated[Given, flags.everyday("extra_drafts", "ops", "kv_cache_backend", "max_batch_size")],
-    own: Annotated[Given, Fields(LabOptions, OWN, is_plan=True)],
+    server: Annotated[Given, Fields(LabOptions, OWN, is_plan=True)],
     target: flags.TargetArgument = None,
 ) -> None:
     """Show a page in the browser that explains speculative decoding, with your model running live behind it."""
-    options = LabOptions(**own)
+    options = LabOptions(**server)
     config = flags.engine_config({**engine, "target": target}, max_batch_size=VIEWERS)
     try:
         from forerun.cli.waiting import loading, opened

@@ -251,9 +251,9 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: 
                 _note_numbers(llm, chunk.output, params, time.perf_counter() - start, verbose)
 
 
-def _readable(llm: LLM, made: Chunk | RequestOutput) -> str:
+def _readable(llm: LLM, output: Chunk | RequestOutput) -> str:
     """Return the text of an output. Where the model has no text, return the ids, each with a space in front."""
-    return made.text if llm.has_text else "".join(f" {token}" for token in made.token_ids)
+    return output.text if llm.has_text else "".join(f" {token}" for token in output.token_ids)
 
 
 def _write(text: str) -> None:

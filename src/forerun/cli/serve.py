@@ -14,7 +14,7 @@ from forerun.serve.options import Limits, ServerOptions
 
 def serve(
     engine: Annotated[Given, flags.engine(leave_out=("target",))],
-    own: Annotated[Given, Fields(ServerOptions, is_plan=True)],
+    server: Annotated[Given, Fields(ServerOptions, is_plan=True)],
     limits: Annotated[Given, Fields(Limits, is_plan=True)],
     target: flags.TargetsArgument = None,
     lab: Annotated[bool, typer.Option(help="whether the page of `forerun lab` is there, under /lab")] = True,
@@ -23,7 +23,7 @@ def serve(
 
     Options of engines hold for each of several models; a config file may have tables [models.NAME] with their own.
     """
-    options = ServerOptions(**own, limits=Limits(**limits))
+    options = ServerOptions(**server, limits=Limits(**limits))
     configs = flags.engine_configs(engine, target or ())
     try:
         from forerun.cli.waiting import loading, opened
