@@ -369,13 +369,13 @@ def test_the_cache_holds_the_committed_text_after_every_step(how, tmp_path):
             mirror, anew = drafter._followed(request.seq), Translation(*drafter.tokenizers)
             anew.read(request.seq.tokens)
             assert mirror.tokens == anew.ids
-            drafter.own._forget_rejected(mirror)
-            held = drafter.own.num_held(mirror)
-            assert drafter.own._fed[mirror.id].tokens == anew.ids[:held]
+            drafter.inner._forget_rejected(mirror)
+            held = drafter.inner.num_held(mirror)
+            assert drafter.inner._fed[mirror.id].tokens == anew.ids[:held]
             assert drafter.runner.cache.length(mirror.id) == held
             behind.add(len(anew.ids) - held)
             if how == "text":
-                check_draft_cache(drafter.own, mirror)
+                check_draft_cache(drafter.inner, mirror)
     assert request.report.num_accepted < request.report.num_tested
     assert {1, 2} <= behind, "both a rejection and a full acceptance must have happened"
     assert not drafter._mirrors and not drafter._translations  # noqa: PT018

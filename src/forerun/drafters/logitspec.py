@@ -54,15 +54,15 @@ class Likely:
         self.place = -1
         self.behind = Matrix(MAX_ROWS)  # token -> the ids that were likeliest after it
 
-    def read(self, own: Seen, ids: Seq[Seq[int]], num_behind: int) -> None:
+    def read(self, seen: Seen, ids: Seq[Seq[int]], num_behind: int) -> None:
         """Learn from a pass.
 
         ids: the likeliest ids at each scored row, best first. num_behind: how many of a row's ids are kept as followers
         of the row's input token.
         """
-        self.rivals, self.place = ids[own.kept[-1] - own.scored.start], own.start + len(own.kept)
+        self.rivals, self.place = ids[seen.kept[-1] - seen.scored.start], seen.start + len(seen.kept)
         if num_behind:
-            for token, row in own.rows.items():
+            for token, row in seen.rows.items():
                 self.behind.put(token, ids[row][:num_behind])
 
     def candidates(self, seq: Sequence) -> list[int]:

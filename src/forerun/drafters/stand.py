@@ -248,10 +248,10 @@ class StandDrafter(Drafter):
             followers += [tokens[end + 1]] * len(known)
         table.guess(contexts, followers)
 
-    def _learn(self, table: Table, seq: Sequence, own: Seen, ids: Ids, logits: Rows) -> None:
+    def _learn(self, table: Table, seq: Sequence, seen: Seen, ids: Ids, logits: Rows) -> None:
         """Learn the target's logits at each row. The context of a row is the path of tokens down to that row."""
-        run, longest = own.scores.runs[own.run], self.options.max_context
-        before = {-1: seq.tokens[max(0, own.start + 1 - longest) : own.start]}  # by row: the last tokens up to it
+        run, longest = seen.scores.runs[seen.run], self.options.max_context
+        before = {-1: seq.tokens[max(0, seen.start + 1 - longest) : seen.start]}  # by row: the last tokens up to it
         contexts, rows = list[Gram](), list[int]()
         is_number = np.isfinite(logits.sum(1)).tolist()
         for row, (token, parent) in enumerate(zip(run.tokens, run.behind(0), strict=True)):

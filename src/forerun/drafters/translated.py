@@ -98,8 +98,8 @@ class Translated(Drafter):
     in the draft model's cache has no drafts, and the target must not wait for that room.
     """
 
-    def __init__(self, own: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> None:
-        self.own, self.tokenizers, self.runner = own, tokenizers, own.runner
+    def __init__(self, inner: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> None:
+        self.inner, self.tokenizers, self.runner = inner, tokenizers, inner.runner
         self._mirrors: dict[int, Sequence] = {}  # the sequences in the draft model's ids
         self._translations: dict[int, Translation] = {}
 
@@ -110,19 +110,19 @@ class Translated(Drafter):
             translation.read(seq.tokens)
             tokens = translation.ids
         self._mirrors[seq.id] = self.mirror(seq, tokens)
-        self.own.begin(self._mirrors[seq.id])
+        self.inner.begin(self._mirrors[seq.id])
 
     def end(self, seq: Sequence) -> None:
         self._translations.pop(seq.id, None)
         if mirror := self._mirrors.pop(seq.id, None):
-            self.own.end(mirror)
+            self.inner.end(mirror)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        self.own.observe([self._followed(seq) for seq in seqs if seq.id in self.own.guessing], ())
+        self.inner.observe([self._followed(seq) for seq in seqs if seq.id in self.inner.guessing], ())
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        self.own.catch_up([mirror for seq in seqs if (mirror := self._followed(seq)).tokens], num_tokens)
-        self.caught_up, self.catchup_s = self.own.caught_up, self.own.catchup_s
+        self.inner.catch_up([mirror for seq in seqs if (mirror := self._followed(seq)).tokens], num_tokens)
+        self.caught_up, self.catchup_s = self.inner.caught_up, self.inner.catchup_s
 
     def mirror(self, seq: Sequence, tokens: list[int]) -> Sequence:
         """Return the sequence as the draft model sees it. tokens: the committed text in the draft model's ids."""
@@ -134,33 +134,33 @@ class Translated(Drafter):
         budget.num_tokens = [
             num if mirror.tokens else 0 for num, mirror in zip(budget.num_tokens, mirrors, strict=True)
         ]
-        draft = self.own.propose(mirrors, budget, coins)
-        self.caught_up, self.catchup_s = self.own.caught_up, self.own.catchup_s
+        draft = self.inner.propose(mirrors, budget, coins)
+        self.caught_up, self.catchup_s = self.inner.caught_up, self.inner.catchup_s
         return draft
 
     def _followed(self, seq: Sequence) -> Sequence:
         """Return the mirror of a sequence, brought up to date with the tokens committed since the last call."""
         mirror = self._mirrors[seq.id]
         if translation := self._translations.get(seq.id):
-            self.own.doubt(mirror, translation.read(seq.tokens))
+            self.inner.doubt(mirror, translation.read(seq.tokens))
         return mirror
 
 
 class TranslatedTokens(Translated):
     """The drafter of how=tokens. Its draft model returns ids of the target, so no draft is translated back."""
 
-    own: Intersection
+    inner: Intersection
 
     def begin(self, seq: Sequence) -> None:
-        self.own.sources[seq.id] = seq
+        self.inner.sources[seq.id] = seq
         super().begin(seq)
 
     def end(self, seq: Sequence) -> None:
         super().end(seq)
-        self.own.sources.pop(seq.id, None)
+        self.inner.sources.pop(seq.id, None)
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        self.own.sources |= {seq.id: seq for seq in seqs}  # these may have tokens that are not committed yet
+        self.inner.sources |= {seq.id: seq for seq in seqs}  # these may have tokens that are not committed yet
         return self.ask(seqs, budget, coins)
 
 
@@ -172,8 +172,8 @@ class TranslatedText(Translated):
 
     draws = "point"
 
-    def __init__(self, own: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer], num_ids: int) -> None:
-        super().__init__(own, tokenizers)
+    def __init__(self, inner: ModelDrafter, tokenizers: tuple[Tokenizer, Tokenizer], num_ids: int) -> None:
+        super().__init__(inner, tokenizers)
         self._target, self._draft = tokenizers
         self._num_ids = num_ids
 

@@ -36,15 +36,15 @@ def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: 
     return drafter
 
 
-def _short_vocabulary(own: ModelConfig, others: ModelConfig, num_ids: int) -> ShortVocabulary | None:
+def _short_vocabulary(draft: ModelConfig, target: ModelConfig, num_ids: int) -> ShortVocabulary | None:
     """Return the object that chooses how many ids a draft model drafts; None where a model's size is unknown.
 
     The time of a pass is taken to be proportional to the number of weights.
     """
-    if not isinstance(own, Spec) or not isinstance(others, Spec):
+    if not isinstance(draft, Spec) or not isinstance(target, Spec):
         return None
-    head, tables = num_ids * own.hidden_size, 0 if own.tied else own.vocab_size * own.hidden_size
-    return ShortVocabulary(num_ids, head / (own.num_weights - tables), own.num_weights / others.num_weights)
+    head, tables = num_ids * draft.hidden_size, 0 if draft.tied else draft.vocab_size * draft.hidden_size
+    return ShortVocabulary(num_ids, head / (draft.num_weights - tables), draft.num_weights / target.num_weights)
 
 
 def cache_for(

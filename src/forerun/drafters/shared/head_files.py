@@ -297,21 +297,21 @@ def _scheme(rounded: Quantization | None, least_bits: int) -> Scheme | None:
 
 
 def check_shapes(
-    where: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], again: str
+    where: str, held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], again: str
 ) -> None:
     """Raise UnsupportedModel for a tensor that is missing, has another shape, or is not known.
 
     where: the file. again: the message's advice about a file with missing or unknown tensors.
     """
     for name, shape in wanted.items():
-        if name not in found:
+        if name not in held:
             raise UnsupportedModel(f"{shown(where)} has no tensor {name}: {again}")
-        if found[name] != shape:
+        if held[name] != shape:
             raise UnsupportedModel(
-                f"{shown(where)} has {name} of shape {list(found[name])}, and its config.json and the target ask for "
+                f"{shown(where)} has {name} of shape {list(held[name])}, and its config.json and the target ask for "
                 f"{list(shape)}: name a head of this target"
             )
-    if more := sorted(found.keys() - wanted.keys()):
+    if more := sorted(held.keys() - wanted.keys()):
         raise UnsupportedModel(f"{shown(where)} holds the tensor {shown(more[0])}, which no such head has: {again}")
 
 
@@ -343,8 +343,8 @@ def feed_forward_shapes(num_heads: int, inner: int, width: int) -> dict[str, tup
     }
 
 
-def _check_probe(path: str, had: Floats, own: Floats) -> None:
-    if had.shape != own.shape or _size(had - own) > MOST_UNLIKE**2 * _size(had):
+def _check_probe(path: str, had: Floats, wanted: Floats) -> None:
+    if had.shape != wanted.shape or _size(had - wanted) > MOST_UNLIKE**2 * _size(had):
         raise BadOption(
             f"{shown(path)} was trained for a target with other weights than this one: train a head for this target"
         )

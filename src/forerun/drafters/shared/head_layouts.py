@@ -185,14 +185,14 @@ def _kind(path: str, config: Mapping[str, Any], names: Collection[str]) -> str:
 # -------------------------------------------------------------------------------------------------------------- EAGLE
 
 
-def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
+def eagle_layers(head: Published, num_layers: int) -> tuple[int, ...]:
     """Return the target's layers after which a head reads rows; () = the head reads the rows after the final norm.
 
     num_layers: how many layers the target has.
     """
-    if found.kind == EAGLE_1:
+    if head.kind == EAGLE_1:
         return ()
-    inputs, outputs = _layer_ids(found.config), _layer_ids(found.nested)
+    inputs, outputs = _layer_ids(head.config), _layer_ids(head.nested)
     if inputs and outputs and inputs != tuple(j + 1 for j in outputs):
         raise UnsupportedModel(
             f"config.json has {LAYER_IDS}={list(inputs)}, of layers whose input is read, and in eagle_config "
@@ -202,17 +202,17 @@ def eagle_layers(found: Published, num_layers: int) -> tuple[int, ...]:
     return inputs or tuple(j + 1 for j in outputs) or (2, num_layers // 2, num_layers - 3)
 
 
-def eagle_config(found: Published, num_layers: int | None = None) -> EagleConfig:
+def eagle_config(head: Published, num_layers: int | None = None) -> EagleConfig:
     """Return the sizes and switches of a head.
 
     num_layers: how many layers the target has; None = not known, and then the `layers` of the result are (). Raises
     UnsupportedModel for settings that would be computed wrongly.
     """
-    _check_switches(found)
-    settings, has_bias = found.own, any(name.endswith("self_attn.q_proj.bias") for name in found.shapes)
-    decoder = _head_spec(read_config(found.decoder), has_bias, is_first=found.kind == EAGLE_1)
-    layers = () if num_layers is None else eagle_layers(found, num_layers)
-    if found.kind == EAGLE_1:
+    _check_switches(head)
+    settings, has_bias = head.own, any(name.endswith("self_attn.q_proj.bias") for name in head.shapes)
+    decoder = _head_spec(read_config(head.decoder), has_bias, is_first=head.kind == EAGLE_1)
+    layers = () if num_layers is None else eagle_layers(head, num_layers)
+    if head.kind == EAGLE_1:
         return EagleConfig(decoder, layers)
     if "draft_vocab_size" in settings:
         decoder = replace(decoder, vocab_size=size(settings, "draft_vocab_size"))
@@ -242,21 +242,21 @@ def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
     return replace(decoder, tied=True, blocks=tuple(changed), final_norm=norm)
 
 
-def read_eagle(found: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
+def read_eagle(head: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
     """Return a head's configuration, its weights by our names, and the target's ids that it drafts.
 
     The configuration is for these ids alone. Raises BadOption for a head of another target, UnsupportedModel for
     tensors that do not fit.
     """
-    num_vocab, width = size(found.decoder, "vocab_size"), target.model.config.hidden_size
-    _check_vocabulary(found, num_vocab, target)
-    must, may = _eagle_shapes(found, config, num_vocab, width)
-    names = {ours: _published_name(found, ours) for ours in (*must, *may)}
-    tensors = found.read({names[n]: must[n] for n in must}, {names[n]: may[n] for n in may})
+    num_vocab, width = size(head.decoder, "vocab_size"), target.model.config.hidden_size
+    _check_vocabulary(head, num_vocab, target)
+    must, may = _eagle_shapes(head, config, num_vocab, width)
+    names = {ours: _published_name(head, ours) for ours in (*must, *may)}
+    tensors = head.read({names[n]: must[n] for n in must}, {names[n]: may[n] for n in may})
     weights = {ours: tensors[name] for ours, name in names.items() if name in tensors}
     ids = np.arange(config.decoder.vocab_size)
     if (offsets := weights.pop("d2t", None)) is not None:
-        ids = _distinct(found, "d2t", ids + offsets.values.astype(np.int64), num_vocab)
+        ids = _distinct(head, "d2t", ids + offsets.values.astype(np.int64), num_vocab)
     kept = ids < target.num_ids
     if OWN_HEAD in weights and not kept.all():
         weights[OWN_HEAD] = weights[OWN_HEAD][kept]
@@ -273,28 +273,28 @@ def _layer_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _check_switches(found: Published) -> None:
+def _check_switches(head: Published) -> None:
     """Raise UnsupportedModel for settings of the head that are not computed. Its decoder's settings are not checked."""
-    if found.is_speculators:
-        refuse_unknown(found.config, SPECULATORS_KEYS)
-        if found.config.get("norm_before_residual") is None:
+    if head.is_speculators:
+        refuse_unknown(head.config, SPECULATORS_KEYS)
+        if head.config.get("norm_before_residual") is None:
             raise UnsupportedModel(
                 "config.json has no norm_before_residual, which some readers take for true and some for false: add the "
                 "value that the head was trained with"
             )
-    for key, value in found.nested.items():
+    for key, value in head.nested.items():
         if key in NESTED and value not in (None, NESTED[key]):
             raise UnsupportedModel(
                 f"config.json has {key}={shown(value)} in eagle_config, which forerun does not compute: use a head "
                 f"with {NESTED[key]}"
             )
-        if key in SWITCHES and found.config.get(key) not in (None, value):
+        if key in SWITCHES and head.config.get(key) not in (None, value):
             raise UnsupportedModel(f"config.json has two values of {key}, of which one is in eagle_config: keep one")
-    refuse_unknown(found.nested, SWITCHES | NESTED.keys() | {LAYER_IDS})
+    refuse_unknown(head.nested, SWITCHES | NESTED.keys() | {LAYER_IDS})
 
 
 def _eagle_shapes(
-    found: Published, config: EagleConfig, num_vocab: int, width: int
+    head: Published, config: EagleConfig, num_vocab: int, width: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return the shapes of weights that a head must have, and of weights that it may have, by our names.
 
@@ -302,22 +302,22 @@ def _eagle_shapes(
     """
     if config.reads_size != width:
         raise BadOption(
-            f"{shown(found.path)} reads rows of {config.reads_size}, and the target has rows of {width}: name a head "
+            f"{shown(head.path)} reads rows of {config.reads_size}, and the target has rows of {width}: name a head "
             "of this target"
         )
     h, num_ids = config.decoder.hidden_size, config.decoder.vocab_size
     must = layer_shapes(config)
     may: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (num_vocab, h)}
-    if found.kind == EAGLE_1:
+    if head.kind == EAGLE_1:
         must["input.weight"] = (h, 2 * h)
         may[OWN_HEAD] = (num_ids, h)  # mostly a copy of the target's LM head; without it, the target's is used
-        (must if found.config.get("bias") is True else may)["input.bias"] = (h,)
+        (must if head.config.get("bias") is True else may)["input.bias"] = (h,)
         return must, may
     num = len(config.layers)
     must |= {"fc.weight": (h, num * width), **{f"{side}.weight": (h,) for side in SIDES}}
-    if flag(found.own, "fc_norm"):
+    if flag(head.own, "fc_norm"):
         must |= {f"fc_norm.{i}.weight": (width,) for i in range(num)}
-    if flag(found.own, "norm_before_fc"):
+    if flag(head.own, "norm_before_fc"):
         must["input_norm.weight"] = (num * width,)
     (may if num_ids == num_vocab else must)["d2t"] = (num_ids,)
     fits = h == width  # whether the target's embeddings and LM head fit the head
@@ -325,11 +325,11 @@ def _eagle_shapes(
     return must, may
 
 
-def _published_name(found: Published, ours: str) -> str:
+def _published_name(head: Published, ours: str) -> str:
     """Return the published name of a weight, given our name."""
-    if found.kind == EAGLE_1:
+    if head.kind == EAGLE_1:
         return ours.replace("input.", "fc.", 1) if ours.startswith("input.") else ours.removeprefix("model.")
-    first = "midlayer." if any(name.startswith("midlayer.") for name in found.shapes) else "layers.0."
+    first = "midlayer." if any(name.startswith("midlayer.") for name in head.shapes) else "layers.0."
     sides = {f"{SIDES[0]}.weight": "input_layernorm.weight", f"{SIDES[1]}.weight": "hidden_norm.weight"}
     if ours in sides:
         return first + sides[ours]
@@ -369,16 +369,16 @@ class MedusaHeads:
     ids: Ids
 
 
-def read_medusa(found: Published, target: Target) -> MedusaHeads:
+def read_medusa(heads: Published, target: Target) -> MedusaHeads:
     """Read Medusa heads. Their number is counted from the tensors, because old config files say 2 where there are 5.
 
     Raises BadOption for heads of another target, UnsupportedModel for tensors that do not fit.
     """
     block, lm_head = "{0}.{1}.linear.", "{0}.{1}.weight"
-    if any(name.startswith("blocks.") for name in found.shapes):  # as vLLM writes them
+    if any(name.startswith("blocks.") for name in heads.shapes):  # as vLLM writes them
         block, lm_head = "blocks.{0}.layers.{1}.", "lm_heads.{0}.weight"
     pattern = re.compile(re.escape(block).replace(r"\{0\}", r"(\d+)").replace(r"\{1\}", r"(\d+)") + "weight")
-    places = [match.groups() for name in found.shapes if (match := pattern.fullmatch(name))]
+    places = [match.groups() for name in heads.shapes if (match := pattern.fullmatch(name))]
     num_heads, num_blocks = (len({place[i] for place in places}) for i in (0, 1))
     width = target.model.config.hidden_size
     must, may, names = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]](), dict[str, str]()
@@ -388,31 +388,31 @@ def read_medusa(found: Published, target: Target) -> MedusaHeads:
             must[theirs + "weight"], may[theirs + "bias"] = (width, width), (width,)
             names |= {ours + part: theirs + part for part in ("weight", "bias")}
     lm_names = {f"lm_head.{head}.weight": lm_head.format(head, num_blocks) for head in range(num_heads)}
-    if found.config.get("original_lm_head"):  # vLLM's word for an LM head that all heads share
-        shared = [n for n in ("lm_head.weight", lm_names["lm_head.0.weight"]) if n in found.shapes] if lm_names else []
+    if heads.config.get("original_lm_head"):  # vLLM's word for an LM head that all heads share
+        shared = [n for n in ("lm_head.weight", lm_names["lm_head.0.weight"]) if n in heads.shapes] if lm_names else []
         if not shared:
             raise UnsupportedModel(
-                f"{shown(found.path)} has original_lm_head=true in config.json and no LM head: add the tensor "
+                f"{shown(heads.path)} has original_lm_head=true in config.json and no LM head: add the tensor "
                 "lm_head.weight, or drop that key, and the heads use the target's"
             )
         lm_names = {"lm_head.weight": shared[0]}
-    num_rows = [found.shapes[name][0] for name in lm_names.values() if name in found.shapes]
+    num_rows = [heads.shapes[name][0] for name in lm_names.values() if name in heads.shapes]
     if num_rows:  # otherwise the heads use the target's LM head
         must |= dict.fromkeys(lm_names.values(), (num_rows[0], width))
         names |= lm_names
-    if "token_map" in found.shapes:
-        must["token_map"] = found.shapes["token_map"][:1]
-    tensors = found.read(must, may)
+    if "token_map" in heads.shapes:
+        must["token_map"] = heads.shapes["token_map"][:1]
+    tensors = heads.read(must, may)
     weights = {ours: tensors[name] for ours, name in names.items() if name in tensors}
     token_map = tensors["token_map"].values.astype(np.int64) if "token_map" in tensors else None
-    ids, rows = _medusa_ids(found, token_map, num_rows[0] if num_rows else None, target)
+    ids, rows = _medusa_ids(heads, token_map, num_rows[0] if num_rows else None, target)
     if rows is not None:
         weights |= {name: weights[name][rows] for name in lm_names}
     return MedusaHeads(num_heads, num_blocks, weights, ids)
 
 
 def _medusa_ids(
-    found: Published, token_map: Ids | None, num_rows: int | None, target: Target
+    heads: Published, token_map: Ids | None, num_rows: int | None, target: Target
 ) -> tuple[Ids, Ids | None]:
     """Return the ids that Medusa heads draft, and the rows to take from the LM heads in the files.
 
@@ -421,18 +421,18 @@ def _medusa_ids(
     """
     if token_map is None:
         if num_rows is not None:
-            _check_vocabulary(found, num_rows, target)
+            _check_vocabulary(heads, num_rows, target)
         ids = np.arange(target.num_ids)
         return ids, None if num_rows in (None, target.num_ids) else ids
-    num_vocab = size(found.config, "vocab_size")
-    _check_vocabulary(found, num_vocab, target)
-    ids = _distinct(found, "token_map", token_map, num_vocab)
+    num_vocab = size(heads.config, "vocab_size")
+    _check_vocabulary(heads, num_vocab, target)
+    ids = _distinct(heads, "token_map", token_map, num_vocab)
     kept = ids < target.num_ids
     if num_rows is None or len(ids) == num_rows:
         return ids[kept], None if num_rows is None or kept.all() else np.flatnonzero(kept)
     if num_rows != num_vocab:
         raise UnsupportedModel(
-            f"{shown(found.path)} has LM heads of {num_rows} rows, and {len(ids)} ids in token_map: fetch the heads "
+            f"{shown(heads.path)} has LM heads of {num_rows} rows, and {len(ids)} ids in token_map: fetch the heads "
             "again"
         )
     return ids[kept], ids[kept]
@@ -441,19 +441,19 @@ def _medusa_ids(
 # --------------------------------------------------------------------------------------------------------------- both
 
 
-def _check_vocabulary(found: Published, num_vocab: int, target: Target) -> None:
+def _check_vocabulary(head: Published, num_vocab: int, target: Target) -> None:
     """Raise BadOption where the head's vocabulary size differs from the target's by more than padding."""
     num_ids, padded = target.num_ids, target.model.config.vocab_size
     if num_vocab != padded and not num_ids <= num_vocab <= num_ids + MOST_PADDING:
         raise BadOption(
-            f"{shown(found.path)} was made for a vocabulary of {num_vocab} ids, and the target has {num_ids}: name a "
+            f"{shown(head.path)} was made for a vocabulary of {num_vocab} ids, and the target has {num_ids}: name a "
             "head of this target"
         )
 
 
-def _distinct(found: Published, name: str, ids: Ids, num_vocab: int) -> Ids:
+def _distinct(head: Published, name: str, ids: Ids, num_vocab: int) -> Ids:
     if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= num_vocab or len(set(ids.tolist())) < len(ids):
         raise UnsupportedModel(
-            f"{shown(found.path)}: {name} must lead to different ids below {num_vocab}: fetch the head again"
+            f"{shown(head.path)}: {name} must lead to different ids below {num_vocab}: fetch the head again"
         )
     return ids
