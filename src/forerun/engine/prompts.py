@@ -34,16 +34,16 @@ def names_keywords(method: Method) -> Method:
     return checked  # type: ignore[return-value]
 
 
-def no_keyword(call: str, name: str, value: object, own: Seq[str]) -> str:
-    """Return the error text for a keyword that a call does not take. own: the keywords that the call takes."""
+def no_keyword(call: str, name: str, value: object, keywords: Seq[str]) -> str:
+    """Return the error text for a keyword that a call does not take. keywords: those that it takes."""
     fields = SamplingParams.__dataclass_fields__
-    near = difflib.get_close_matches(name, [*own, *fields], n=1)
+    near = difflib.get_close_matches(name, [*keywords, *fields], n=1)
     if near and near[0] in fields:
         return f"{call} takes no {name}: use SamplingParams({near[0]}={shown(value)}), given as params"
     if name == "sampling_params":  # vLLM's
         return f"{call} takes no {name}: it is called params here"
-    there = None if near else by_name(name, own, "SamplingParams")
-    return there or unknown(f"argument of {call} called", name, own)
+    there = None if near else by_name(name, keywords, "SamplingParams")
+    return there or unknown(f"argument of {call} called", name, keywords)
 
 
 def as_list(prompts: object) -> list[Prompt]:

@@ -405,16 +405,16 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
         return _made(drafters.WITHOUT_MODEL, target)
 
 
-def make(specs: Seq[str], target: Target, own: Callable[[Target], Drafter] | None = None) -> Router:
+def make(specs: Seq[str], target: Target, make_own: Callable[[Target], Drafter] | None = None) -> Router:
     """Make the engine's drafter, the extra drafters, and the free drafters: lookup, prediction, forced and none.
 
     Each drafter is named by its method. Among several drafters of one method, the first (or the one written without
-    options) gets that name; the others are named by their whole spec. own: a function that makes one more drafter,
-    which comes before all others and is named `own`. Raises BadOption.
+    options) gets that name; the others are named by their whole spec. make_own: makes one more drafter, which comes
+    before all others and is named `own`. Raises BadOption.
     """
     members: dict[str, Drafter] = {}
-    if own is not None:
-        members[OWN] = own(target)
+    if make_own is not None:
+        members[OWN] = make_own(target)
         if not isinstance(members[OWN], Drafter):
             raise BadOption(f"draft made {type(members[OWN]).__name__}: it must make a forerun.drafters.Drafter")
     aliases: dict[str, str] = {}
