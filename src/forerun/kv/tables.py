@@ -351,14 +351,14 @@ class BlockTables:
             missing -= self._make_private(entry, cut)
         entry.table += [self._take() for _ in range(missing)]
 
-    def _give_back(self, own: _Slot) -> None:
+    def _give_back(self, entry: _Slot) -> None:
         """Give back the blocks that no later row sees. In the table, the first remaining block stands in for them."""
-        first = self._first_seen(own.length, SPARE_TOKENS)
-        if first > own.first:
-            for block in own.table[own.first : first]:
+        first = self._first_seen(entry.length, SPARE_TOKENS)
+        if first > entry.first:
+            for block in entry.table[entry.first : first]:
                 self._drop(block, is_passed=True)
-            own.table[:first] = own.table[first : first + 1] * first
-            own.first = first
+            entry.table[:first] = entry.table[first : first + 1] * first
+            entry.first = first
 
     def _num_available(self) -> int:
         return len(self._free) + self._prefixes.num_evictable
@@ -369,20 +369,20 @@ class BlockTables:
             "lower max_batch_size or max_seq_len, or raise kv_cache_tokens"
         )
 
-    def _cut_block(self, own: _Slot) -> int | None:
+    def _cut_block(self, entry: _Slot) -> int | None:
         """Return the block inside which the slot's kept rows end, if other slots may read it too; None otherwise."""
-        i, inside = divmod(own.length, self.block_tokens)
+        i, inside = divmod(entry.length, self.block_tokens)
         if not inside:
             return None
-        block = own.table[i]
+        block = entry.table[i]
         return block if self._num_users[block] > 1 or self._prefixes.holds(block) else None
 
-    def _num_copies(self, own: _Slot) -> bool:
+    def _num_copies(self, entry: _Slot) -> bool:
         """Return the number of blocks, 0 or 1, that the slot must copy before it may write."""
-        block = self._cut_block(own)
+        block = self._cut_block(entry)
         return block is not None and self._num_users[block] > 1
 
-    def _make_private(self, own: _Slot, block: int) -> bool:
+    def _make_private(self, entry: _Slot, block: int) -> bool:
         """Make private the block in which the slot was cut, and return whether a block was taken for a copy.
 
         A published block without other users is withdrawn. A shared block is replaced by a copy of its kept rows.
@@ -391,8 +391,8 @@ class BlockTables:
             self._prefixes.remove(block)
             self._withdrawn(block)
             return False
-        i, inside = divmod(own.length, self.block_tokens)
-        own.table[i] = self._take_copy(block, inside)
+        i, inside = divmod(entry.length, self.block_tokens)
+        entry.table[i] = self._take_copy(block, inside)
         self._drop(block)
         return True
 
@@ -535,28 +535,28 @@ class BlockTables:
         own = self._slots[slot]
         return not own.first or self._first_seen(length) >= own.first
 
-    def _empty(self, own: _Slot) -> None:
+    def _empty(self, entry: _Slot) -> None:
         """Give back all blocks, so that no block of the table stands in for other blocks."""
-        for block in reversed(own.live):
+        for block in reversed(entry.live):
             self._drop(block)
-        own.table.clear()
-        own.first = own.length = 0
-        own.pending = []
+        entry.table.clear()
+        entry.first = entry.length = 0
+        entry.pending = []
 
-    def _set_length(self, own: _Slot, length: int, pending: Seq[int] = ()) -> None:
+    def _set_length(self, entry: _Slot, length: int, pending: Seq[int] = ()) -> None:
         """Set the kept length and the parents of pending rows, and give back the blocks after these rows.
 
         If this gives back published blocks, the caller must cut `keys`, too.
         """
-        own.length, own.pending = length, list(pending)
-        needed = -(-own.end // self.block_tokens)
-        for block in reversed(own.table[needed:]):
+        entry.length, entry.pending = length, list(pending)
+        needed = -(-entry.end // self.block_tokens)
+        for block in reversed(entry.table[needed:]):
             self._drop(block)
-        del own.table[needed:]
+        del entry.table[needed:]
 
-    def _row(self, own: _Slot, position: int) -> int:
+    def _row(self, entry: _Slot, position: int) -> int:
         """Return the physical row of a logical position."""
-        return own.table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
+        return entry.table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
 
     # ------------------------------------------------------------------------------------------------------- integrity
 
@@ -579,15 +579,15 @@ class BlockTables:
         for slot, entry in self._slots.items():
             self._check_slot(slot, entry)
 
-    def _check_slot(self, slot: int, own: _Slot) -> None:
-        length, table = own.length, own.table
-        if own.end > len(table) * self.block_tokens:
+    def _check_slot(self, slot: int, entry: _Slot) -> None:
+        length, table = entry.length, entry.table
+        if entry.end > len(table) * self.block_tokens:
             raise InternalError(f"slot {slot} is longer than its blocks")
-        if len(set(own.live)) < len(own.live):
+        if len(set(entry.live)) < len(entry.live):
             raise InternalError(f"slot {slot} has a block twice")
-        if len(own.keys) * self.block_tokens > length:
+        if len(entry.keys) * self.block_tokens > length:
             raise InternalError(f"slot {slot} published more blocks than it filled")
-        self._prefixes.check_keys(own.keys[own.first :], own.live)
+        self._prefixes.check_keys(entry.keys[entry.first :], entry.live)
         # The next `reserve` makes the block private in which the slot ends. The blocks after it must be so already.
         num_filled = -(-length // self.block_tokens)
         self._check_private(slot, table, num_filled * self.block_tokens, len(table) * self.block_tokens)
