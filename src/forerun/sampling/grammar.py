@@ -141,9 +141,9 @@ class Vocabulary:
             raise BadOption(str(entry))
         return entry
 
-    def _keep(self, key: tuple[str, str], made: Grammar | BadOption) -> None:
+    def _keep(self, key: tuple[str, str], entry: Grammar | BadOption) -> None:
         with self._lock:
-            self._kept[key] = made
+            self._kept[key] = entry
             while (
                 len(self._kept) > MOST_KEPT
                 or sum(len(text) for _, text in self._kept) > MOST_KEPT_CHARS
