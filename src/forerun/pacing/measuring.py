@@ -273,7 +273,7 @@ class _Rounds:
         return self.clock() - self.begun + next_s > self.limit_s
 
 
-def _agree(found: Seq[float]) -> bool:
+def _agree(measurements: Seq[float]) -> bool:
     """Return whether measurements agree. The least and the largest of four or more measurements do not count."""
-    middle = sorted(found)[1:-1] if len(found) > 3 else found
+    middle = sorted(measurements)[1:-1] if len(measurements) > 3 else measurements
     return not middle or max(middle) <= AGREEMENT * min(middle)
