@@ -166,13 +166,13 @@ class Aside:
         return None if process is None else process.wait()
 
 
-def _packed(made: Any) -> Any:
+def _packed(result: Any) -> Any:
     """Pack lists of ids as arrays, because no other thread can run while a list of a million numbers is unpickled."""
-    if not isinstance(made, tuple) or not isinstance(made[0], Job):
-        return made
+    if not isinstance(result, tuple) or not isinstance(result[0], Job):
+        return result
     with suppress(OverflowError):  # some are too large for ids, and the engine says so
-        return made[0], [array("i", ids) for ids in made[1]]
-    return made
+        return result[0], [array("i", ids) for ids in result[1]]
+    return result
 
 
 def main(number: int) -> None:

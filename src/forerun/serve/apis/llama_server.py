@@ -166,19 +166,19 @@ def _paths(given: Any) -> list[list[str]]:
     return [path.split("/") for path in given]
 
 
-def _chosen(job: Job, made: dict[str, Any]) -> dict[str, Any]:
+def _chosen(job: Job, whole: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an answer that the body asks for, or the whole answer if it asks for none.
 
     Nested fields are returned in a flat object, under their names with slashes.
     """
     chosen = dict[str, Any]()
     for *path, name in job.given["response_fields"]:
-        inside: Any = made
+        inside: Any = whole
         for key in path:
             inside = inside.get(key) if isinstance(inside, dict) else None
         if isinstance(inside, dict) and name in inside:
             chosen["/".join((*path, name))] = inside[name]
-    return chosen if job.given["response_fields"] else made
+    return chosen if job.given["response_fields"] else whole
 
 
 class Stream:

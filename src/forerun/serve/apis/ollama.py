@@ -383,8 +383,8 @@ class Stream:
         return _as_line({**_head(self._job), **_said(self._job, said), "done": False})
 
 
-def _as_line(made: Mapping[str, Any]) -> bytes:
-    return as_json(made) + b"\n"
+def _as_line(piece: Mapping[str, Any]) -> bytes:
+    return as_json(piece) + b"\n"
 
 
 def _head(job: Job) -> dict[str, Any]:

@@ -100,9 +100,9 @@ _OF_COMPLETIONS: Fields = {
 }
 
 
-def _form(url: str, own: Fields, others: Fields, other: str) -> Form:
-    elsewhere = [name for name in others if name not in own]
-    return Form(url, {**_BOTH, **own}, dict.fromkeys(elsewhere, other))
+def _form(url: str, fields: Fields, others: Fields, other: str) -> Form:
+    elsewhere = [name for name in others if name not in fields]
+    return Form(url, {**_BOTH, **fields}, dict.fromkeys(elsewhere, other))
 
 
 # --------------------------------------------------------------------------------------------------------- requests
