@@ -115,8 +115,8 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def _object(rules: Rules, schema: Schema, quote: str) -> str:
-    def one(key: str, own: Schema) -> str:
-        return f"{literal(f'{key}:')} {_written(rules, own, quote)}"
+    def one(key: str, value_schema: Schema) -> str:
+        return f"{literal(f'{key}:')} {_written(rules, value_schema, quote)}"
 
     return f'"{{" {in_turn(rules, schema, one, ",")} "}}"'
 

@@ -59,8 +59,8 @@ def _call(scan: Scanner, tools: Tools) -> Steps:
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     """Return the grammar of one call."""
 
-    def one(key: str, own: Schema) -> str:
-        value = tag_value(rules, own, tools, name, key, VALUE[1], "")
+    def one(key: str, value_schema: Schema) -> str:
+        value = tag_value(rules, value_schema, tools, name, key, VALUE[1], "")
         named = f"{rules.mark(KEY[0])} {literal(key)} {rules.mark(KEY[1])} {line}"
         return f"{named} {rules.mark(VALUE[0])} {value} {line}"
 

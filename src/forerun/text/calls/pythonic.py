@@ -40,9 +40,9 @@ BETWEEN = ", "
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     """Return the grammar of one call. Values are JSON, but true, false and null may also be written as in Python."""
 
-    def one(key: str, own: Schema) -> str:
-        names = [name for kind, name in PYTHON if kind in _types(own)]
-        return f"{literal(f'{key}=')} ({' | '.join([rules.json(own), *map(literal, names)])})"
+    def one(key: str, value_schema: Schema) -> str:
+        names = [name for kind, name in PYTHON if kind in _types(value_schema)]
+        return f"{literal(f'{key}=')} ({' | '.join([rules.json(value_schema), *map(literal, names)])})"
 
     return f"{literal(f'{name}(')} {in_turn(rules, schema, one, ', ')} {literal(')')}"
 

@@ -66,8 +66,8 @@ def _call(scan: Scanner, tools: Tools) -> Steps:
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     """Return the grammar of one call."""
 
-    def one(key: str, own: Schema) -> str:
-        value = tag_value(rules, own, tools, name, key, PARAMETER[1], "\n")
+    def one(key: str, value_schema: Schema) -> str:
+        value = tag_value(rules, value_schema, tools, name, key, PARAMETER[1], "\n")
         return f'{literal(f"{PARAMETER[0]}{key}>")} "\\n" {value} "\\n"'
 
     head, end = literal(f"\n{FUNCTION[0]}{name}>\n"), literal(f"{FUNCTION[1]}\n")
