@@ -262,36 +262,36 @@ class Rows:
     best: Tensor
     mass: Tensor
 
-    def found(self, own: Tensor) -> Tensor:
-        """Return where head and target agree on the likeliest id, [S, L] bool. own [R, n]: the learned rows' logits."""
+    def agreement(self, logits: Tensor) -> Tensor:
+        """Return where head and target agree on the likeliest id, [S, L] bool. logits [R, n]: of the learned rows."""
         agrees = torch.zeros_like(self.wanted)
-        agrees[self.learned] = self.ids[own.argmax(-1)] == self.best[self.learned]
+        agrees[self.learned] = self.ids[logits.argmax(-1)] == self.best[self.learned]
         return agrees
 
-    def numbers(self, at: str, own: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
+    def numbers(self, at: str, logits: Tensor, target: Tensor, reached: Tensor) -> dict[str, tuple[float, float]]:
         """Return agreement, overlap and loss, each as a sum and its divisor. at: how the names of these numbers end.
 
         agreement is alpha at temperature 0: among the rows where all earlier positions agreed (`reached`), the share
         where the head's likeliest id is the target's. overlap is alpha at temperature 1: the mean of sum min(p, q) over
-        all rows. It is a little too low, because a row counts as 0 where the target's likeliest id is not drafted. own,
-        target [R, n]: the logits of the head and of the target.
+        all rows. It is a little too low, because a row counts as 0 where the target's likeliest id is not drafted.
+        logits, target [R, n]: the logits of the head and of the target.
         """
         probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
-        overlap = torch.minimum(probs, own.softmax(-1)).sum()
-        here, ce = self.wanted & reached, cross_entropy(own, target)
+        overlap = torch.minimum(probs, logits.softmax(-1)).sum()
+        here, ce = self.wanted & reached, cross_entropy(logits, target)
         return {
-            f"agreement{at}": (float((self.found(own) & here).sum()), float(here.sum())),
+            f"agreement{at}": (float((self.agreement(logits) & here).sum()), float(here.sum())),
             f"overlap{at}": (float(overlap), float(self.wanted.sum())),
             f"loss{at}": (float(ce.sum()), float(len(ce))),
         }
 
 
-def cross_entropy(own: Tensor, target: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Return each row's cross entropy between the distributions of target and head over the same ids, in nats, [R].
 
-    own, target [R, n]: the logits of the head and of the target.
+    logits, target [R, n]: the logits of the head and of the target.
     """
-    return F.cross_entropy(own, target.softmax(-1), reduction="none")
+    return F.cross_entropy(logits, target.softmax(-1), reduction="none")
 
 
 def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: str = "kl") -> Tensor:
@@ -320,7 +320,7 @@ def measured(
         wanted = learned if of_learned else batch.ahead(k + 2)
         rows = Rows(wanted, learned, ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))
         numbers |= rows.numbers(f"_{k + 1}", logits, target, reached)
-        reached = reached & rows.found(logits)
+        reached = reached & rows.agreement(logits)
     return numbers
 
 

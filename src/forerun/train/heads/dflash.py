@@ -112,7 +112,7 @@ class Head:
                 for name, (total, count) in rows.numbers(f"_{k + 1}", logits, target, reached).items():
                     had = sums.get(name, (0.0, 0.0))
                     sums[name] = had[0] + total, had[1] + count
-                reached = reached & rows.found(logits)
+                reached = reached & rows.agreement(logits)
         return sums
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -196,16 +196,16 @@ def _visible(batch: Batch, anchors: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Tensor, block: int, scale: float
+    q: Tensor, context: tuple[Tensor, Tensor], block_kv: tuple[Tensor, Tensor], mask: Tensor, block: int, scale: float
 ) -> Tensor:
     """Attend from queries q to the context, under the mask, and to all rows of the same block.
 
-    q [S, heads, A * block, D]. context: keys and values [S, heads, L, D]. own: keys and values of the blocks, in the
-    shape of q.
+    q [S, heads, A * block, D]. context: keys and values [S, heads, L, D]. block_kv: keys and values of the blocks, in
+    the shape of q.
     """
     length = context[0].shape[2]
     far = (q @ context[0].transpose(-1, -2)).float().masked_fill(~mask, -torch.inf)
-    blocks, keys, values = (torch.unflatten(rows, 2, (-1, block)) for rows in (q, *own))
+    blocks, keys, values = (torch.unflatten(rows, 2, (-1, block)) for rows in (q, *block_kv))
     near = (blocks @ keys.transpose(-1, -2)).float().flatten(2, 3)
     weights = (torch.cat((far, near), -1) * scale).softmax(-1).to(q.dtype)
     around: Tensor = torch.unflatten(weights[..., length:], 2, (-1, block)) @ values
