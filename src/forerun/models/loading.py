@@ -202,7 +202,7 @@ def stored_shapes(source: Source, config: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(
-    found: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, tuple[int, ...]],
     where: str,
     *,
@@ -213,18 +213,18 @@ def check_shapes(
     The message names the first such tensor. in_one_file: whether config and weights are one file, as in GGUF.
     """
     config, way_out = ("metadata", "fetch the file again") if in_one_file else ("config.json", _FROM_ONE_PLACE)
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in stored]
     if missing:
         raise UnsupportedModel(
             f"{where} has no tensor {_first(missing)}, which its {config} asks for: "
             f"{_NO_HEAD if missing[0] == HEAD and not in_one_file else way_out}"
         )
     for name, shape in wanted.items():
-        if found[name] != shape:
+        if stored[name] != shape:
             raise UnsupportedModel(
-                f"{where} has {name} of shape {list(found[name])}, and its {config} asks for {list(shape)}: {way_out}"
+                f"{where} has {name} of shape {list(stored[name])}, and its {config} asks for {list(shape)}: {way_out}"
             )
-    if more := [name for name in found if name not in wanted]:
+    if more := [name for name in stored if name not in wanted]:
         raise UnsupportedModel(
             f"{where} holds the tensor {_first(more)}, which its {config} does not ask for: {way_out}, or "
             "name another checkpoint"

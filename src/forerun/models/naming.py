@@ -483,11 +483,11 @@ def nested_at(at: Callable[[str], Names], beside: Collection[str]) -> Names:
     )
 
 
-Own = Mapping[str, Any]  # the metadata keys of an architecture, without the architecture's name before them
-More = Callable[[Own, Collection[str]], dict[str, Any]]
+Metadata = Mapping[str, Any]  # the metadata keys of an architecture, without the architecture's name before them
+More = Callable[[Metadata, Collection[str]], dict[str, Any]]
 
 
-def nothing_more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def nothing_more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return no further keys of config.json."""
     return {}
 

@@ -102,6 +102,6 @@ class Sources:
             sources.append(Source(source_slot(slot), len(source.ids)))
         return sources
 
-    def _padded(self, own: _Known) -> list[int]:
+    def _padded(self, source: _Known) -> list[int]:
         """Return the tokens of a source, padded with zeros to whole blocks."""
-        return [*own.ids, *[0] * (-len(own.ids) % self._cache.block_tokens)]
+        return [*source.ids, *[0] * (-len(source.ids) % self._cache.block_tokens)]

@@ -305,15 +305,15 @@ class _SpareLane:
     new_id: float
 
 
-def _separate(made: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) -> None:
+def _separate(weights: Mapping[str, HostTensor], config: Plain, spare: _SpareLane) -> None:
     """Write the values of the last residual dimension into the norms, the embedding and the LM head.
 
     In an untied LM head, the rows of new ids get zeros in the trained dimensions.
     """
-    for name, out in made.items():
+    for name, out in weights.items():
         if name.endswith("norm.weight"):
             _set(out, -1, spare.norm_weight if name == FINAL_NORM else 0.0)
-    embedding, head, old = made[EMBEDDING], made.get(HEAD), config.vocab_size
+    embedding, head, old = weights[EMBEDDING], weights.get(HEAD), config.vocab_size
     _set(embedding, (slice(None), -1), spare.carried)
     if head is None:
         _set(embedding, (slice(old, None), -1), spare.new_id)

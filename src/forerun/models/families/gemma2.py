@@ -15,7 +15,7 @@ from typing import Any
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Raw, flag, number, size
-from forerun.models.naming import INNER, NORMS_BEHIND, OUTER, SIZES, Gguf, Names, Own
+from forerun.models.naming import INNER, NORMS_BEHIND, OUTER, SIZES, Gguf, Metadata, Names
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 OWN_KEYS = {"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window", *CAPS}
@@ -25,15 +25,15 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
             "hidden_activation": "gelu_pytorch_tanh", CAPS[0]: 50.0, CAPS[1]: 30.0}  # fmt: skip
 
 
-def scale_and_window(deepest: int, own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def scale_and_window(deepest: int, metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of config.json for the window and for the scale of scores, from a GGUF file.
 
     The file leaves out the scale, which follows from the head size. An exception is the model with `deepest` layers,
     where the scale follows from the hidden size divided by the number of heads.
     """
-    of_rows = own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
-    scalar = of_rows if own.get("block_count") == deepest else own.get("attention.key_length", 256)
-    return {"query_pre_attn_scalar": scalar, "sliding_window": own.get("attention.sliding_window")}
+    of_rows = metadata.get("embedding_length", 0) // max(1, metadata.get("attention.head_count", 1))
+    scalar = of_rows if metadata.get("block_count") == deepest else metadata.get("attention.key_length", 256)
+    return {"query_pre_attn_scalar": scalar, "sliding_window": metadata.get("attention.sliding_window")}
 
 
 GGUF = Gguf(

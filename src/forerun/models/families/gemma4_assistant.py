@@ -17,7 +17,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import Raw, flag, size
 from forerun.models.families import gemma4_text
-from forerun.models.naming import Names, Own
+from forerun.models.naming import Metadata, Names
 
 RUN_BY = "assistant"  # the drafter that runs such checkpoints, which are no models by themselves
 WIDTH, ORDERED, GROUPS, TAKEN = (
@@ -39,19 +39,19 @@ NAMES = Names(
 )
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json: Gemma 4's keys, and the target's hidden size.
 
     According to these keys, no layer has keys and values of its own.
     """
-    width, num, heads = (own.get(key) for key in ("embedding_length_out", "block_count", "attention.head_count_kv"))
+    width, num, heads = (metadata.get(k) for k in ("embedding_length_out", "block_count", "attention.head_count_kv"))
     if type(width) is not int or type(num) is not int or not 0 < num <= len(tensors):
         raise UnsupportedModel(
             "a GGUF file of gemma4-assistant does not say how wide its target's rows are (embedding_length_out), or "
             "how many blocks it has: fetch it again"
         )
     by_layer = heads if isinstance(heads, list) else [heads] * num
-    kept = {**own, "attention.head_count_kv": by_layer, "attention.shared_kv_layers": 0}
+    kept = {**metadata, "attention.head_count_kv": by_layer, "attention.shared_kv_layers": 0}
     return {**gemma4_text.GGUF.more(kept, tensors), "attention_k_eq_v": False, gemma4_text.SHARES: num, WIDTH: width}
 
 

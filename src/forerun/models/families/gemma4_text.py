@@ -18,7 +18,7 @@ from forerun.blocks import Attention, Block, Experts, LayerInput, Mlp, Norm, Rop
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, SHARED_KEYS, Filled, Raw, flag, number, size
-from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, INNER, OUTER, ROPE_FREQS, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, INNER, OUTER, ROPE_FREQS, SIZES, Fused, Gguf, Metadata, Names
 
 FULL, LOCAL = LAYER_KINDS
 NEVER = 1e29  # a larger factor of rotary frequencies means that the pair is not rotated
@@ -63,12 +63,12 @@ def _by_layer(value: Any, num: int) -> list[Any]:
     return value if isinstance(value, list) else [value] * num
 
 
-def _turned_part(own: Own) -> float:
+def _turned_part(metadata: Metadata) -> float:
     """Return the share of a large head that is rotated, from the frequency factors in a GGUF file.
 
     The factor of a rotated pair is 1, and the factor of any other pair is huge.
     """
-    stored = own.get(ROPE_FREQS)
+    stored = metadata.get(ROPE_FREQS)
     factors: list[float] = stored if isinstance(stored, list) else []
     num = sum(factor == 1 for factor in factors)
     if not num or not all(type(factor) is float and factor >= NEVER for factor in factors[num:]):
@@ -78,17 +78,17 @@ def _turned_part(own: Own) -> float:
     return configs.share(2 * num, 2 * len(factors))
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json.
 
     llama.cpp stores heads and windows as lists with one entry for each layer. Under the usual keys it stores the sizes
     of large heads.
     """
-    num, shared = own.get("block_count"), own.get("attention.shared_kv_layers", 0)
-    local = own.get("attention.sliding_window_pattern")
+    num, shared = metadata.get("block_count"), metadata.get("attention.shared_kv_layers", 0)
+    local = metadata.get("attention.sliding_window_pattern")
     if type(num) is not int or type(shared) is not int or not isinstance(local, list) or len(local) != num:
         raise UnsupportedModel("a GGUF file of gemma4 has no list of its layers with a window: fetch it again")
-    heads, sizes = (_by_layer(own.get(key), num) for key in ("attention.head_count_kv", "feed_forward_length"))
+    heads, sizes = (_by_layer(metadata.get(key), num) for key in ("attention.head_count_kv", "feed_forward_length"))
     if not len(heads) == len(sizes) == num > shared >= 0 or not all(type(num) is int for num in (*heads, *sizes)):
         raise UnsupportedModel("a GGUF file of gemma4 has no numbers of heads or sizes of its layers: fetch it again")
     of = {bool(is_local): count for is_local, count in zip(local, heads, strict=False)}
@@ -98,13 +98,14 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
             "a GGUF file of gemma4 has other heads or feed-forward parts in some layer than in those of its kind, "
             "which forerun does not compute: use another file"
         )
-    large, small = (own.get(f"attention.key_length{of}") for of in ("", "_swa"))
+    large, small = (metadata.get(f"attention.key_length{of}") for of in ("", "_swa"))
     for key in ("rope.dimension_count", "attention.value_length"):
-        if own.get(key, large) != large or own.get(f"{key}_swa", small) != small:
+        if metadata.get(key, large) != large or metadata.get(f"{key}_swa", small) != small:
             raise UnsupportedModel(
                 f"a GGUF file of gemma4 has another {key} than its heads' size, which forerun does not compute: use "
                 "another file"
             )
+    turned_part = _turned_part(metadata)
     is_missing = [f"blk.{i}.attn_v.weight" not in tensors for i in range(num - shared) if not local[i]]
     raw: dict[str, Any] = {
         "layer_types": [LAYER_KINDS[bool(is_local)] for is_local in local],
@@ -117,20 +118,20 @@ def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
         "attention_k_eq_v": any(is_missing),
         "intermediate_size": sizes[0],
         "use_double_wide_mlp": sizes[-1] != sizes[0],
-        "sliding_window": own.get("attention.sliding_window"),
+        "sliding_window": metadata.get("attention.sliding_window"),
         SHARES: shared,
-        INPUT: own.get("embedding_length_per_layer_input") or 0,
-        CAP: own.get(CAP),
+        INPUT: metadata.get("embedding_length_per_layer_input") or 0,
+        CAP: metadata.get(CAP),
         "rope_parameters": {
-            FULL: {**ROPES[FULL], "rope_theta": own.get("rope.freq_base"), "partial_rotary_factor": _turned_part(own)},
-            LOCAL: {**ROPES[LOCAL], "rope_theta": own.get("rope.freq_base_swa")},
+            FULL: {**ROPES[FULL], "rope_theta": metadata.get("rope.freq_base"), "partial_rotary_factor": turned_part},
+            LOCAL: {**ROPES[LOCAL], "rope_theta": metadata.get("rope.freq_base_swa")},
         },
     }
     if "blk.0.ffn_gate_inp.weight" in tensors:
-        raw |= {"enable_moe_block": True, "num_experts": own.get("expert_count")}
+        raw |= {"enable_moe_block": True, "num_experts": metadata.get("expert_count")}
         raw |= {
-            "top_k_experts": own.get("expert_used_count"),
-            "moe_intermediate_size": own.get("expert_feed_forward_length"),
+            "top_k_experts": metadata.get("expert_used_count"),
+            "moe_intermediate_size": metadata.get("expert_feed_forward_length"),
         }
     return raw
 

@@ -13,7 +13,7 @@ from typing import Any
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import SHARED_KEYS, Raw, flag, full_attention_only, number, size
-from forerun.models.naming import GATE_UP, INNER, NORMS_BEHIND, OUTER, Gguf, Names, Own, has_bias
+from forerun.models.naming import GATE_UP, INNER, NORMS_BEHIND, OUTER, Gguf, Metadata, Names, has_bias
 
 NAMES = Names(
     {},
@@ -27,7 +27,7 @@ NAMES = Names(
 )
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     return {"attention_bias": has_bias(tensors, "attn_q")}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from forerun.blocks import Attention, Block, Mlp, Norm, Rope, Spec
 from forerun.models import configs
 from forerun.models.configs import UNTRAINED, Filled, Raw, flag, number, size
-from forerun.models.naming import NEOX_INNER, OUTER, QKV, Fused, Gguf, Names, Own, has_bias
+from forerun.models.naming import NEOX_INNER, OUTER, QKV, Fused, Gguf, Metadata, Names, has_bias
 
 NAMES = Names(
     {"embed_in": "model.embed_tokens", "final_layer_norm": "model.norm", "lm_head": "lm_head", "embed_out": "lm_head"},
@@ -29,7 +29,7 @@ NAMES = Names(
 )
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     return {"attention_bias": has_bias(tensors, "attn_qkv")}
 
 

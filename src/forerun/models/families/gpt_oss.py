@@ -15,7 +15,7 @@ from forerun.blocks import Block, Experts, Mlp, Plain, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, Filled, Raw, flag, plain_config, plain_spec, size
 from forerun.models.families.qwen3_moe import numbers_of, without_experts
-from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, INNER, OUTER, SIZES, Fused, Gguf, Metadata, Names
 
 NUM, PER_TOKEN, LIMIT, ALPHA = "num_local_experts", "num_experts_per_tok", "swiglu_limit", "swiglu_alpha"
 OWN_KEYS = {NUM, PER_TOKEN, LIMIT, ALPHA, "sliding_window", "attention_bias", "initial_context_length",
@@ -40,15 +40,15 @@ BARE: dict[str, str | Fused] = {
 NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=frozenset(BARE))
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of config.json for the window and the rotary positions.
 
     Where a file sets no scaling, the keys set plain rotary positions, because the family's default is YaRN.
     """
-    kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor", 1)
+    kind, factor = metadata.get("rope.scaling.type", "linear"), metadata.get("rope.scaling.factor", 1)
     is_plain = kind == "none" or (kind == "linear" and factor == 1)
     rope = {"rope_type": "default"} if is_plain else None
-    return {"sliding_window": own.get("attention.sliding_window"), "rope_parameters": rope}
+    return {"sliding_window": metadata.get("attention.sliding_window"), "rope_parameters": rope}
 
 
 GGUF = Gguf(

@@ -12,12 +12,12 @@ from typing import Any
 from forerun.blocks import Block, Spec
 from forerun.models import configs
 from forerun.models.configs import Filled, Raw, flag, full_attention_only, number, plain_spec
-from forerun.models.naming import SIZES, Gguf, Own, biases_of
+from forerun.models.naming import SIZES, Gguf, Metadata, biases_of
 
 SCALES = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     return biases_of(tensors, attention_bias="attn_q", mlp_bias="ffn_gate")
 
 

@@ -14,7 +14,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LARGEST, SHARED_KEYS, Filled, Raw, flag, number, size
 from forerun.models.families.qwen3_5_text import heads_of_layers, layers_of_two_kinds
-from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import INNER, OUTER, SIZES, Fused, Gguf, Metadata, Names
 
 FULL, CONV = "full_attention", "conv"
 NUMBERS, LENGTH, BIAS = "full_attn_idxs", "conv_L_cache", "conv_bias"
@@ -65,19 +65,19 @@ GGUF_KEYS = {
 }
 
 
-def conv_keys(kind: str, own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def conv_keys(kind: str, metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of config.json for the kinds of layers. The tensors in a GGUF file show these kinds."""
-    num = own.get("block_count")
+    num = metadata.get("block_count")
     if type(num) is not int or not 0 < num <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
     kinds = [CONV if f"blk.{i}.shortconv.conv.weight" in tensors else FULL for i in range(num)]
-    return {"layer_types": kinds, "num_key_value_heads": heads_of_layers(kind, own, [kind == FULL for kind in kinds])}
+    return {"layer_types": kinds, "num_key_value_heads": heads_of_layers(kind, metadata, [k == FULL for k in kinds])}
 
 
 GGUF = Gguf(
     "lfm2",
     keys=GGUF_KEYS,
-    more=lambda own, tensors: {**conv_keys("lfm2", own, tensors), ADJUSTS: False},
+    more=lambda metadata, tensors: {**conv_keys("lfm2", metadata, tensors), ADJUSTS: False},
     by_more=frozenset({"attention.head_count_kv"}),
     names=Names(GGUF_OUTER, "blk.{}.", GGUF_INNER),
 )
@@ -105,9 +105,9 @@ def _feed_forward_size(c: Filled) -> int:
     return inner
 
 
-def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
+def understood(raw: Raw, own_keys: Collection[str], usual: Raw) -> Filled:
     """Return config.json with usual values, after a check of the keys in FIXED."""
-    c = configs.understood(raw, (SHARED_KEYS - {"rms_norm_eps"}) | set(own), usual, AGAIN, nullable={TIMES})
+    c = configs.understood(raw, (SHARED_KEYS - {"rms_norm_eps"}) | set(own_keys), usual, AGAIN, nullable={TIMES})
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")
     for key in FIXED:
         configs.require(c.get(key, True) is True, c, key, "true")

@@ -27,7 +27,7 @@ from forerun.models.families.lfm2 import (
     understood,
 )
 from forerun.models.families.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
-from forerun.models.naming import EXPERTS, Fused, Gguf, Names, Own
+from forerun.models.naming import EXPERTS, Fused, Gguf, Metadata, Names
 
 NUM_DENSE, USES_BIAS, SCALE = "num_dense_layers", "use_expert_bias", "routed_scaling_factor"
 OWN_KEYS = CONV_KEYS | EXPERT_KEYS | {NUM_DENSE, USES_BIAS, SCALE}
@@ -45,18 +45,18 @@ NAMES = Names(OUTER_NAMES, "model.layers.{}.", {**INNER_NAMES, **MORE}, bare=fro
 SIGMOID = 2  # expert_gating_func
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json.
 
     norm_topk_prob is always true, because llama.cpp always makes the shares of the chosen experts sum to 1, even where
     a file does not say so.
     """
-    if own.get("expert_gating_func") != SIGMOID:
+    if metadata.get("expert_gating_func") != SIGMOID:
         raise UnsupportedModel(
-            f"a GGUF file of lfm2moe sets expert_gating_func={own.get('expert_gating_func')!r:.80}, which forerun does "
-            f"not compute: it must be {SIGMOID}, as for a sigmoid"
+            f"a GGUF file of lfm2moe sets expert_gating_func={metadata.get('expert_gating_func')!r:.80}, which forerun "
+            f"does not compute: it must be {SIGMOID}, as for a sigmoid"
         )
-    raw = conv_keys("lfm2moe", own, tensors)
+    raw = conv_keys("lfm2moe", metadata, tensors)
     kinds = {name.split(".", 2)[-1] for name in tensors}
     return {"norm_topk_prob": True, USES_BIAS: "exp_probs_b.bias" in kinds, **raw}
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, flag, full_attention_only, plain_config, plain_spec
-from forerun.models.naming import Gguf, Own, biases_of
+from forerun.models.naming import Gguf, Metadata, biases_of
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json: biases, the activation, and the window.
 
     GGUF files of Mistral models name the architecture llama, too. A file with a sliding window is taken as Mistral's.
     """
-    window = own.get("attention.sliding_window")
+    window = metadata.get("attention.sliding_window")
     kind = {"model_type": "mistral", "sliding_window": window} if window else {}
     biases = biases_of(tensors, attention_bias="attn_q", mlp_bias="ffn_gate")
     return {**kind, **biases, "hidden_act": "silu"}

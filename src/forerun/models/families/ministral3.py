@@ -9,7 +9,7 @@ from typing import Any
 from forerun.blocks import Block, Spec
 from forerun.models import configs
 from forerun.models.configs import Raw, number, plain_spec, same_window, size
-from forerun.models.naming import Gguf, Own
+from forerun.models.naming import Gguf, Metadata
 
 BETA = "llama_4_scaling_beta"  # how fast queries grow; a key of the rotary positions
 AGAIN = "max_position_embeddings"  # rotary positions may repeat it
@@ -18,14 +18,14 @@ USUAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_
 DEFAULTS = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8}
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return further keys of config.json.
 
     GGUF files of Mistral Small 3 name the same architecture, but have no YaRN. They get plain rotary positions, and no
     factor for queries.
     """
-    window = own.get("attention.sliding_window")
-    plain = {"rope_parameters": {"rope_type": "default"}} if "rope.scaling.type" not in own else {}
+    window = metadata.get("attention.sliding_window")
+    plain = {"rope_parameters": {"rope_type": "default"}} if "rope.scaling.type" not in metadata else {}
     return {**plain, **({"sliding_window": window} if window else {})}
 
 

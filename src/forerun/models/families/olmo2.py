@@ -12,12 +12,12 @@ from typing import Any
 from forerun.blocks import Block, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import Raw, flag, full_attention_only, plain_spec
-from forerun.models.naming import INNER, OUTER, Gguf, Names, Own, biases_of
+from forerun.models.naming import INNER, OUTER, Gguf, Metadata, Names, biases_of
 
 NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     return biases_of(tensors, attention_bias="attn_q")
 
 

@@ -18,7 +18,7 @@ NAMES = Names({}, "model.layers.{}.", {"self_attn.qkv_proj": Fused(QKV), "mlp.ga
 GGUF = Gguf(
     "phi3",
     keys={**SIZES, "rope.scaling.original_context_length": "original_max_position_embeddings"},
-    more=lambda own, tensors: {"sliding_window": own.get("attention.sliding_window") or None},
+    more=lambda metadata, tensors: {"sliding_window": metadata.get("attention.sliding_window") or None},
     names=Names(OUTER, "blk.{}.", {**INNER, "attn_qkv": Fused(QKV), "ffn_up": GATE_UP}),
     turned_part="partial_rotary_factor",
 )

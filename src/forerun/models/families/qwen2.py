@@ -6,17 +6,17 @@ from typing import Any
 
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_config, plain_spec, size, windows
-from forerun.models.naming import Gguf, Own
+from forerun.models.naming import Gguf, Metadata
 
 
-def window_of(own: Own) -> dict[str, Any]:
+def window_of(metadata: Metadata) -> dict[str, Any]:
     """Return the keys of config.json for the sliding window of a GGUF file."""
-    window = own.get("attention.sliding_window")
+    window = metadata.get("attention.sliding_window")
     keys = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
     return {**keys, "hidden_act": "silu"}
 
 
-GGUF = Gguf("qwen2", more=lambda own, tensors: window_of(own))
+GGUF = Gguf("qwen2", more=lambda metadata, tensors: window_of(metadata))
 WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers"})
 
 

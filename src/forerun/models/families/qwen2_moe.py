@@ -17,18 +17,18 @@ from forerun.models.families.qwen3_moe import (
     numbers_of,
     without_experts,
 )
-from forerun.models.naming import EXPERTS, INNER, OUTER, SHARED_EXPERT, Gguf, Names, Own
+from forerun.models.naming import EXPERTS, INNER, OUTER, SHARED_EXPERT, Gguf, Metadata, Names
 
 SHARED = "shared_expert_intermediate_size"
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of config.json for the window and for the size of the shared expert.
 
     Older files leave out the size of the shared expert. It is then the feed-forward size.
     """
-    size = own.get("expert_shared_feed_forward_length", own.get("feed_forward_length"))
-    return {**window_of(own), SHARED: size}
+    size = metadata.get("expert_shared_feed_forward_length", metadata.get("feed_forward_length"))
+    return {**window_of(metadata), SHARED: size}
 
 
 KEYS = {**EXPERT_SIZES, "expert_shared_feed_forward_length": SHARED}

@@ -15,7 +15,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import Filled, Raw, flag
 from forerun.models.families import qwen2
-from forerun.models.naming import Gguf, Own, nested
+from forerun.models.naming import Gguf, Metadata, nested
 
 NAMES = nested(beside=("visual",))
 SEEN = {"vision_config", *(f"{token}_token_id" for token in ("image", "video", "vision", "vision_start", "vision_end"))}
@@ -25,9 +25,9 @@ USUAL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embedding
 THETA = 1e6
 
 
-def sections_of(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def sections_of(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of config.json for the positions and the sliding window of a GGUF file."""
-    return {**qwen2.window_of(own), SECTIONS: own.get("rope.dimension_sections")}
+    return {**qwen2.window_of(metadata), SECTIONS: metadata.get("rope.dimension_sections")}
 
 
 GGUF = Gguf("qwen2vl", more=sections_of, by_more=frozenset({"rope.dimension_sections"}))

@@ -8,11 +8,11 @@ from typing import Any
 from forerun.blocks import Plain, Spec
 from forerun.models.configs import Raw, flag, plain_config, plain_spec, require
 from forerun.models.families.qwen2 import WINDOW_KEYS, qwen_windows, window_keys, window_of
-from forerun.models.naming import Gguf, Own, biases_of
+from forerun.models.naming import Gguf, Metadata, biases_of
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    return {**window_of(own), **biases_of(tensors, attention_bias="attn_q")}
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
+    return {**window_of(metadata), **biases_of(tensors, attention_bias="attn_q")}
 
 
 GGUF = Gguf("qwen3", more=_more)

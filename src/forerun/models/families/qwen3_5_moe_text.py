@@ -29,7 +29,7 @@ from forerun.models.families.qwen3_5_text import (
     understood,
 )
 from forerun.models.families.qwen3_moe import EXPERT_KEYS, EXPERT_SIZES, numbers_of, without_experts
-from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, OUTER, SHARED_EXPERT, Fused, Names, Own
+from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, OUTER, SHARED_EXPERT, Fused, Metadata, Names
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | {SHARED, "decoder_sparse_step"}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
@@ -47,8 +47,8 @@ GGUF_MORE: Mapping[str, str | Fused] = {**EXPERTS, **SHARED_EXPERT, "ffn_gate_up
 GGUF_SIZES = {name: key for name, key in {**GGUF_KEYS, **EXPERT_SIZES}.items() if key != "num_key_value_heads"}
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    return linear_keys("qwen35moe", own, tensors, "tiled")
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
+    return linear_keys("qwen35moe", metadata, tensors, "tiled")
 
 
 GGUF = replace(

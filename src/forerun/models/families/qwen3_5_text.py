@@ -16,7 +16,7 @@ from forerun.blocks import Attention, Block, Mlp, Norm, Recurrence, Rope, Spec
 from forerun.errors import UnsupportedModel
 from forerun.models import configs
 from forerun.models.configs import LARGEST, SHARED_KEYS, Filled, Raw, flag, number, size
-from forerun.models.naming import INNER, NEXT, OUTER, SAID, SIZES, Fused, Gguf, Names, Own
+from forerun.models.naming import INNER, NEXT, OUTER, SAID, SIZES, Fused, Gguf, Metadata, Names
 
 FULL, LINEAR = "full_attention", "linear_attention"
 INTERVAL = "full_attention_interval"
@@ -90,23 +90,23 @@ _BY_MORE = (
 BY_MORE = frozenset(_BY_MORE.split())
 
 
-def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> dict[str, Any]:
+def linear_keys(kind: str, metadata: Metadata, tensors: Collection[str], heads: str) -> dict[str, Any]:
     """Return the keys of config.json for recurrences, layers and positions, from a GGUF file.
 
     heads: how the file orders the value heads, "grouped" or "tiled".
     """
-    whole, further = own.get("block_count"), own.get("nextn_predict_layers", 0)
+    whole, further = metadata.get("block_count"), metadata.get("nextn_predict_layers", 0)
     if type(whole) is not int or type(further) is not int or not 0 <= further < whole <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
     kinds = [LINEAR if f"blk.{i}.ssm_out.weight" in tensors else FULL for i in range(whole - further)]
-    given = own.get("attention.recurrent_layers")
+    given = metadata.get("attention.recurrent_layers")
     is_list = isinstance(given, list) and given[: len(kinds)] == [kind == LINEAR for kind in kinds]
     if given is not None and not is_list:
         raise UnsupportedModel(f"a GGUF file of {kind} has other layers with a state than it says: fetch it again")
-    inner, value_heads, key_heads = (own.get(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "group_count"))
+    inner, value_heads, key_heads = (metadata.get(f"ssm.{k}") for k in ("inner_size", "time_step_rank", "group_count"))
     if type(inner) is not int or type(value_heads) is not int or value_heads < 1 or inner % value_heads:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of value heads: fetch it again")
-    sections, dims = own.get("rope.dimension_sections"), own.get("rope.dimension_count")
+    sections, dims = metadata.get("rope.dimension_sections"), metadata.get("rope.dimension_count")
     if sections is not None and (not _are_sections(sections) or type(dims) is not int or 2 * sum(sections) != dims):
         raise UnsupportedModel(
             f"a GGUF file of {kind} has parts of positions (rope.dimension_sections) that are not the {dims!r:.80} "
@@ -114,23 +114,23 @@ def linear_keys(kind: str, own: Own, tensors: Collection[str], heads: str) -> di
         )
     return {
         "num_hidden_layers": whole - further,
-        "num_key_value_heads": heads_of_layers(kind, own, [kind == FULL for kind in kinds]),
+        "num_key_value_heads": heads_of_layers(kind, metadata, [kind == FULL for kind in kinds]),
         "layer_types": kinds,
-        INTERVAL: own.get(INTERVAL),
-        **dict(zip(LINEAR_SIZES, (own.get("ssm.conv_kernel"), key_heads, value_heads, own.get("ssm.state_size"),
-                                  inner // value_heads), strict=True)),
+        INTERVAL: metadata.get(INTERVAL),
+        **dict(zip(LINEAR_SIZES, (metadata.get("ssm.conv_kernel"), key_heads, value_heads,
+                                  metadata.get("ssm.state_size"), inner // value_heads), strict=True)),
         DECAY: "negative",
         HEADS: heads if value_heads != key_heads else "grouped",
     }  # fmt: skip
 
 
-def heads_of_layers(kind: str, own: Own, has_heads: list[bool]) -> Any:
+def heads_of_layers(kind: str, metadata: Metadata, has_heads: list[bool]) -> Any:
     """Return the number of key-value heads in layers with attention. A file has one number, or a list by layer.
 
     In such a list, layers without attention have 0, or the same entry as attention layers. After the layers, the list
     may have entries for multi-token prediction blocks.
     """
-    said = own.get("attention.head_count_kv")
+    said = metadata.get("attention.head_count_kv")
     if not isinstance(said, list):
         return said
     number = next((num for num, has in zip(said, has_heads, strict=False) if has), None)
@@ -145,7 +145,7 @@ def heads_of_layers(kind: str, own: Own, has_heads: list[bool]) -> Any:
 GGUF = Gguf(
     "qwen35",
     keys=GGUF_KEYS,
-    more=lambda own, tensors: linear_keys("qwen35", own, tensors, "tiled"),
+    more=lambda metadata, tensors: linear_keys("qwen35", metadata, tensors, "tiled"),
     by_more=BY_MORE,
     names=Names(OUTER, "blk.{}.", GGUF_INNER, bare=GGUF_BARE),
     stored_offset=1.0,
@@ -162,7 +162,7 @@ def read(raw: Raw) -> Spec:
     return hybrid(c, "qwen3_5_text", lambda i: Block(mlp=mlp))
 
 
-def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
+def understood(raw: Raw, own_keys: Collection[str], usual: Raw) -> Filled:
     """Return config.json with usual values. The mrope keys are checked and then left out."""
     turned = raw.get("rope_parameters")
     sections = None
@@ -170,7 +170,7 @@ def understood(raw: Raw, own: Collection[str], usual: Raw) -> Filled:
         sections = turned.get(SECTIONS)
         configs.require(turned.get(INTERLEAVED) in (None, True, False), turned, INTERLEAVED, "true or false")
         raw = {**raw, "rope_parameters": {k: v for k, v in turned.items() if k not in (SECTIONS, INTERLEAVED)}}
-    c = configs.understood(raw, SHARED_KEYS | set(own), usual, nullable={"partial_rotary_factor"})
+    c = configs.understood(raw, SHARED_KEYS | set(own_keys), usual, nullable={"partial_rotary_factor"})
     for key, (value, words) in FIXED.items():
         configs.require(c.get(key, value) == value, c, key, words)
     for key, values in STORED.items():

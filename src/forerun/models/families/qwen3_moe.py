@@ -12,7 +12,7 @@ from forerun.models import configs
 from forerun.models.configs import Filled, Raw, flag, plain_config, plain_spec, size
 from forerun.models.families.qwen2 import WINDOW_KEYS, window_of
 from forerun.models.families.qwen3 import NORMED
-from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Gguf, Names, Own
+from forerun.models.naming import EXPERTS, INNER, OUTER, SIZES, Gguf, Metadata, Names
 
 EXPERT_KEYS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
 NUM_TOO = "num_local_experts"  # the name of num_experts in transformers 5
@@ -22,8 +22,8 @@ EXPERT_SIZES = {**SIZES, "expert_count": "num_experts", "expert_used_count": "nu
         "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    return {**window_of(own), "norm_topk_prob": True}
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
+    return {**window_of(metadata), "norm_topk_prob": True}
 
 
 GGUF = Gguf("qwen3moe", keys=EXPERT_SIZES, more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **EXPERTS}))

@@ -28,7 +28,7 @@ from forerun.models.families.qwen3_5_text import (
     understood,
 )
 from forerun.models.families.qwen3_moe import EXPERT_KEYS, LAYER_KEYS, expert_keys, mixed, without_experts
-from forerun.models.naming import OUTER, Fused, Names, Own
+from forerun.models.naming import OUTER, Fused, Metadata, Names
 
 OWN_KEYS = LINEAR_KEYS | EXPERT_KEYS | LAYER_KEYS | {SHARED}
 DEFAULTS = {**LINEAR_DEFAULTS, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
@@ -40,8 +40,8 @@ JOINED: Mapping[str, str | Fused] = {f"{AT}in_proj_qkvz": QKVZ, f"{AT}in_proj_ba
 NAMES = names_at("model.", {**JOINED, **MORE}, STACKED)
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    return {"norm_topk_prob": True, **linear_keys("qwen3next", own, tensors, "grouped")}
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
+    return {"norm_topk_prob": True, **linear_keys("qwen3next", metadata, tensors, "grouped")}
 
 
 GGUF = replace(

@@ -15,9 +15,7 @@ NAMES = qwen2_vl.NAMES
 USUAL = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000}
 THETA = 5e5
 IMAGES = frozenset({"rope.dimension_sections", "n_deepstack_layers"})  # the latter matter to images alone
-GGUF = Gguf(
-    "qwen3vl", more=lambda own, tensors: {**qwen3.GGUF.more(own, tensors), **sections_of(own, tensors)}, by_more=IMAGES
-)
+GGUF = Gguf("qwen3vl", more=lambda *file: {**qwen3.GGUF.more(*file), **sections_of(*file)}, by_more=IMAGES)
 
 
 def read(raw: Raw) -> Spec:

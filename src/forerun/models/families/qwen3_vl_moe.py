@@ -38,7 +38,7 @@ NAMES = _with_experts(replace(_NESTED, more=(*_NESTED.more, Names({}, "model.lay
 GGUF = replace(
     qwen3_moe.GGUF,
     architecture="qwen3vlmoe",
-    more=lambda own, tensors: {**qwen3_moe.GGUF.more(own, tensors), **sections_of(own, tensors)},
+    more=lambda metadata, tensors: {**qwen3_moe.GGUF.more(metadata, tensors), **sections_of(metadata, tensors)},
     by_more=IMAGES,
 )
 

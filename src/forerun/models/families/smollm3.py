@@ -9,12 +9,12 @@ from typing import Any
 from forerun.blocks import Block, Spec
 from forerun.models import configs
 from forerun.models.configs import LAYER_KINDS, Raw, flag, plain_spec, size
-from forerun.models.naming import Gguf, Own, biases_of
+from forerun.models.naming import Gguf, Metadata, biases_of
 
 INTERVAL = 4  # one of so many layers has no rotary positions
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
     return biases_of(tensors, attention_bias="attn_q")
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from forerun.blocks import Attention, Block, Mlp, Norm, Spec
 from forerun.models import configs
 from forerun.models.configs import SHARED_KEYS, Raw, flag, number, size
-from forerun.models.naming import SIZES, Gguf, Names, Own, has_bias
+from forerun.models.naming import SIZES, Gguf, Metadata, Names, has_bias
 
 NAMES = Names({}, "model.layers.{}.", {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
 
 
-def _more(own: Own, tensors: Collection[str]) -> dict[str, Any]:
-    window = own.get("attention.sliding_window")
+def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
+    window = metadata.get("attention.sliding_window")
     return {"use_bias": has_bias(tensors, "attn_q"), **({"sliding_window": window} if window else {})}
 
 

@@ -18,7 +18,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models.configs import MOST_TOKENS, RANGES, ROPE_KINDS, number, share
 from forerun.models.families import gguf_families
 from forerun.models.gguf.header import Header, Texts, Value
-from forerun.models.naming import ROPE_FREQS, Gguf
+from forerun.models.naming import ROPE_FREQS, Gguf, Metadata
 from forerun.ops.rotary import attention_factor, inverse_frequencies
 
 ROPE_SHORT, ROPE_LONG = (f"rope_factors_{name}.weight" for name in ("short", "long"))
@@ -83,23 +83,23 @@ def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
 
 
 def _rotary(
-    gguf: Gguf, own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: dict[str, Any], path: Path
+    gguf: Gguf, metadata: Metadata, factors: Mapping[str, NDArray[np.float32]], raw: dict[str, Any], path: Path
 ) -> dict[str, Any]:
     """Return the keys of config.json for the head size and rotary positions."""
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    turned = own.get("rope.dimension_count", head_dim)
+    turned = metadata.get("rope.dimension_count", head_dim)
     whole = ["rope.dimension_count", "attention.value_length"]
     if gguf.turned_part is not None and type(head_dim) is int and type(turned) is int and 0 < turned <= head_dim:
         raw[gguf.turned_part] = share(turned, head_dim)
         whole.remove("rope.dimension_count")
     for key in whole:
-        if own.get(key, head_dim) != head_dim:
+        if metadata.get(key, head_dim) != head_dim:
             raise UnsupportedModel(
-                f"{path} sets {gguf.architecture}.{key}={own[key]!r:.80}, which forerun does not compute: it must be "
-                f"the size of a head, {head_dim!r:.80}"
+                f"{path} sets {gguf.architecture}.{key}={metadata[key]!r:.80}, which forerun does not compute: it must "
+                f"be the size of a head, {head_dim!r:.80}"
             )
     raw["head_dim"] = head_dim
-    return {"head_dim": head_dim, "rope_scaling": _rope_scaling(gguf, own, factors, raw, path)}
+    return {"head_dim": head_dim, "rope_scaling": _rope_scaling(gguf, metadata, factors, raw, path)}
 
 
 def text(metadata: Mapping[str, Value], key: str, path: Path, default: str | None = None) -> str:
@@ -145,15 +145,15 @@ def _dtype_name(header: Header) -> str:
 
 
 def _rope_scaling(
-    gguf: Gguf, own: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
+    gguf: Gguf, metadata: Metadata, tensors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any] | None:
     factors = tensors.get(ROPE_FREQS)
     if tensors.keys() - {ROPE_FREQS}:
-        return _longrope(own, tensors, raw, path)
-    kind = own.get("rope.scaling.type", "linear")  # as in llama.cpp, where only a factor is given
-    factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1
+        return _longrope(metadata, tensors, raw, path)
+    kind = metadata.get("rope.scaling.type", "linear")  # as in llama.cpp, where only a factor is given
+    factor = metadata.get("rope.scaling.factor") or metadata.get("rope.scale_linear") or 1
     if kind == "yarn" and factors is None:
-        return _yarn(own, factor, {**YARN, **gguf.yarn})
+        return _yarn(metadata, factor, {**YARN, **gguf.yarn})
     if kind not in ("none", "linear"):
         return {"rope_type": kind, "factor": factor}  # which configs.py refuses
     linear = {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
@@ -167,14 +167,14 @@ def _rope_scaling(
     )
 
 
-def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dict[str, Any]:
+def _yarn(metadata: Metadata, factor: float, keys: Mapping[str, str]) -> dict[str, Any]:
     """Return the rope_scaling of YaRN. keys: maps metadata keys to keys of rope_scaling.
 
     mscale becomes 1 where a file has mscale_all_dim, as in llama.cpp.
     """
-    said = {"factor": factor, **{name: own[key] for key, name in keys.items() if key in own}}
+    said = {"factor": factor, **{name: metadata[key] for key, name in keys.items() if key in metadata}}
     said |= {"mscale": 1.0} if said.get("mscale_all_dim") else {}
-    times = own.get(TEMPERATURE, 1)
+    times = metadata.get(TEMPERATURE, 1)
     if times != 1:
         rope = Rope(kind="yarn", factor=factor, mscale=said.get("mscale"), mscale_all_dim=said.get("mscale_all_dim"))
         said["attention_factor"] = attention_factor(rope) * times
@@ -182,15 +182,15 @@ def _yarn(own: Mapping[str, Any], factor: float, keys: Mapping[str, str]) -> dic
 
 
 def _longrope(
-    own: Mapping[str, Any], factors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
+    metadata: Metadata, factors: Mapping[str, NDArray[np.float32]], raw: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:
     """Return the rope_scaling of longrope. The two lists of factors are tensors of the file."""
     if factors.keys() != {ROPE_SHORT, ROPE_LONG}:
         raise UnsupportedModel(f"{path} has only {sorted(factors)} of {ROPE_SHORT} and {ROPE_LONG}: fetch it again")
     lists = {"short_factor": factors[ROPE_SHORT].tolist(), "long_factor": factors[ROPE_LONG].tolist()}
-    trained = own.get("rope.scaling.original_context_length")
+    trained = metadata.get("rope.scaling.original_context_length")
     said = {} if trained is None else {"original_max_position_embeddings": trained}
-    times, longest = own.get(TEMPERATURE), raw.get("max_position_embeddings")
+    times, longest = metadata.get(TEMPERATURE), raw.get("max_position_embeddings")
     if type(times) is float and type(longest) is int and type(trained) is int and 1 < trained <= longest:
         usual = attention_factor(Rope(kind="longrope", factor=longest / trained, original_max_positions=trained))
         said |= {} if abs(times - usual) <= TOLERANCE * usual else {"attention_factor": times}

@@ -266,10 +266,10 @@ class _Reader:
             )
         return Entry(self.source, tuple(reversed(dims)), kind, first + offset, num_bytes)
 
-    def _refuse_cut(self, first: int, found: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
+    def _refuse_cut(self, first: int, places: Mapping[str, tuple[list[int], TensorType, int]]) -> None:
         """Raise for a file that ends before its last tensor ends. The message suggests that a download was cut off."""
         ends = [
-            first + offset + math.prod(dims) // kind.block * kind.num_bytes for dims, kind, offset in found.values()
+            first + offset + math.prod(dims) // kind.block * kind.num_bytes for dims, kind, offset in places.values()
         ]
         if (last := max(ends, default=0)) > self.end:
             self._refuse(f"has {self.end:,} bytes and its tensors need {last:,}, as where a download was cut short")
