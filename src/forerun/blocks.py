@@ -479,10 +479,10 @@ class Spec:
         return next(iter(inputs), None)
 
 
-def _cached_windows(found: Seq[Attention | None]) -> tuple[int | None, ...]:
+def _cached_windows(attentions: Seq[Attention | None]) -> tuple[int | None, ...]:
     """Return how far back each layer's keys are read, by that layer or by another one; None = to the beginning."""
-    windows = [None if a is None or a.sees != "past" else a.window for a in found]
-    for a, window in zip(found, list(windows), strict=True):
+    windows = [None if a is None or a.sees != "past" else a.window for a in attentions]
+    for a, window in zip(attentions, list(windows), strict=True):
         if a is not None and a.shares_kv_of is not None:
             widest = windows[a.shares_kv_of]
             windows[a.shares_kv_of] = None if widest is None or window is None else max(widest, window)
@@ -882,10 +882,10 @@ def weight_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     return {weight.name: weight.shape for weight in weights(spec)}
 
 
-def products(found: Seq[Weight]) -> dict[str, list[Weight]]:
+def products(all_weights: Seq[Weight]) -> dict[str, list[Weight]]:
     """Group matrices by product, in order. Matrices of a product have the same input and may be joined."""
     groups: dict[str, list[Weight]] = {}
-    for weight in found:
+    for weight in all_weights:
         if weight.role in ("matrix", "experts", "table") and weight.product:
             groups.setdefault(weight.product, []).append(weight)
     return groups
