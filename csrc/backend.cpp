@@ -72,7 +72,8 @@ void products(Backend& backend, int thread, const std::vector<Product>& all) {
     int most_rows = 0, num_panels = 0;
     size_t most_bytes = 0;
     for (const Product& p : all) {
-        most_rows = std::max(most_rows, p.x.num_rows), num_panels += p.w->num_panels;
+        most_rows = std::max(most_rows, p.x.num_rows);
+        num_panels += p.w->num_panels;
         most_bytes = std::max(most_bytes, backend.kernels.prepared_bytes(*p.w, p.x.num_rows));
     }
     std::vector<int> per_tile, starts{0};  // starts: of each product's tiles
@@ -89,7 +90,8 @@ void products(Backend& backend, int thread, const std::vector<Product>& all) {
         Inputs x = p.x;
         if (backend.kernels.prepared_bytes(*p.w, x.num_rows) > 0) {
             if (ready != i) backend.kernels.prepare(*p.w, p.x, 0, x.num_rows, words);
-            ready = i, x.words = words;
+            ready = i;
+            x.words = words;
         }
         const int first = (tile - starts[i]) * per_tile[i];
         if (tile + 1 == starts[i + 1] && i + 1 < all.size()) fetch_beginning(*all[i + 1].w, x.num_rows);

@@ -289,7 +289,8 @@ std::vector<int> forward(Model& m, const Ids& tokens, const Ids& positions, cons
     const Runs sources = sources_of(m, source_numbers, num_runs, layers, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
     pass.input = at<const float>(input);
-    pass.is_normed = is_normed, pass.hidden = at<float>(hidden);
+    pass.is_normed = is_normed;
+    pass.hidden = at<float>(hidden);
     pass.states = state_runs_of(m, state_numbers, runs[0].runs, layers, pools);
     const int num_blocks = static_cast<int>(m.parts().blocks.size());
     for (const auto& [k, address] : taps) {
@@ -424,7 +425,8 @@ std::optional<Found> run_ahead(Model& m, const Ids& tokens, const Ids& positions
         throw std::invalid_argument("every token needs a run and a position");
     const Runs sources = sources_of(m, source_numbers, static_cast<int>(counts.size()), layers, pools);
     Pass pass = make_pass(tokens, positions.data(), rotations, runs, sources, pools, layers);
-    pass.input = at<const float>(input), pass.states = std::move(states);
+    pass.input = at<const float>(input);
+    pass.states = std::move(states);
     std::vector<const float*> rows;
     for (Address layer : layer_rows) rows.push_back(at<const float>(layer));
     std::vector<Continued> found;

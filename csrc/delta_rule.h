@@ -193,9 +193,12 @@ class DeltaItem {
         states_ = memory.take(num_states * state_floats());
         places_ = reinterpret_cast<const float**>(memory.take(num_states * sizeof(float*) / sizeof(float)));
         queries_ = memory.take(most * keys);
-        of_keys_ = memory.take(most * STATE_TOKENS), of_queries_ = memory.take(most * STATE_TOKENS);
-        known_ = memory.take(most * values), read_ = memory.take(most * values);
-        betas_ = memory.take(most + LANES), steps_ = memory.take(most + LANES);
+        of_keys_ = memory.take(most * STATE_TOKENS);
+        of_queries_ = memory.take(most * STATE_TOKENS);
+        known_ = memory.take(most * values);
+        read_ = memory.take(most * values);
+        betas_ = memory.take(most + LANES);
+        steps_ = memory.take(most + LANES);
         weighed_ = memory.take(STATE_TOKENS * keys);
     }
 

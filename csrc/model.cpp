@@ -37,20 +37,26 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     for (const Block& block : model.blocks) {
         has_branch |= (block.post_attention || block.post_mlp) && !block.norms_sum;
         has_branch |= block.branch_scale != 1.0f;
-        if (block.mlp) ffn = std::max(ffn, steps(block.mlp->size)), has_branch |= !block.mlp->has_down;
+        if (block.mlp) {
+            ffn = std::max(ffn, steps(block.mlp->size));
+            has_branch |= !block.mlp->has_down;
+        }
         if (block.experts) {
             const ExpertsPart& e = *block.experts;
             const size_t choices = rows * static_cast<size_t>(e.chosen), size = steps(e.parts[0].size);
             has_branch = has_experts = true;
-            scores = std::max(scores, rows * static_cast<size_t>(e.num)), chosen = std::max(chosen, choices);
-            inner = std::max(inner, choices * size), groups += 4 * choices;
+            scores = std::max(scores, rows * static_cast<size_t>(e.num));
+            chosen = std::max(chosen, choices);
+            inner = std::max(inner, choices * size);
+            groups += 4 * choices;
             if (e.shared) ffn = std::max(ffn, steps(e.shared->size));
             has_shared |= e.shared || block.mlp;
             widest = std::max(widest, hidden);  // the router's inputs are float32
         }
         if (block.layer_input) {
             const int size = block.layer_input->size;
-            qkv = std::max(qkv, static_cast<size_t>(size)), ffn = std::max(ffn, steps(size));
+            qkv = std::max(qkv, static_cast<size_t>(size));
+            ffn = std::max(ffn, steps(size));
             has_branch = true;
         }
         if (block.recurrence) {
@@ -75,15 +81,20 @@ BufferSizes buffer_sizes(const ModelParts& model, bool weights_are_quantised, in
     sizes.inputs = rows * widest;
     sizes.ffn = rows * ffn;
     sizes.parts = part_floats;
-    sizes.experts_in = has_experts ? rows * hidden : 0, sizes.scores = scores;
-    sizes.experts_out = chosen * hidden, sizes.shared_out = has_shared ? rows * hidden : 0;
-    sizes.experts_words = chosen * steps(model.hidden_size), sizes.experts_inner = inner, sizes.groups = groups;
+    sizes.experts_in = has_experts ? rows * hidden : 0;
+    sizes.scores = scores;
+    sizes.experts_out = chosen * hidden;
+    sizes.shared_out = has_shared ? rows * hidden : 0;
+    sizes.experts_words = chosen * steps(model.hidden_size);
+    sizes.experts_inner = inner;
+    sizes.groups = groups;
     sizes.each_normed = up_to(std::max(read, inputs), 64);  // where a row of the table is unpacked, too
     // A gate's inputs are float32.
     const size_t of_own = std::max(steps(static_cast<int>(read)), has_shared ? hidden : 0);
     sizes.each_own = shares_inputs(num_rows) ? 0 : up_to(rows * of_own, 32);
     sizes.each_attention = up_to(attention, 64);
-    sizes.state_gates = rows * gates, sizes.each_state = up_to(state_floats, 64);
+    sizes.state_gates = rows * gates;
+    sizes.each_state = up_to(state_floats, 64);
     return sizes;
 }
 
@@ -96,9 +107,10 @@ size_t pass_bytes(const Kernels& kernels, const ModelParts& model, bool weights_
         if (block.mlp) widest = std::max(widest, block.mlp->size);
         if (block.experts) widest = std::max(widest, block.experts->parts[0].size);
         if (block.experts && block.experts->shared) widest = std::max(widest, block.experts->shared->size);
-        if (block.recurrence)
-            widest = std::max(widest, block.recurrence->inner()),
+        if (block.recurrence) {
+            widest = std::max(widest, block.recurrence->inner());
             states = std::max(states, most_state_floats(*block.recurrence, num_rows));
+        }
         if (!block.attention) continue;
         const AttentionPart& a = *block.attention;
         widest = std::max({widest, a.q_size(), a.reads});
@@ -176,31 +188,39 @@ Model::Buffers Model::buffers(Room& room, const Pass& pass) const {
             state_floats = std::max(state_floats, forerun::state_floats(*r, pass.states, num_threads));
     const BufferSizes sizes = buffer_sizes(parts_, is_any_quantised_, pass.num_rows, part_floats, state_floats);
     const size_t threads = static_cast<size_t>(num_threads);
-    b.num_rows = pass.num_rows, b.width = parts_.hidden_size;
+    b.num_rows = pass.num_rows;
+    b.width = parts_.hidden_size;
     b.residual = room.residual.floats(sizes.residual);
     b.branch = room.branch.floats(sizes.branch);
     b.qkv = room.qkv.floats(sizes.qkv);
     b.inputs = room.inputs.words(sizes.inputs);
     b.ffn = room.ffn.words(sizes.ffn);
     b.parts = room.parts.floats(sizes.parts);
-    b.experts_in = room.experts_in.floats(sizes.experts_in), b.scores = room.scores.floats(sizes.scores);
-    b.experts_out = room.experts_out.floats(sizes.experts_out), b.shared_out = room.shared_out.floats(sizes.shared_out);
+    b.experts_in = room.experts_in.floats(sizes.experts_in);
+    b.scores = room.scores.floats(sizes.scores);
+    b.experts_out = room.experts_out.floats(sizes.experts_out);
+    b.shared_out = room.shared_out.floats(sizes.shared_out);
     b.experts_words = room.experts_words.words(sizes.experts_words);
     b.experts_inner = room.experts_inner.words(sizes.experts_inner);
     b.layer_inputs = room.layer_inputs.floats(sizes.layer_inputs);
     b.state_gates = room.state_gates.floats(sizes.state_gates);
-    b.state_stride = sizes.each_state, b.state = room.state.floats(threads * sizes.each_state);
+    b.state_stride = sizes.each_state;
+    b.state = room.state.floats(threads * sizes.each_state);
     b.groups.resize(parts_.blocks.size());
     for (int i : pass.layers) {
         const Block& block = parts_.blocks[static_cast<size_t>(i)];
         const size_t choices =
             block.experts ? static_cast<size_t>(pass.num_rows) * static_cast<size_t>(block.experts->chosen) : 0;
-        b.groups[static_cast<size_t>(i)].chosen.resize(choices),
-            b.groups[static_cast<size_t>(i)].shares.resize(choices);
+        auto& group = b.groups[static_cast<size_t>(i)];
+        group.chosen.resize(choices);
+        group.shares.resize(choices);
     }
-    b.normed_stride = sizes.each_normed, b.normed = room.normed.floats(threads * sizes.each_normed);
-    b.own_stride = sizes.each_own, b.own = sizes.each_own ? room.own.words(threads * sizes.each_own) : nullptr;
-    b.attention_stride = sizes.each_attention, b.attention = room.attention.floats(threads * sizes.each_attention);
+    b.normed_stride = sizes.each_normed;
+    b.normed = room.normed.floats(threads * sizes.each_normed);
+    b.own_stride = sizes.each_own;
+    b.own = sizes.each_own ? room.own.words(threads * sizes.each_own) : nullptr;
+    b.attention_stride = sizes.each_attention;
+    b.attention = room.attention.floats(threads * sizes.each_attention);
     return b;
 }
 

@@ -109,8 +109,10 @@ struct Kept {
     Kept(const Attention& a, int kv_head) {
         const auto key_width = static_cast<int64_t>(key_bytes(a.type, a.order) / sizeof(T));
         const auto value_width = static_cast<int64_t>(value_bytes(a.type, a.head_dim) / sizeof(T));
-        keys = static_cast<const T*>(a.keys) + kv_head * key_width, key_stride = a.num_kv_heads * key_width;
-        values = static_cast<const T*>(a.values) + kv_head * value_width, value_stride = a.num_kv_heads * value_width;
+        keys = static_cast<const T*>(a.keys) + kv_head * key_width;
+        key_stride = a.num_kv_heads * key_width;
+        values = static_cast<const T*>(a.values) + kv_head * value_width;
+        value_stride = a.num_kv_heads * value_width;
     }
     const T* key(int32_t row) const { return keys + row * key_stride; }
     const T* value(int32_t row) const { return values + row * value_stride; }
