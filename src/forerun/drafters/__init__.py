@@ -8,7 +8,7 @@ file also holds
                                         UserError where the options, or files such as config.json, show that the
                                         drafter is impossible
 
-Nothing else has to change for a new method.
+A new method also needs its page, docs/methods/<name>.md. `make pages` then writes all lists of drafters in the docs.
 """
 
 from __future__ import annotations
