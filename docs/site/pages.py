@@ -28,8 +28,12 @@ from forerun.config import EngineConfig
 from forerun.drafters import Target
 from forerun.engine.opened import Opened
 from forerun.errors import UserError
+from forerun.models.families import gguf_families, model_types
 from forerun.registry import PeerOption, flag_of, names
+from forerun.serve.apis import apis, generating
+from forerun.serve.fields import SHARED
 from forerun.serve.options import Limits, ServerOptions
+from forerun.serve.routes import Count, Generate, Look
 from forerun.types import SamplingParams
 from forerun.verify import beams
 
@@ -37,6 +41,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PART = re.compile(r"<!-- begin: ([^\n]+?) -->(.*?)<!-- end -->", re.DOTALL)
 SEARCH, SEARCH_OPTIONS = "beam", ("num_beams", "draft_beams", "length_penalty", "early_stopping")  # a page, no room
+UNDER_LOAD = (  # the options of the engine that docs/study/serving.md is about
+    *("max_batch_size", "max_num_batched_tokens", "prefill_chunk_tokens", "max_seq_len", "kv_cache_tokens"),
+    *("kv_cache_dtype", "prefill_stretch", "max_itl_ms", "draft_catchup_tokens"),
+)
 
 # ---------------------------------------------------------------------------------------------------------- the methods
 
@@ -90,9 +98,10 @@ def table_of(room: str) -> str:
     return table(("name", *columns, "in a sentence"), rows)
 
 
-def search_table() -> str:
-    """Return the table of the search, which is no method of a room."""
-    return table(("name", "in a sentence"), [(f"[{SEARCH}]({SEARCH}.md)", first_sentence(beams))])
+def sentences(modules: Mapping[str, types.ModuleType], folder: str = "") -> str:
+    """Return a line for each method: its page in a folder, and its first sentence."""
+    rows = [(f"[{name}]({folder}{name}.md)", first_sentence(module)) for name, module in modules.items()]
+    return table(("name", "in a sentence"), rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- the options
@@ -185,14 +194,45 @@ def named_models() -> str:
     return table(("name", "what it is", "weights", "kind", "licence"), rows)
 
 
-def families() -> list[str]:
-    """Return the values of `model_type` that have a file."""
-    return sorted(path.stem for path in (ROOT / "src/forerun/models/families").glob("*.py") if path.stem[0] != "_")
+def families() -> str:
+    """Return a line for each value of `model_type` that has a file."""
+    architectures = {name: f"`{architecture}`" for architecture, (name, _) in gguf_families().items()}
+    modules = {name: importlib.import_module(f"forerun.models.families.{name}") for name in model_types()}
+    rows = [(f"`{name}`", first_sentence(module), architectures.get(name, "")) for name, module in modules.items()]
+    return table(("`model_type`", "in a sentence", "`general.architecture` of GGUF files"), rows)
 
 
 def error_tree() -> str:
     """Return the tree of all errors as errors.py draws it, as a block of code."""
     return "\n".join(line for line in (errors.__doc__ or "").splitlines() if line.startswith("    "))
+
+
+def routes() -> str:
+    """Return a line for each API of the server, with its routes."""
+    modules = [(importlib.import_module(f"forerun.serve.apis.{name}"), api.routes) for name, api in apis().items()]
+    return table(
+        ("routes", "what they are"),
+        [(", ".join(map(_route, of)), first_sentence(module)) for module, of in modules],
+    )
+
+
+def _route(route: Generate | Count | Look) -> str:
+    method, url = (route.method, route.url) if isinstance(route, Look) else ("POST", route.form.url)
+    text = f"`{method} {re.sub(':[a-z]+}', '}', url)}`"
+    return text + f" (also {', '.join(f'`{path}`' for path in route.also)})" if route.also else text
+
+
+def harmless_fields() -> str:
+    """Return a line for all fields of the same bodies that have no effect for the same reason."""
+    urls: dict[tuple[str, str], list[str]] = {}
+    for url, route in generating().items():
+        for name, field in route.form.fields.items():
+            if (field.inert or field.is_noted) and url not in route.also:
+                urls.setdefault((f"`{name}`", field.described["description"]), []).append(f"`{url}`")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (name, why), bodies in urls.items():
+        rows.setdefault((", ".join(bodies), why), []).append(name)
+    return table(("fields", "in bodies of", "they are"), [(", ".join(of), *about) for about, of in rows.items()])
 
 
 FIELDS = {"LLM": set(EngineConfig.__dataclass_fields__), "SamplingParams": set(SamplingParams.__dataclass_fields__)}
@@ -282,16 +322,21 @@ def parts() -> dict[str, Callable[[], str]]:
         "table of drafters": lambda: table_of("drafters"),
         "table of verification rules": lambda: table_of("verify"),
         "table of pacing policies": lambda: table_of("pacing"),
-        "table of searches": search_table,
+        "table of searches": lambda: sentences({SEARCH: beams}),
+        "list of drafters": lambda: sentences(methods("drafters"), "methods/"),
         "number of drafters": lambda: str(len(set(methods("drafters")) - {"none", "forced"})),
         "number of verification rules": lambda: str(len(lossless)),
         "number of exact rules": lambda: str(sum(lossless)),
         "number of lossy rules": lambda: str(len(lossless) - sum(lossless)),
         "number of pacing policies": lambda: str(len(methods("pacing"))),
-        "number of families": lambda: str(len(families())),
-        "list of families": lambda: textwrap.fill(", ".join(f"`{name}`" for name in families()), 160),
+        "number of families": lambda: str(len(model_types())),
+        "table of families": families,
+        "routes of the APIs": routes,
+        "fields of every body": lambda: textwrap.fill(", ".join(f"`{name}`" for name in sorted(SHARED)), 160),
+        "fields without effect": harmless_fields,
         "models that have a name": named_models,
         "options of the engine": lambda: options_table(EngineConfig),
+        "options under load": lambda: options_table(EngineConfig, UNDER_LOAD),
         "parameters of a request": lambda: options_table(SamplingParams),
         "options of the server": lambda: options_table(ServerOptions, as_flags=True),
         "limits of the server": lambda: options_table(Limits, as_flags=True),

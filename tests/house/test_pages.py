@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 ROOMS = ("drafters", "verify", "pacing")
 MOST_ON_TOP = 12  # pages of docs/ that stand in no folder
 NAME = "followers"  # of the drafter that is added
-WRITTEN = {"README.md", "docs/methods/README.md"}  # by `make pages`, behind a new drafter
+WRITTEN = {"README.md", "docs/drafters.md", "docs/methods/README.md"}  # by `make pages`, behind a new drafter
 COPIED = ("src", "tests", "docs", "examples", "benchmarks", "csrc", "deploy", ".ci", ".github")
 # Of each file of house tests those that a drafter or its page could break.
 CONCERNED = {

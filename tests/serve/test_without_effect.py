@@ -170,6 +170,7 @@ def test_a_field_without_effect_has_none_and_says_why(url: str) -> None:
 
 
 def test_the_page_names_every_field_without_effect() -> None:
+    """`make pages` writes them; the page keeps the place where it does."""
     page = DOCS.read_text(encoding="utf-8")
     forms = [route.form for route in ROUTES.values()]
     names = {name for form in forms for name, field in form.fields.items() if field.inert or field.is_noted}
