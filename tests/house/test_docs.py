@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from forerun.cli.help import MODEL_ARGUMENTS, TARGET
 from forerun.cli.main import app, main
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +221,7 @@ def _fault_of_ours(words: list[str]) -> str | None:
     if getattr(command, "commands", None) and words and not words[0].startswith("-"):
         return f"no command {words[0]}"
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    known |= {TARGET} if not MODEL_ARGUMENTS.isdisjoint(parameter.name for parameter in command.params) else set()
     for word in words:
         if word == "--":
             return None
