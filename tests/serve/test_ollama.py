@@ -27,6 +27,7 @@ TEMPLATE = """{%- if tools %}Tools: {{ tools | tojson }} Answer with <tool_call>
 
 {% endif %}{% endif %}"""
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+NOTHING_TO_READ: Any = None  # in place of a tokenizer
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 17\}\}\n</tool_call>'
 
 
@@ -120,6 +121,10 @@ def test_an_answer_has_the_form_that_is_asked_for(client: client_of_ollama.Clien
     streamed = client.chat("shipped", [], stream=True)
     for answer in (client.generate("shipped", ""), client.chat("shipped", []), *streamed):
         assert (answer.done, answer.done_reason) == (True, "load")
+    (unloaded,) = client.chat("shipped", [], stream=True, keep_alive=0)
+    assert (unloaded.done, unloaded.done_reason) == (True, "unload")
+    assert client.generate("shipped", "", keep_alive="0s").done_reason == "unload"
+    assert client.list().models  # it stays
 
 
 def test_lists_of_models(client: client_of_ollama.Client, server: Running) -> None:
@@ -196,8 +201,25 @@ def test_options_are_sampling_parameters() -> None:
     assert read(options={"repeat_last_n": 0, "repeat_penalty": 1.3}).params.repetition_penalty == 1
     assert read(options={"repeat_last_n": 64}).params.repetition_penalty == 1
     assert read(options={"num_ctx": 9}).context == ("options.num_ctx", 9)
+    whole = {"num_ctx": 2048.0, "num_predict": 5.0, "top_k": 4.0, "seed": 3.0}
+    assert read(options=whole) == read(options={name: int(value) for name, value in whole.items()})
     assert read().stream
     assert not read(stream=False).stream
+
+
+def test_a_model_is_unloaded_in_words_alone() -> None:
+    for keep_alive, word in (
+        *((none, "unload") for none in (0, 0.0, "0", "0s", "0.0m")),
+        *((some, "load") for some in (None, -1, 5, False, "", "5m", "10", "0x", [], {})),
+    ):
+        for job in (
+            read(messages=[], keep_alive=keep_alive),
+            read(ollama.GENERATE, prompt="", keep_alive=keep_alive),
+        ):
+            assert ollama.answer(job, [], NOTHING_TO_READ, "", 0)["done_reason"] == word, keep_alive
+            end = ollama.Stream(job, [], NOTHING_TO_READ, "", 0).end([])
+            assert json.loads(end)["done_reason"] == word, keep_alive
+    assert read(keep_alive=0) == read()
 
 
 def test_thinking_and_forms() -> None:
@@ -238,6 +260,7 @@ def test_messages_have_the_form_of_templates() -> None:
         (ollama.CHAT, {"options": {"temprature": 1}}, "did you mean 'temperature'"),
         (ollama.CHAT, {"options": 3}, "options=3 is not possible"),
         (ollama.CHAT, {"options": {"num_ctx": "big"}}, "options.num_ctx='big' is not possible"),
+        (ollama.CHAT, {"options": {"num_ctx": 9.5}}, "options.num_ctx=9.5 is not possible"),
         (ollama.CHAT, {"options": {"top_p": 2}}, "top_p=2"),
         (ollama.CHAT, {"options": {"num_predict": -5}}, "num_predict=-5"),
         (ollama.CHAT, {"options": {"repeat_last_n": 64, "repeat_penalty": 1.2}}, "counts the whole text; say -1"),

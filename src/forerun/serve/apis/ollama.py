@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -104,8 +105,9 @@ _PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
     "penalize_newline": ((True,), "ends of lines, too"),
 }
 _WINDOW = "repeat_last_n"
-_WHOLE = frozenset(("num_predict", "draft_num_predict", "top_k", "seed", "repeat_last_n"))
+_WHOLE = frozenset(("num_predict", "draft_num_predict", "top_k", "seed", "repeat_last_n", CONTEXT))
 _UNLIMITED = (-1, -2)  # as num_predict: until the end, and until the context is full
+_NO_TIME = re.compile(r"[+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")  # in the form of Go's durations
 
 
 _NO_LOGPROBS = "answers of this API have none here; ask /v1/chat/completions"
@@ -156,8 +158,8 @@ _NAMES = {"name": "model"}  # as older clients call it
 def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     """Return the Job of a body.
 
-    A body without messages and prompt only asks to load the model. Its Job generates nothing, because the model is
-    loaded already.
+    A body without messages and prompt only asks to load the model, or with keep_alive 0 to unload it. Its Job generates
+    nothing, because the model is loaded already and stays loaded.
     """
     given, options = read.fields, _options(read)
     effort, thinks = _think(given.get("think"))
@@ -180,8 +182,23 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
         stream=given.get("stream", True),
         report=wants_report(given),
         ignored=tuple(read.ignored),
+        given={} if messages or prompts else {"done_reason": _done_reason(read.body.get("keep_alive"))},
         context=_context(given.get("options") or {}),
     )
+
+
+def _done_reason(keep_alive: Any) -> str:
+    """Return the word with which Ollama answers a body without messages and prompt."""
+    is_none = _NO_TIME.fullmatch(keep_alive) if isinstance(keep_alive, str) else keep_alive == 0
+    return "unload" if is_none and keep_alive is not False else "load"
+
+
+def _whole(name: str, value: Any) -> Any:
+    """Return the value of an option, as an int where a whole number was sent as a float.
+
+    Clients in languages without integers send floats.
+    """
+    return int(value) if name in _WHOLE and isinstance(value, float) and value.is_integer() else value
 
 
 def _options(read: Given) -> dict[str, Any]:
@@ -192,8 +209,7 @@ def _options(read: Given) -> dict[str, Any]:
     for name, value in options.items():
         if value is None or name in RUNNER or name == CONTEXT:
             continue
-        if name in _WHOLE and isinstance(value, float) and value.is_integer():
-            value = int(value)  # clients in languages without integers write it so
+        value = _whole(name, value)
         try:
             if name in OPTIONS:
                 found[name] = value
@@ -238,7 +254,7 @@ def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
 
     Returns None where the body does not have this option. Raises Refused.
     """
-    name, value = f"options.{CONTEXT}", options.get(CONTEXT)
+    name, value = f"options.{CONTEXT}", _whole(CONTEXT, options.get(CONTEXT))
     if value is not None and (type(value) is not int or value < 1):
         raise Refused(f"{name}={shown(value)} is not possible: it must be a number of tokens", name)
     return None if value is None else (name, value)
@@ -325,7 +341,7 @@ def answer(
 ) -> dict[str, Any]:
     """Return the whole answer."""
     if not outputs:
-        return {**_head(job), **_said(job, {}), "done": True, "done_reason": "load"}
+        return {**_head(job), **_said(job, {}), "done": True, **job.given}
     output = outputs[0]
     said: dict[str, Any] = {"content": output.content}
     if output.reasoning:
@@ -371,7 +387,7 @@ class Stream:
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """Return the last line: why the answer ended, and its numbers."""
         if not outputs:
-            return _as_line({**_head(self._job), **_said(self._job, {}), "done": True, "done_reason": "load"})
+            return _as_line({**_head(self._job), **_said(self._job, {}), "done": True, **self._job.given})
         more = {"forerun": report_of(outputs)} if self._job.report else {}
         return _as_line({**_head(self._job), **_said(self._job, {}), **_ending(outputs[0]), **more})
 
