@@ -45,9 +45,14 @@ def evaluate(client: TestClient, function: str, **arguments: Any) -> Any:
 
 
 def test_a_path_that_is_none_has_the_form_of_all_errors(client: TestClient) -> None:
-    answer = client.get("/api/nothing")
-    assert (answer.status_code, answer.json()) == (404, {"error": {"message": "there is no /api/nothing"}})
-    assert "error" in client.get("/api/theory").json()  # it takes a body
+    for method, path, body, status, message, param in (
+        ("GET", "/api/nothing", None, 404, "there is no /api/nothing", None),
+        ("GET", "/api/theory", None, 405, "/api/theory takes POST", None),
+        ("POST", "/api/theory", {}, 400, "calls: Field required", "calls"),
+    ):
+        answer = client.request(method, path, json=body)
+        expected = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+        assert (answer.status_code, answer.json()) == (status, {"error": expected})
 
 
 def test_numbers_are_broadcast(client: TestClient) -> None:

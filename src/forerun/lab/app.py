@@ -6,7 +6,7 @@ The page's files reveal nothing about requests, but the paths below /api do.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -41,7 +41,7 @@ def make_lab(llm: LLM) -> FastAPI:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Answer errors with {"error": {"message": ...}}, and bodies that cannot be understood with status 400."""
+    """Answer errors in the form of `_answer`, and bodies that cannot be understood with status 400."""
     app.add_exception_handler(ForerunError, _refused)
     app.add_exception_handler(HTTPException, _not_there)
     app.add_exception_handler(RequestValidationError, _not_understood)
@@ -53,22 +53,28 @@ async def _with_headers(request: Request, answer: Callable[[Request], Awaitable[
     return response
 
 
+def _answer(
+    message: str, status: int, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return the answer to a request that has failed, in the form of OpenAI's API, as the server's errors have it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
+
+
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     status = 503 if isinstance(error, CapacityError) else 500
-    if isinstance(error, UserError):
-        status = 400
-    return JSONResponse({"error": {"message": str(error)}}, status)
+    return _answer(str(error), 400 if isinstance(error, UserError) else status)
 
 
 async def _not_there(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    message = f"there is no {path}" if error.status_code == 404 else f"{path}: {error.detail}"
-    return JSONResponse({"error": {"message": message}}, error.status_code)
+    path, takes = request.scope["path"], (error.headers or {}).get("Allow", "another method")
+    message = {404: f"there is no {path}", 405: f"{path} takes {takes}"}.get(error.status_code, str(error.detail))
+    return _answer(message, error.status_code, headers=error.headers)
 
 
 async def _not_understood(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
-    return JSONResponse({"error": {"message": f"{where or 'the body'}: {first['msg']}"}}, 400)
+    return _answer(f"{where or 'the body'}: {first['msg']}", 400, where or None)
