@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from forerun.serve import server
 from serve.agents import CLAUDE_CODE, CODEX
 from serve.running import CODE, Running, serving, wait_for
 
@@ -261,6 +263,17 @@ def test_sigterm_lets_accepted_requests_finish() -> None:
             assert [answer.result() for answer in answers] == [alone[num] for num in lengths]
         assert running.process.wait(60) == 0
         assert "shutting down: 12 choices are still to be made" in running.log
+        assert "a second Ctrl-C ends at once" in running.log
+
+
+def test_an_idle_server_has_one_form_of_errors_and_says_only_that_it_ends() -> None:
+    with serving() as running:
+        errors = [running.http.get("/lab/nothing"), running.http.post("/lab/nothing"), running.http.get("/nothing")]
+        assert [answer.status_code for answer in errors] == [404, 405, 404]
+        assert len({tuple(answer.json()["error"]) for answer in errors}) == 1
+        assert running.terminate() == 0
+        assert re.search(r"shutting down$", running.log, re.M)
+    assert server._draining(1).startswith("shutting down: 1 choice is still to be made,")
 
 
 def test_killed_and_started_again_and_ended_twice() -> None:

@@ -322,6 +322,14 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _draining(num_choices: int) -> str:
+    """Return the log's line for a server that shuts down. num_choices: how many it still makes."""
+    if num_choices == 0:
+        return "shutting down"
+    what = "1 choice is" if num_choices == 1 else f"{num_choices:,} choices are"
+    return f"shutting down: {what} still to be made, and new requests get 503; a second Ctrl-C ends at once"
+
+
 async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
     """Drain on the first signal: new requests get 503, accepted ones are answered. End at once on the second."""
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
@@ -329,13 +337,12 @@ async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
         loop.add_signal_handler(number, signals.put_nowait, number)
     await signals.get()
     services.gate.is_draining = True
-    num = services.gate.num_taken
-    LOG.info("shutting down: %d choices are still to be made; new requests get 503", num)
+    LOG.info("%s", _draining(services.gate.num_taken))
     again, empty = asyncio.create_task(signals.get()), asyncio.create_task(services.gate.is_empty.wait())
     await asyncio.wait((again, empty), return_when=asyncio.FIRST_COMPLETED)
     if not empty.done():
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it calls each ended answer an exception
-        LOG.warning("ended by a second signal: %d choices were not made", services.gate.num_taken)
+        LOG.warning("ended by a second signal; number of choices that were not made: %d", services.gate.num_taken)
         server.force_exit = True
     server.should_exit = True
     await again  # a second signal counts while connections end, too
