@@ -5,12 +5,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import ollama as client_of_ollama
 import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.serve.apis import generating, ollama
 from forerun.serve.bodies import Job, Refused
+from forerun.serve.openapi import body_of
 from serve.running import CODE, Running, serving
 
 pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
@@ -293,3 +295,23 @@ def test_every_option_has_a_place() -> None:
     lists = [set(ollama.OPTIONS), set(ollama.RUNNER), set(ollama._OFF), {ollama.CONTEXT}, set(ollama._PENALISED)]
     assert len(set().union(*lists)) == sum(map(len, lists))
     assert set(ollama.OPTIONS.values()) <= set(SamplingParams.__dataclass_fields__)
+    assert ollama._OF_OPTIONS.keys() == set().union(*lists)
+
+
+@pytest.mark.parametrize("url", [ollama.CHAT, ollama.GENERATE])
+def test_the_document_and_the_checks_have_one_list_of_options(url: str) -> None:
+    described = body_of(generating()[url])["properties"]["options"]
+    assert described == body_of(generating()[ollama.CHAT])["properties"]["options"]
+    (schema,) = [one for one in described["anyOf"] if one["type"] == "object"]
+    values = {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "stop": "x", "tfs_z": 1, "typical_p": 1.0}
+    values |= {"vocab_only": False, "embedding_only": False, "mirostat": 0, "repeat_last_n": -1}
+    for name in schema["properties"]:
+        for value in (values.get(name, 1), None):
+            jsonschema.validate({name: value}, schema)
+            assert read(url, options={name: value})
+    for wrong in ({"vocab_only": True}, {"num_ctx": 0}, {"num_ctx": "big"}, {"mirostat": 2}, {"new_option": 1}):
+        assert not jsonschema.Draft202012Validator(schema).is_valid(wrong)
+        with pytest.raises(
+            Refused, match=r"new_option" if "new_option" in wrong else r"^options\.\w+=.* is not possible"
+        ):
+            read(url, options=wrong)

@@ -161,7 +161,7 @@ def check(form: Form, body: object, served_names: Seq[str] = (), *, ignore_unsup
         try:
             if known is None:
                 raise _unknown(form, name, fields.keys())
-            _check_value(name, value, known)
+            check_value(name, value, known)
         except Refused as error:
             given.ignore(error)
             continue
@@ -184,7 +184,7 @@ def _unknown(form: Form, name: str, known: Collection[str]) -> Refused:
     return Refused(message, name, code="unknown_parameter")
 
 
-def _check_value(name: str, value: Any, field: Field) -> None:
+def check_value(name: str, value: Any, field: Field) -> None:
     """Raise Refused for a value that a field does not permit.
 
     Checks whether a neutral field permits the value, and whether a value has the type of the schema FLAG or TEXT.
@@ -201,7 +201,7 @@ def _check_value(name: str, value: Any, field: Field) -> None:
         is_allowed = allowed(value)
     else:
         is_allowed = any(value == other and type(value) is type(other) for other in allowed)
-        hint += f" (or say {' or '.join(f'{other!r}' for other in allowed)})" if allowed else ""
+        hint += f" (or say {' or '.join(map(shown, allowed))})" if allowed else ""
     if not is_allowed:
         message = f"{name}={shown(value)} is not possible: {field.why}; {hint}"
         raise Refused(message, name, code="unsupported_parameter")

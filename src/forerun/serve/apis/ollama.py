@@ -26,6 +26,7 @@ from forerun.serve.bodies import (
     Job,
     Message,
     Refused,
+    check_value,
     params_of,
     report_of,
     status_of,
@@ -92,12 +93,13 @@ RUNNER = frozenset(
         *("use_mlock", "logits_all", "mirostat_tau", "mirostat_eta", "tensor_split"),
     )
 )
-_OFF: Mapping[str, tuple[Seq[Any], str]] = {
-    "typical_p": ((1, 1.0), "tokens are cut by top_k, top_p and min_p"),
-    "tfs_z": ((1, 1.0), "tokens are cut by top_k, top_p and min_p"),
-    "mirostat": ((0,), "tokens are cut by top_k, top_p and min_p"),
-    "vocab_only": ((False,), "an answer needs all of the model"),
-    "embedding_only": ((False,), "answers are texts"),
+_CUT = "tokens are cut by top_k, top_p and min_p"
+_OFF: Fields = {
+    "typical_p": neutral((1, 1.0), _CUT),
+    "tfs_z": neutral((1, 1.0), _CUT),
+    "mirostat": neutral((0, 0.0), _CUT),
+    "vocab_only": neutral((False,), "an answer needs all of the model"),
+    "embedding_only": neutral((False,), "answers are texts"),
 }
 # Options about what repeat_penalty counts -> the values that are true here, and what is counted here, in words.
 _PENALISED: Mapping[str, tuple[Seq[Any], str]] = {
@@ -111,17 +113,28 @@ _NO_TIME = re.compile(r"[+-]?0+(\.0*)?(ns|us|µs|ms|s|m|h)?")  # in the form of 
 
 
 _NO_LOGPROBS = "answers of this API have none here; ask /v1/chat/completions"
-_OF_OPTIONS: dict[str, Schema] = {
+_OF_PARAMS: dict[str, Schema] = {
     **{name: OF_PARAMS[ours] for name, ours in OPTIONS.items()},
     "num_predict": either(one_of(*_UNLIMITED), OF_PARAMS["max_tokens"]),
-    CONTEXT: integer(1),
     "stop": limited("stop", either(NAME, array(NAME))),
+}
+# The fields of the object `options`.
+_OF_OPTIONS: Fields = {
+    **honoured(**_OF_PARAMS, **{CONTEXT: integer(1)}),
+    **honoured(
+        **{
+            name: {"description": f"any value, but {json.dumps(allowed)} beside repeat_penalty, which counts {counts}"}
+            for name, (allowed, counts) in _PENALISED.items()
+        }
+    ),
+    **_OFF,
+    **inert("it says how Ollama's runner computes", *RUNNER),
 }
 _BOTH: Fields = {
     **honoured(
         model=TEXT,
         stream=FLAG,
-        options={"type": "object", "properties": _OF_OPTIONS, "additionalProperties": False},
+        options=structure((), **{name: field.described for name, field in _OF_OPTIONS.items()}),
         format=either(one_of("", "json"), OBJECT),
         think=either(FLAG, EFFORT),
         chat_template_kwargs=OBJECT,
@@ -207,21 +220,20 @@ def _options(read: Given) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise Refused(f"options={shown(options)} is not possible: it must be an object", "options")
     for name, value in options.items():
-        if value is None or name in RUNNER or name == CONTEXT:
+        field, value = _OF_OPTIONS.get(name), _whole(name, value)
+        if value is None or (field is not None and field.inert):
             continue
-        value = _whole(name, value)
         try:
-            if name in OPTIONS:
-                found[name] = value
-            elif name in _PENALISED:
+            if field is None:
+                raise Refused(unknown("option", name, _OF_OPTIONS), f"options.{name}", code="unknown_parameter")
+            check_value(f"options.{name}", value, field)
+            if name in _PENALISED:
                 _check_penalised(name, value, options)
-            elif name in _OFF:
-                _check_off(name, value)
-            else:
-                known = (*OPTIONS, *RUNNER, *_OFF, *_PENALISED, CONTEXT)
-                raise Refused(unknown("option", name, known), f"options.{name}", code="unknown_parameter")
         except Refused as error:
             read.ignore(error)
+            continue
+        if name in OPTIONS:
+            found[name] = value
     if options.get(_WINDOW) == 0:
         found["repeat_penalty"] = 1.0
     if found.get("num_predict") in _UNLIMITED:
@@ -239,13 +251,6 @@ def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
     allowed, counts = _PENALISED[name]
     if value not in allowed and options.get("repeat_penalty") not in (None, 1, 1.0):
         message = f"options.{name}={shown(value)} is not possible: repeat_penalty counts {counts}"
-        raise Refused(message, f"options.{name}", code="unsupported_parameter")
-
-
-def _check_off(name: str, value: Any) -> None:
-    allowed, why = _OFF[name]
-    if value not in allowed:
-        message = f"options.{name}={shown(value)} is not possible: {why}; leave it out"
         raise Refused(message, f"options.{name}", code="unsupported_parameter")
 
 
