@@ -162,11 +162,25 @@ def test_a_field_without_effect_has_none_and_says_why(url: str) -> None:
                 job = read(url, {**BASES[url], name: value})
                 assert dataclasses.replace(job, given=base.given) == base, name
         elif field.neutral is not None:
-            for value in () if callable(field.neutral) else field.neutral:
+            for value in field.neutral:
                 assert read(url, {**BASES[url], name: value}) == base, name
         elif field.is_noted:
             assert read(url, {**BASES[url], name: True}) == dataclasses.replace(base, ignored=(name,))
             assert read(url, {**BASES[url], name: False}) == base
+
+
+@pytest.mark.parametrize("url", ROUTES)
+def test_what_clients_send_everywhere_is_taken_everywhere(url: str) -> None:
+    """Their bookkeeping has no effect; wishes for numbers that an answer has anyway are noted, unless they are met."""
+    base = read(url, BASES[url])
+    inert = ("user", "guided_decoding_backend", "id_slot", "service_tier", "prompt_cache_key")
+    assert dataclasses.replace(read(url, {**BASES[url], **dict.fromkeys(inert, "x")}), given=base.given) == base
+    job = read(url, {**BASES[url], "stream": True, "stream_options": {"include_usage": True}, "return_progress": True})
+    assert job.include_usage or job.ignored[0] == "stream_options"
+    assert job.ignored[-1] == "return_progress"
+    with pytest.raises(Refused) as refused:
+        read(url, {**BASES[url], "nobody_sends_this": 1})
+    assert refused.value.param == "nobody_sends_this"
 
 
 def test_the_page_names_every_field_without_effect() -> None:
@@ -242,7 +256,8 @@ def test_every_route_that_counts_tells_what_it_ignored() -> None:
     counting = {url: route for url, route in with_bodies().items() if isinstance(route, Count)}
     assert counting.keys() == COUNTED.keys()
     for url, route in counting.items():
-        assert texts.work(route, {**COUNTED[url], "no_such_field": 1})[1] == ("no_such_field",), url
+        body = {**COUNTED[url], "user": "x", "no_such_field": 1}
+        assert texts.work(route, body)[1] == ("no_such_field",), url
 
 
 def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
@@ -260,7 +275,8 @@ def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
         assert not base or with_it != tokenize(texts, base), name
     # These need another tokenizer or template than the small model's: tests/serve/test_echo.py, test_serve_tools.py.
     elsewhere = {"add_special", "add_special_tokens", "tools", "chat_template_kwargs", "add_generation_prompt", "model"}
-    assert with_bodies()[vllm.TOKENIZE].form.fields.keys() == examples.keys() | elsewhere
+    fields = with_bodies()[vllm.TOKENIZE].form.fields
+    assert {name for name, field in fields.items() if field.schema is not None} == examples.keys() | elsewhere
     for wrong in ({"prompt": "hi", "parse_special": False}, {"messages": ASKED, "with_pieces": True}):
         with pytest.raises(Refused, match="belongs to content"):
             tokenize(texts, wrong)

@@ -18,6 +18,7 @@ from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong
 from forerun.models.named import there
 from forerun.registry import by_name, unknown
 from forerun.serve.fields import (
+    EVERYWHERE,
     FLAG,
     MAX_CHOICES,
     MOST_ENTRIES,
@@ -57,7 +58,8 @@ _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
 class Form:
     """The fields of the bodies of one route.
 
-    own: the fields of this route alone. A route whose answers a model writes also has the SHARED fields. elsewhere:
+    own: the fields of this route alone. Every route also has the fields in EVERYWHERE, and a route whose answers a
+    model writes those in SHARED, unless `own` has another field of the name. elsewhere:
     fields that only a similar route has -> the url of that route. other_names: names that some clients give to fields
     -> our names. is_of_an_answer: whether a model writes the route's answers.
     """
@@ -71,7 +73,7 @@ class Form:
     @property
     def fields(self) -> Fields:
         """Every field that a body may have, by name."""
-        return {**SHARED, **self.own} if self.is_of_an_answer else self.own
+        return {**EVERYWHERE, **(SHARED if self.is_of_an_answer else {}), **self.own}
 
     def named(self, body: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return a body whose fields have our names, where the client has used other names for them.
@@ -194,17 +196,11 @@ def check_value(name: str, value: Any, field: Field) -> None:
     if field.schema == TEXT and not isinstance(value, str):
         raise Refused(f"{name}={shown(value)} is not possible: it must be a text", name)
     allowed = field.neutral
-    if allowed is None:
+    if allowed is None or any(value == other and type(value) is type(other) for other in allowed):
         return
-    hint = "leave it out"
-    if callable(allowed):
-        is_allowed = allowed(value)
-    else:
-        is_allowed = any(value == other and type(value) is type(other) for other in allowed)
-        hint += f" (or say {' or '.join(map(shown, allowed))})" if allowed else ""
-    if not is_allowed:
-        message = f"{name}={shown(value)} is not possible: {field.why}; {hint}"
-        raise Refused(message, name, code="unsupported_parameter")
+    hint = f"leave it out (or say {' or '.join(map(shown, allowed))})" if allowed else "leave it out"
+    message = f"{name}={shown(value)} is not possible: {field.why}; {hint}"
+    raise Refused(message, name, code="unsupported_parameter")
 
 
 def _check_model(given: Body, served_names: Seq[str]) -> None:

@@ -8,7 +8,7 @@ checks only the schemas FLAG and TEXT. The API that reads the body checks the ot
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -34,15 +34,14 @@ PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_l
 class Field:
     """One field of a body. A field without a schema is never honoured.
 
-    neutral: the permitted values, all without effect; or a function that says whether a value is permitted. inert:
-    whether every value is accepted, because no answer depends on the field. why: the reason for `neutral` or `inert`;
-    for a required field, the message to a client that leaves it out. is_noted: whether the field is ignored, and listed
-    as ignored in the answer.
+    neutral: the permitted values, all without effect. inert: whether every value is accepted, because no answer depends
+    on the field. why: the reason for `neutral` or `inert`; for a required field, the message to a client that leaves it
+    out. is_noted: whether the field is ignored, and listed as ignored in the answer.
     """
 
     schema: Schema | None = None
     is_required: bool = False
-    neutral: Seq[Any] | Callable[[Any], bool] | None = None
+    neutral: Seq[Any] | None = None
     inert: bool = False
     is_noted: bool = False
     why: str = ""
@@ -55,8 +54,7 @@ class Field:
         if self.inert:
             return {"description": f"accepted, without effect: {self.why}"}
         if self.neutral is not None:
-            values = [None] if callable(self.neutral) else [*self.neutral, None]
-            return {"enum": values, "description": f"no other value: {self.why}"}
+            return {"enum": [*self.neutral, None], "description": f"no other value: {self.why}"}
         assert self.schema is not None
         return self.schema if self.is_required else or_null(self.schema)
 
@@ -69,7 +67,7 @@ def required(schema: Schema, why: str = "this API wants it") -> Field:
     return Field(schema, is_required=True, why=why)
 
 
-def neutral(values: Seq[Any] | Callable[[Any], bool], why: str) -> Field:
+def neutral(values: Seq[Any], why: str) -> Field:
     """Return a field that permits only these values, which have no effect. why: the reason for permitting no others."""
     return Field(neutral=values, why=why)
 
@@ -214,8 +212,8 @@ SHARED: Fields = honoured(
     **{name: OF_PARAMS[name] for name in sorted(PARAMS)},
     speculation=structure((), report=FLAG, **{name: OF_PARAMS[name] for name in SPECULATION}),
 )
-# Bookkeeping of a service.
-BOOKKEEPING: Fields = {
+# Fields that clients send to any API, of any route, and that change no answer. An API may honour them all the same.
+EVERYWHERE: Fields = {
     **inert("it says whom a request is for", "user", "safety_identifier"),
     **inert("it is the client's own", "metadata", "client_metadata"),
     **inert("completions are not kept, and no route would list them", "store"),
@@ -223,4 +221,5 @@ BOOKKEEPING: Fields = {
     **inert("the cache is by the prompt itself", "prompt_cache_key", "prompt_cache_retention"),
     **inert("an answer is the same wherever its prompt is found", "id_slot"),
     **inert("grammars are compiled by one library", "guided_decoding_backend"),
+    **noted("stream_options", "timings_per_token", "return_progress"),  # the numbers are in the answer, or in its end
 }

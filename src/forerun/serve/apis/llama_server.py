@@ -82,7 +82,7 @@ _FIELDS: Fields = {
     "t_max_predict_ms": neutral((-1, 0), "an answer ends by n_predict, stop, and the time of the server"),
     "n_indent": neutral((0,), "lines are as the model writes them"),
     "return_tokens": neutral((False,), "each piece of a stream has its tokens"),
-    **inert("an answer is the same wherever its prompt is found", "cache_prompt", "id_slot"),
+    **inert("an answer is the same wherever its prompt is found", "cache_prompt"),
     **inert("a prompt is read to its end", "t_max_prompt_ms"),
     **inert("a context that is full ends the answer, and is not moved on", "n_keep", "n_discard"),
     **inert("tokens are the same wherever they are drawn", "backend_sampling"),
@@ -91,7 +91,6 @@ _FIELDS: Fields = {
     **inert("mirostat is off", "mirostat_tau", "mirostat_eta"),
     **inert("dynatemp_range is off", "dynatemp_exponent"),
     **inert("dry_multiplier is off", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-    **noted("timings_per_token", "return_progress"),  # the numbers are in the last event
 }
 _OF_INFILL: Fields = {
     **{name: field for name, field in _FIELDS.items() if name not in ("samplers", "n_indent", "t_max_predict_ms")},

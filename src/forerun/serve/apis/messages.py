@@ -82,8 +82,6 @@ _COUNTED: Fields = {
     "n": neutral((1,), ONE_ANSWER),
     "mcp_servers": neutral(([],), "servers of tools are not called from here: send their tools"),
     "container": neutral((), "nothing is executed here"),
-    **inert("it says whom a request is for", "metadata"),
-    **inert("there is one tier", "service_tier"),
     **inert("the cache is by the prompt itself", "cache_control"),
     **inert("there is one place", "inference_geo"),
 }

@@ -33,7 +33,6 @@ from forerun.serve.bodies import (
 )
 from forerun.serve.events import DONE, event
 from forerun.serve.fields import (
-    BOOKKEEPING,
     EFFORT,
     FLAG,
     IDS,
@@ -67,7 +66,6 @@ FINGERPRINT = f"forerun-{__version__}"  # same engine, model and seed: same answ
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {CHAT: {"max_tokens": None}, COMPLETIONS: {"max_tokens": 16}}
 
 _BOTH: Fields = {
-    **BOOKKEEPING,
     **FORMATS,
     **honoured(
         model=TEXT,
@@ -79,7 +77,6 @@ _BOTH: Fields = {
         stream_options=structure(include_usage=FLAG, continuous_usage_stats=FLAG),
         return_token_ids=FLAG,
     ),
-    **noted("timings_per_token", "return_progress"),  # of llama-server; the report has numbers of speed
 }
 _OF_CHATS: Fields = {
     **chats.FIELDS,

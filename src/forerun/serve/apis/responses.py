@@ -31,7 +31,6 @@ from forerun.serve.bodies import (
 )
 from forerun.serve.events import event, in_slices, num_values
 from forerun.serve.fields import (
-    BOOKKEEPING,
     EFFORT,
     FLAG,
     FUNCTION,
@@ -95,7 +94,6 @@ _ITEM = {
     "required": ["role", "content"],
 }
 _FIELDS: Fields = {
-    **BOOKKEEPING,
     "input": required(either(TEXT, array(_ITEM, 1))),
     **honoured(
         model=TEXT,
@@ -123,9 +121,6 @@ _FIELDS: Fields = {
     "background": neutral((False,), "an answer is given when it is asked for"),
     "prompt": neutral((), "no prompts are kept here: send its text"),
     "truncation": neutral(("disabled", "auto"), "a conversation is not shortened here"),
-    "stream_options": neutral(
-        lambda value: isinstance(value, dict) and set(value) <= {"include_obfuscation"}, "no such one"
-    ),
 }
 
 
