@@ -9,7 +9,10 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.serve.apis import generating
+from forerun.serve.apis.messages import MESSAGES as MESSAGES_URL
+from forerun.serve.apis.ollama import CHAT as OLLAMA
 from forerun.serve.apis.openai import CHAT, COMPLETIONS
+from forerun.serve.apis.responses import RESPONSES
 from serve.running import Running
 
 SCHEMA: dict[str, Any] = {
@@ -81,4 +84,27 @@ def test_a_server_answers_in_the_form_that_is_asked_for(client: Any) -> None:
 def test_a_schema_that_cannot_be_honoured_is_refused_by_name(server: Running) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "guided_regex": "(?=a)b"})
     assert answer.status_code == 400
-    assert "regex cannot be honoured" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"].startswith("guided_regex cannot be honoured")
+    wrong: Any = {"type": "object", "properties": {"n": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}
+    openai, hello = {"type": "json_schema", "json_schema": {"schema": wrong}}, {"messages": MESSAGES}
+    form = {"type": "json_schema", "schema": wrong}
+    for url, body, param in (
+        (COMPLETIONS, {"prompt": "x", "regex": "(?=a)b"}, "regex"),
+        (COMPLETIONS, {"prompt": "x", "guided_grammar": "root ::= ("}, "guided_grammar"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "structured_outputs": {"json": wrong}, "guided_json": None},
+            "structured_outputs",
+        ),
+        (COMPLETIONS, {"prompt": "x", "guided_json": wrong, "response_format": {"type": "text"}}, "guided_json"),
+        (CHAT, {**hello, "response_format": openai}, "response_format"),
+        (CHAT, {**hello, "response_format": openai, "stream": True}, "response_format"),
+        (RESPONSES, {"input": "x", "text": {"format": form}}, "text.format"),
+        (MESSAGES_URL, {**hello, "max_tokens": 3, "output_config": {"format": form}}, None),
+        (OLLAMA, {**hello, "format": wrong}, None),
+    ):
+        error = httpx.post(f"{server.url}{url}", json=body).json()["error"]
+        message = error if url == OLLAMA else error["message"]
+        named = param or ("format" if url == OLLAMA else "output_config.format")
+        assert message.startswith((f"{named} cannot be honoured", f"{named}=")), message
+        assert param is None or error["param"] == param, error

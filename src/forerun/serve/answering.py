@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from forerun.errors import ForerunError, InternalError
+from forerun.errors import BadOption, ForerunError, InternalError
 from forerun.serve.bodies import Job, Refused, status_of
 from forerun.serve.events import as_json, in_slices
 from forerun.serve.generation import Generation
@@ -102,8 +102,11 @@ class Exchange:
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
         """Generate the answer and send it. places: the request's places in the Gates of the server and of the model."""
         service = self._service
-        with self._guarding():
-            await self._services.compile(service, job.params)
+        try:
+            with self._guarding():
+                await self._services.compile(service, job.params)
+        except BadOption as error:
+            raise job.refusal(error) from None
         job, requests = await self._guarded(service.make, job, prompts)
         for place in reversed(places):
             place.grow(len(requests))
@@ -134,6 +137,8 @@ class Exchange:
     async def _whole(self, job: Job, prompts: Seq[Seq[int]], generation: Generation) -> None:
         while not generation.is_over:
             await self._wait(generation)
+        if generation.failure is not None:
+            raise job.refusal(generation.failure)
         body = await self._guarded(self._body, job, generation)
         await self._respond(200, body, job)
 
@@ -165,7 +170,8 @@ class Exchange:
                 is_short = generation.num_new_tokens() <= MOST_IN_LOOP_TOKENS
                 await self._write(await self._guarded(self._pieces, events, generation, in_loop=is_short))
             await self._write(await self._guarded(self._end, job, events, generation))
-        except ForerunError as error:
+        except ForerunError as failure:
+            error = job.refusal(failure)
             self._record["error"] = str(error)
             await self._write(events.fail(error))
         await self._write(b"", more=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import BadOption, CapacityError, ForerunError, PromptTooLong, UserError, shown
 from forerun.models.named import there
+from forerun.params import CONSTRAINTS
 from forerun.registry import by_name, unknown
 from forerun.serve.fields import (
     EVERYWHERE,
@@ -51,6 +52,7 @@ ONE_ANSWER = "this API gives one answer"
 # Names that a chat template's variables cannot have: they are parameters of LLM.apply_chat_template.
 _NO_VARIABLES = ("self", "messages", "tools", "documents", "name", "add_generation_prompt", "continue_final_message")
 _REPORTED = ("num_steps", "num_drafted", "num_tested", "num_accepted", "num_emitted")
+_GRAMMARS = (*CONSTRAINTS, "a JSON schema", "the grammar or schema")  # how errors of the engine call a grammar
 _MAY_BE_IGNORED = ("unknown_parameter", "unsupported_parameter")
 
 
@@ -59,21 +61,32 @@ class Form:
     """The fields of the bodies of one route.
 
     own: the fields of this route alone. Every route also has the fields in EVERYWHERE, and a route whose answers a
-    model writes those in SHARED, unless `own` has another field of the name. elsewhere:
-    fields that only a similar route has -> the url of that route. other_names: names that some clients give to fields
-    -> our names. is_of_an_answer: whether a model writes the route's answers.
+    model writes those in SHARED, unless `own` has another field of the name. elsewhere: fields that only a similar
+    route has -> the url of that route. other_names: names that some clients give to fields -> our names. grammars:
+    paths of the route's own fields that may hold a grammar or a schema for the answer. is_of_an_answer: whether a model
+    writes the route's answers.
     """
 
     url: str
     own: Fields
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     other_names: Mapping[str, str] = field(default_factory=dict)
+    grammars: tuple[str, ...] = ()
     is_of_an_answer: bool = True
 
     @property
     def fields(self) -> Fields:
         """Every field that a body may have, by name."""
         return {**EVERYWHERE, **(SHARED if self.is_of_an_answer else {}), **self.own}
+
+    def grammar_field(self, given: Body) -> str | None:
+        """Return the path of the field by which a body gives a grammar or a schema; None where it gives neither."""
+        for path in (*self.grammars, *CONSTRAINTS):
+            name, _, inner = path.partition(".")
+            value = given.get(name)
+            if value.get(inner) if inner and isinstance(value, Mapping) else value:
+                return path
+        return None
 
     def named(self, body: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return a body whose fields have our names, where the client has used other names for them.
@@ -116,10 +129,23 @@ class Job:
     thinking_wish: str | None = None  # the body's name for max_thinking_tokens, where this limit need not be kept
     without_template: str | None = None  # the prompt in place of messages, where the model has no chat template
     answer_form: AnswerForm | None = None  # tells the parts of the answer apart
+    # The path of the body's field that holds a grammar or a schema. Only errors have it, so two jobs that differ in it
+    # alone are the same.
+    grammar_field: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.stream and self.params.searches:
             raise Refused("stream=True is not possible with beams: which text is best is known at the end", "stream")
+
+    def refusal(self, error: ForerunError) -> ForerunError:
+        """Return an error of this job; where it is about a grammar, as a Refused that names the body's field.
+
+        Where tools and the answer both have schemas, the error stays as it is, because it does not say which is wrong.
+        """
+        tools, field = self.tools, self.grammar_field
+        if tools is None or not (tools.strict or tools.is_forced):
+            return of_grammar(error, field)
+        return error if field is not None else of_grammar(error, "tools")
 
     @property
     def num_choices(self) -> int:
@@ -353,6 +379,18 @@ def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> 
         if name == ours and other in given:
             return Refused(other + message.removeprefix(name), other)
     return Refused(message, name)
+
+
+def of_grammar(error: ForerunError, field: str | None) -> ForerunError:
+    """Return an error; where it begins with a name of the engine's for a grammar, as a Refused that names the field.
+
+    field: the path of the body's field for the grammar or the schema; None = the engine's name is the body's.
+    """
+    message = str(error)
+    name = next((name for name in _GRAMMARS if message.startswith((f"{name} ", f"{name}="))), None)
+    if name is None or field is None or not isinstance(error, BadOption):
+        return error
+    return Refused(field + message.removeprefix(name), field)
 
 
 def are_ids(prompt: object) -> bool:

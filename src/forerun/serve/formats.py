@@ -30,6 +30,8 @@ from forerun.serve.refused import Refused
 
 # Field of vLLM -> field of SamplingParams.
 GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+RESPONSE_FORMAT = "response_format"
+GRAMMARS = (*GUIDED, "structured_outputs", RESPONSE_FORMAT)  # the fields that may hold a grammar or a schema
 FIELDS: Fields = honoured(
     response_format=either(
         structure(("type",), type=one_of("text", "json_object")),
@@ -53,11 +55,14 @@ _OUTPUTS = {"json": "json_schema", "json_object": "json_object", "regex": "regex
 _OUTPUTS |= {"grammar": "grammar", "disable_any_whitespace": "json_whitespace"}
 
 
-def params_of_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of SamplingParams for the wanted form of the answer. Raises Refused, naming the field."""
+def params_of_format(given: Mapping[str, Any], response_format: str = RESPONSE_FORMAT) -> dict[str, Any]:
+    """Return the fields of SamplingParams for the wanted form of the answer. Raises Refused, naming the field.
+
+    response_format: the name that the API gives the field of OpenAI's chats.
+    """
     fields, said = dict[str, Any](), dict[str, str]()  # fields of SamplingParams, and the body's field for each
     parts = {
-        "response_format": _of_response_format(given.get("response_format")),
+        response_format: _of_response_format(response_format, given.get(response_format)),
         "structured_outputs": _of_structured_outputs(given.get("structured_outputs")),
         **{name: {ours: given[name]} for name, ours in GUIDED.items() if given.get(name) is not None},
     }
@@ -72,7 +77,7 @@ def params_of_format(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _of_response_format(asked: Any) -> dict[str, Any]:
+def _of_response_format(name: str, asked: Any) -> dict[str, Any]:
     if asked is None:
         return {}
     kind = asked.get("type") if isinstance(asked, Mapping) else None
@@ -85,8 +90,9 @@ def _of_response_format(asked: Any) -> dict[str, Any]:
         schema = schema.get("schema") if isinstance(schema, Mapping) else asked.get("schema")
         if isinstance(schema, Mapping | bool):
             return {"json_schema": schema}
-    form = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-    raise Refused(f"response_format={shown(asked)} is not possible: it must be {form}", "response_format")
+    schema = '"json_schema": {"schema": {...}}' if name == RESPONSE_FORMAT else '"schema": {...}'
+    form = f'{{"type": "text"}}, {{"type": "json_object"}} or {{"type": "json_schema", {schema}}}'
+    raise Refused(f"{name}={shown(asked)} is not possible: it must be {form}", name)
 
 
 def _of_structured_outputs(asked: Any) -> dict[str, Any]:

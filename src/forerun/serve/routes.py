@@ -8,11 +8,11 @@ server.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from forerun.errors import ForerunError
-from forerun.serve.bodies import Form, Given, Job, check, status_of
+from forerun.serve.bodies import Form, Given, Job, Refused, check, of_grammar, status_of
 from forerun.serve.events import KEEP_ALIVE
 
 if TYPE_CHECKING:
@@ -117,7 +117,11 @@ class Generate:
         defaults: fields of SamplingParams. They override the API's defaults, and the body overrides them.
         """
         given = check(self.form, body, served_names, ignore_unsupported=ignore_unsupported)
-        return self.read(given, model, defaults or {})
+        field = self.form.grammar_field(given.fields)
+        try:
+            return replace(self.read(given, model, defaults or {}), grammar_field=field)
+        except Refused as error:
+            raise of_grammar(error, field) from None
 
 
 @dataclass(frozen=True)

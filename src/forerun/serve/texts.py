@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import NotFound, PromptTooLong, UnsupportedModel, echoing_json, shown
+from forerun.errors import BadOption, NotFound, PromptTooLong, UnsupportedModel, echoing_json, shown
 from forerun.sampling.grammar import Grammar, vocabulary
 from forerun.serve.apis import with_bodies
 from forerun.serve.bodies import Job, Prompt, Refused, check, meant
@@ -184,11 +184,12 @@ class Texts:
             job = dataclasses.replace(job, messages=None, prompts=(job.without_template,))
         job = self._with_wishes(self.templated(job))
         prompts = self.encode(job)
-        params = (
-            job.params
-            if job.answer_form is None
-            else job.answer_form.constrained(job.params, self.tokenizer, prompts[0])
-        )
+        params = job.params
+        if job.answer_form is not None:
+            try:
+                params = job.answer_form.constrained(params, self.tokenizer, prompts[0])
+            except BadOption as error:
+                raise job.refusal(error) from None
         params = self._with_prediction(params)
         # Prompts and messages are ids now. Only texts that the answer repeats are kept.
         echoed = tuple[Prompt, ...](prompt if isinstance(prompt, str) else [] for prompt in job.prompts if job.echo)

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 _KINDS = frozenset(("text",))
 _ROLES = ("user", "assistant", "system")  # newer agents send system messages in between, as reminders
-_BUDGET = "thinking.budget_tokens"
+_BUDGET, _FORMAT = "thinking.budget_tokens", "output_config.format"
 _COUNTED: Fields = {
     "messages": required(array(structure(("role", "content"), role=one_of(*_ROLES), content=CONTENT), 1)),
     **honoured(
@@ -123,7 +123,7 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
     if goes_on and messages[-1].get("tool_calls"):
         raise Refused("the last message calls tools: send what they bring as tool_result, in a message of the user")
     effort = _effort(given.get("output_config", {}), read)
-    held = params_of_format({"response_format": _format(given.get("output_config", {}))})
+    held = params_of_format({_FORMAT: given.get("output_config", {}).get("format")}, _FORMAT)
     return Job(
         MESSAGES,
         model,
@@ -173,14 +173,6 @@ def _thinks(thinking: Any) -> bool | None:
         message = f"thinking={shown(thinking)} is not possible: its type must be enabled, disabled or adaptive"
         raise Refused(message, "thinking")
     return kinds[kind]
-
-
-def _format(config: Mapping[str, Any]) -> Any:
-    """Return the wanted form of the answer, in the shape of the field `response_format` of OpenAI's chats."""
-    given = config.get("format")
-    if isinstance(given, Mapping) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
-    return given
 
 
 def _effort(config: Any, read: Given) -> str | None:
@@ -414,7 +406,10 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 API = Api(
-    (Generate(Form(MESSAGES, _FIELDS), _read, answer, Stream), Count(Form(COUNT_TOKENS, _COUNTED), _count)),
+    (
+        Generate(Form(MESSAGES, _FIELDS, grammars=(_FORMAT,)), _read, answer, Stream),
+        Count(Form(COUNT_TOKENS, _COUNTED), _count),
+    ),
     error_answer,
     below=(MESSAGES,),
     absent={"/v1/messages/batches": FILES},

@@ -548,7 +548,8 @@ _FIXED = "models are not fetched or changed by requests: start `forerun serve` w
 
 
 def _answering(url: str, fields: Fields) -> Generate:
-    return Generate(Form(url, fields, other_names=_NAMES), partial(_read, url), answer, Stream, LINES, b"")
+    form = Form(url, fields, other_names=_NAMES, grammars=("format",))
+    return Generate(form, partial(_read, url), answer, Stream, LINES, b"")
 
 
 API = Api(

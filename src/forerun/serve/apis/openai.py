@@ -48,7 +48,7 @@ from forerun.serve.fields import (
     required,
     structure,
 )
-from forerun.serve.formats import FIELDS as FORMATS, GUIDED, params_of_format
+from forerun.serve.formats import FIELDS as FORMATS, GRAMMARS, GUIDED, params_of_format
 from forerun.serve.logprobs import CompletionLogprobs, SaidLogprobs, prompt_logprobs, said_logprobs
 from forerun.serve.routes import Api, Generate, Look, Models, plain_error
 from forerun.serve.tools import effort_of, thinking_limit
@@ -99,7 +99,7 @@ _OF_COMPLETIONS: Fields = {
 
 def _form(url: str, fields: Fields, others: Fields, other: str) -> Form:
     elsewhere = [name for name in others if name not in fields]
-    return Form(url, {**_BOTH, **fields}, dict.fromkeys(elsewhere, other))
+    return Form(url, {**_BOTH, **fields}, dict.fromkeys(elsewhere, other), grammars=GRAMMARS)
 
 
 # --------------------------------------------------------------------------------------------------------- requests

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from forerun.text.tokenizer import Tokenizer
 
 RESPONSES = "/v1/responses"
+_FORMAT = "text.format"
 LOGPROBS = "message.output_text.logprobs"
 CUSTOM, CUSTOM_CALL, INPUT = "custom", "custom_tool_call", "input"  # tools that take a text in place of arguments
 # What else `include` may ask for: hidden reasoning, and results of tools and pictures that do not exist here.
@@ -127,7 +128,7 @@ _FIELDS: Fields = {
 def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     given = read.fields
     names = {"max_output_tokens": "max_tokens", "stop": "stop"}
-    held = params_of_format({"response_format": _format(given.get("text", {}))})
+    held = params_of_format({_FORMAT: _format(given.get("text", {}))}, _FORMAT)
     params = params_of({**given, **held}, {"max_tokens": None, **defaults}, names, _num_top_logprobs(given))
     tools, effort = _tools(given, read.ignored), _effort(given.get("reasoning", {}))
     read.ignored.extend(_unread(given))
@@ -236,13 +237,10 @@ def _unread(given: Mapping[str, Any]) -> list[str]:
 
 
 def _format(text: Any) -> Any:
-    """Return the wanted form of the answer, in the shape of the field `response_format` of OpenAI's chats."""
+    """Return the wanted form of the answer."""
     if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
         raise Refused(f"text={shown(text)} is not possible: it must be an object with format", "text")
-    given = text.get("format")
-    if isinstance(given, Mapping) and given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
-    return given
+    return text.get("format")
 
 
 def _effort(reasoning: Any) -> str | None:
@@ -627,7 +625,7 @@ def _forgotten(models: Models, key: str, response_id: str) -> dict[str, Any]:
 _ONE = f"{RESPONSES}/{{response_id}}"
 API = Api(
     (
-        Generate(Form(RESPONSES, _FIELDS), _read, answer, Stream, is_kept=True),
+        Generate(Form(RESPONSES, _FIELDS, grammars=(_FORMAT,)), _read, answer, Stream, is_kept=True),
         Look(_ONE, _kept, is_slow=True),
         Look(_ONE, _forgotten, method="DELETE"),
     ),
