@@ -19,7 +19,10 @@ TOY = '''
 
 from forerun.serve.bodies import Form, Job, Refused, params_of, report_of, status_of
 from forerun.serve.events import event
-from forerun.serve.fields import FLAG, OF_PARAMS, TEXT, honoured, inert, neutral, noted, required
+from forerun.serve.fields import (
+    FLAG, NAME, OF_PARAMS, TEXT, array, by_reader, either, honoured, inert, integer, neutral, noted, number, one_of,
+    required, structure,
+)
 from forerun.serve.routes import Api, Generate, Look
 
 
@@ -52,10 +55,13 @@ class Stream:
 
 
 def wrong(error, request_id):
-    return status_of(error)[0], {"wrong": str(error)}
+    return status_of(error)[0], {"wrong": str(error), "field": status_of(error)[2]}
 
 
-FIELDS = {"words": required(TEXT), **honoured(most=OF_PARAMS["max_tokens"], live=FLAG),
+VOICE = structure(("name",), name=NAME, pitch=number(0, 1))
+FIELDS = {"words": required(TEXT), **by_reader(most=OF_PARAMS["max_tokens"]),
+          **honoured(live=FLAG, mode=one_of("slow", "fast"), times=integer(1, 5), tags=array(NAME, 1), voice=VOICE,
+                     wish=either(TEXT, VOICE)),
           "colour": neutral(("grey",), "answers have none"), **noted("mood"), **inert("it is a joke", "joke")}
 API = Api(
     (Generate(Form("/toy/say", FIELDS), read, answer, Stream), Look("/toy/{what}", lambda models, key, what: [what])),
@@ -89,11 +95,31 @@ async def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ):
             answer = await client.post("/toy/say", json={**body, **wrong})
             assert (answer.status_code, sentence in answer.json()["wrong"]) == (400, True), answer.text
+        for field, value, at, sentence in (
+            ("mode", "loud", "mode", "mode='loud' is not possible: it must be one of slow, fast"),
+            ("times", -3, "times", "times=-3 is not possible: it must be a whole number of at least 1 and at most 5"),
+            ("tags", {"no": 1}, "tags", 'tags={"no": 1} is not possible: it must be a list that is not empty'),
+            ("tags", ["a", ""], "tags[1]", "tags[1]='' is not possible: it must be a text that is not empty"),
+            ("voice", {"pitch": 1}, "voice.name", "voice has no name: it must be a text that is not empty"),
+            (
+                "voice",
+                {"name": "x", "pitch": 2},
+                "voice.pitch",
+                "voice.pitch=2 is not possible: it must be a number of",
+            ),
+            ("wish", 3, "wish", "wish=3 is not possible: it must be a text or an object"),
+            ("wish", {"name": 3}, "wish.name", "wish.name=3 is not possible"),
+        ):
+            answer = await client.post("/toy/say", json={**body, field: value})
+            refused = answer.json()
+            assert (answer.status_code, refused["field"], sentence in refused["wrong"]) == (400, at, True), answer.text
+        right = {"mode": "slow", "times": 5, "tags": ["a"], "voice": {"name": "x", "pitch": None}, "wish": "x"}
+        assert (await client.post("/toy/say", json={**body, **right})).json()["said"] == plain
         assert (await client.get("/toy/anything")).json() == ["anything"]
         for path, status, sentence in (
             ("/toy/songs/sing", 404, "ask a choir"),
             ("/toy/a/b", 404, "there is no /toy/a/b"),
-            ("/toy/anything", 405, "another method"),
+            ("/toy/anything", 405, "/toy/anything takes GET"),
         ):
             answer = await client.post(path, json={})
             assert (answer.status_code, sentence in answer.json()["wrong"]) == (status, True), answer.text

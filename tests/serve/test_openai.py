@@ -238,7 +238,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"prediction": 3}, "prediction", "prediction=3 is not possible"),
     (CHAT, {"stream": "yes"}, "stream", "true or false"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "with a stream"),
-    (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "it must be"),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "it must be"),
     (COMPLETIONS, {"prompt": []}, "prompt", "must be a text"),
     (COMPLETIONS, {"prompt": ["a", [1]], "stop": [""]}, "stop", "texts that are not empty"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "must be a text"),

@@ -20,7 +20,6 @@ from forerun.params import CONSTRAINTS
 from forerun.registry import by_name, unknown
 from forerun.serve.fields import (
     EVERYWHERE,
-    FLAG,
     MAX_CHOICES,
     MOST_ENTRIES,
     MOST_TEXT_CHARS,
@@ -29,11 +28,11 @@ from forerun.serve.fields import (
     SHARED,
     SHORT_TEXTS,
     SPECULATION,
-    TEXT,
     Field,
     Fields,
 )
 from forerun.serve.refused import Refused as Refused
+from forerun.serve.schemas import check_schema
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -213,14 +212,14 @@ def _unknown(form: Form, name: str, known: Collection[str]) -> Refused:
 
 
 def check_value(name: str, value: Any, field: Field) -> None:
-    """Raise Refused for a value that a field does not permit.
+    """Raise Refused for a value that a field does not permit."""
+    if field.schema is not None and not field.is_read:
+        check_schema(name, value, field.schema)
+    _check_value(name, value, field)
 
-    Checks whether a neutral field permits the value, and whether a value has the type of the schema FLAG or TEXT.
-    """
-    if field.schema == FLAG and not isinstance(value, bool):
-        raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
-    if field.schema == TEXT and not isinstance(value, str):
-        raise Refused(f"{name}={shown(value)} is not possible: it must be a text", name)
+
+def _check_value(name: str, value: Any, field: Field) -> None:
+    """Raise Refused for a value that a neutral field does not permit."""
     allowed = field.neutral
     if allowed is None or any(value == other and type(value) is type(other) for other in allowed):
         return
@@ -325,22 +324,11 @@ def _speculation(given: Body) -> dict[str, Any]:
 
     The object is {"draft": ..., "spec_length": ..., "acceptance": ..., "report": ...}. Each field may be missing.
     """
-    wanted = given.get("speculation", {})
-    known = (*SPECULATION, "report")
-    if not isinstance(wanted, dict):
-        form = '{"draft": "none", "report": true}'
-        raise Refused(
-            f"speculation={shown(wanted)} is not possible: it must be an object such as {form}", "speculation"
-        )
+    wanted: Mapping[str, Any] = given.get("speculation", {})
     for name in wanted:
-        if name not in known:
-            raise Refused(f"speculation has the wrong field: {unknown('field', name, known)}", f"speculation.{name}")
         if name in given and given[name] != wanted[name]:
             message = f"{name}={shown(given[name])} and speculation.{name}={shown(wanted[name])} contradict each other"
             raise Refused(f"{message}: drop one of them", name)
-    if not isinstance(wanted.get("report") or False, bool):
-        message = f"speculation.report={shown(wanted['report'])} is not possible: it must be true or false"
-        raise Refused(message, "speculation.report")
     return {name: wanted[name] for name in SPECULATION if wanted.get(name) is not None}
 
 
@@ -398,19 +386,10 @@ def are_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def flag(given: Body, name: str, default: bool = False) -> bool:
-    """Return the value of a field that is true or false. Raises Refused for any other value."""
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        raise Refused(f"{name}={shown(value)} is not possible: it must be true or false", name)
-    return value
-
-
 def variables(given: Body) -> Mapping[str, Any]:
     """Return the variables that a body passes on to the chat template. Raises Refused."""
-    kwargs = given.get("chat_template_kwargs", {})
-    wrong = kwargs if not isinstance(kwargs, dict) else [name for name in _NO_VARIABLES if name in kwargs]
-    if wrong or not isinstance(kwargs, dict):
+    kwargs: Mapping[str, Any] = given.get("chat_template_kwargs", {})
+    if wrong := [name for name in _NO_VARIABLES if name in kwargs]:
         message = f"chat_template_kwargs={shown(wrong)} is not possible: it takes the template's own variables, by name"
         raise Refused(message, "chat_template_kwargs")
     return kwargs

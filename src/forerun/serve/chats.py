@@ -16,6 +16,7 @@ from forerun.serve.fields import (
     TOOLS,
     Fields,
     array,
+    by_reader,
     either,
     fixed,
     honoured,
@@ -48,10 +49,11 @@ _CHOICE = either(
 )
 # The fields for the chat template; the other fields of a chat are about the answer.
 FIELDS: Fields = {
-    "messages": required(array(_MESSAGE, 1), f"it must be a list such as {A_CONVERSATION}"),
-    **honoured(tools=TOOLS, chat_template_kwargs=OBJECT, continue_final_message=FLAG, add_generation_prompt=FLAG),
+    "messages": required(array(_MESSAGE, 1), f"it must be a list such as {A_CONVERSATION}", is_read=True),
+    **by_reader(tools=TOOLS),
+    **honoured(chat_template_kwargs=OBJECT, continue_final_message=FLAG, add_generation_prompt=FLAG),
 }
-CHOICE: Fields = honoured(tool_choice=_CHOICE, parallel_tool_calls=FLAG)
+CHOICE: Fields = {**by_reader(tool_choice=_CHOICE), **honoured(parallel_tool_calls=FLAG)}
 
 
 def conversation(read: Given) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The fields of bodies: which values a field may have, as JSON Schema, and whether it is honoured, ignored or refused.
 
 Every API builds its fields with these functions. The checks of a body, the server's OpenAPI document and its list of
-harmless fields all follow from the fields. The schema of a Field describes the values that are honoured. bodies.py
-checks only the schemas FLAG and TEXT. The API that reads the body checks the other schemas.
+harmless fields all follow from the fields. The schema of a Field describes the values that are honoured, and every
+other value is refused before the API reads the body. Only fields made by `by_reader` are left to the API's own reader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ SHORT_TEXTS = ("bad_words", "stop", "cache_salt", "draft", "acceptance")
 MOST_TEXT_CHARS, MOST_TEXTS_CHARS = 1024, 1 << 16  # of one text of a field, and of all its texts
 MAX_CHOICES = 128  # per prompt, as in the API of OpenAI
 MOST = 2**31 - 1  # of a whole number, where its field says nothing
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SPECULATION = ("draft", "spec_length", "acceptance")  # in the object `speculation`, beside `report`
 # Fields of SamplingParams that every API honours under these names.
 PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "prompt_logprobs", "n", "max_tokens", "stop"}
@@ -36,7 +35,8 @@ class Field:
 
     neutral: the permitted values, all without effect. inert: whether every value is accepted, because no answer depends
     on the field. why: the reason for `neutral` or `inert`; for a required field, the message to a client that leaves it
-    out. is_noted: whether the field is ignored, and listed as ignored in the answer.
+    out. is_noted: whether the field is ignored, and listed as ignored in the answer. is_read: whether the API's reader
+    checks the field itself.
     """
 
     schema: Schema | None = None
@@ -44,6 +44,7 @@ class Field:
     neutral: Seq[Any] | None = None
     inert: bool = False
     is_noted: bool = False
+    is_read: bool = False
     why: str = ""
 
     @property
@@ -62,9 +63,9 @@ class Field:
 Fields: TypeAlias = Mapping[str, Field]
 
 
-def required(schema: Schema, why: str = "this API wants it") -> Field:
+def required(schema: Schema, why: str = "this API wants it", *, is_read: bool = False) -> Field:
     """Return a field that a body must have. why: the message to a client that leaves the field out."""
-    return Field(schema, is_required=True, why=why)
+    return Field(schema, is_required=True, is_read=is_read, why=why)
 
 
 def neutral(values: Seq[Any], why: str) -> Field:
@@ -83,8 +84,16 @@ def noted(*names: str) -> dict[str, Field]:
 
 
 def honoured(**schemas: Schema) -> dict[str, Field]:
-    """Return fields that are honoured, by their names."""
+    """Return fields that are honoured, by their names. Values that the schemas do not permit are refused."""
     return {name: Field(schema) for name, schema in schemas.items()}
+
+
+def by_reader(**schemas: Schema) -> dict[str, Field]:
+    """Return fields that are honoured and that the API's own reader checks, as SamplingParams checks its own.
+
+    The schemas only describe such fields: the reader may permit more, and says more about what it refuses.
+    """
+    return {name: Field(schema, is_read=True) for name, schema in schemas.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- schemas
@@ -107,7 +116,7 @@ def array(of: Schema, least: int = 0) -> Schema:
 
 def either(*schemas: Schema) -> Schema:
     """Return the schema of values that fulfil at least one of these schemas."""
-    return {"anyOf": list(schemas)}
+    return {"anyOf": [way for schema in schemas for way in schema.get("anyOf", (schema,))]}
 
 
 def one_of(*values: Any) -> Schema:
@@ -117,7 +126,7 @@ def one_of(*values: Any) -> Schema:
 
 def fixed(value: Any) -> Schema:
     """Return the schema that permits only this value."""
-    return {"const": value}
+    return one_of(value)
 
 
 def structure(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
@@ -159,7 +168,7 @@ FUNCTION: Schema = {
     "required": ["name"],
 }
 TOOLS = array(structure(("type", "function"), type=fixed("function"), function=FUNCTION))
-EFFORT = one_of(*EFFORTS)
+EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING_TOKENS = integer(0, MOST_THINKING_TOKENS)
 
 # Kind of a value of SamplingParams -> its JSON type. Numbers get the field's range.
@@ -208,10 +217,10 @@ def _of_param(field: dataclasses.Field[Any]) -> Schema:
 # Fields of SamplingParams, as every API may call them.
 OF_PARAMS: dict[str, Schema] = {name: _of_param(field) for name, field in SamplingParams.__dataclass_fields__.items()}
 # Fields of every body whose answer a model writes.
-SHARED: Fields = honoured(
-    **{name: OF_PARAMS[name] for name in sorted(PARAMS)},
-    speculation=structure((), report=FLAG, **{name: OF_PARAMS[name] for name in SPECULATION}),
-)
+SHARED: Fields = {
+    **by_reader(**{name: OF_PARAMS[name] for name in sorted(PARAMS)}),
+    **honoured(speculation=structure((), report=FLAG, **{name: OF_PARAMS[name] for name in SPECULATION})),
+}
 # Fields that clients send to any API, of any route, and that change no answer. An API may honour them all the same.
 EVERYWHERE: Fields = {
     **inert("it says whom a request is for", "user", "safety_identifier"),

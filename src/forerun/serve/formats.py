@@ -20,9 +20,9 @@ from forerun.serve.fields import (
     TEXT,
     Fields,
     array,
+    by_reader,
     either,
     fixed,
-    honoured,
     one_of,
     structure,
 )
@@ -32,7 +32,7 @@ from forerun.serve.refused import Refused
 GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 RESPONSE_FORMAT = "response_format"
 GRAMMARS = (*GUIDED, "structured_outputs", RESPONSE_FORMAT)  # the fields that may hold a grammar or a schema
-FIELDS: Fields = honoured(
+FIELDS: Fields = by_reader(
     response_format=either(
         structure(("type",), type=one_of("text", "json_object")),
         structure(

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
 from forerun.errors import BadOption, shown
-from forerun.serve.fields import EFFORTS
 from forerun.serve.refused import Refused
 from forerun.text.tools import AUTO, NONE, REQUIRED, ToolRequest, Tools, limit_of
 
@@ -55,15 +54,6 @@ def listed(tools: Any) -> list[Mapping[str, Any]]:
     return tools
 
 
-def effort_of(value: Any, name: str) -> str | None:
-    """Return how long the model is to think, as one of EFFORTS; None where `value` is None. Raises Refused."""
-    if value is None:
-        return None
-    if value not in EFFORTS:
-        raise Refused(f"{name}={shown(value)} is not possible: it must be one of {', '.join(EFFORTS)}", name)
-    return str(value)
-
-
 def thinking_limit(value: Any, name: str) -> int | None:
     """Return the limit of the reasoning in tokens; None = no limit. Raises Refused for a value out of range."""
     try:
@@ -75,7 +65,8 @@ def thinking_limit(value: Any, name: str) -> int | None:
 def thinking_variables(reads: frozenset[str], effort: str | None, thinks: bool | None) -> dict[str, Any] | None:
     """Return values for the chat template's variables about thinking; None where no variable is to be set.
 
-    reads: the variables that the template reads. effort: one of EFFORTS. thinks: whether the model thinks at all.
+    reads: the variables that the template reads. effort: a value of EFFORT in fields.py. thinks: whether the model
+    thinks at all.
     """
     values: dict[str, Any] = {}
     if effort is not None and effort != "none" and "reasoning_effort" in reads:

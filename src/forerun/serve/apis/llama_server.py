@@ -35,6 +35,7 @@ from forerun.serve.fields import (
     TEXT,
     Fields,
     array,
+    by_reader,
     either,
     fixed,
     honoured,
@@ -46,7 +47,6 @@ from forerun.serve.fields import (
 )
 from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
 from forerun.serve.served import template_of
-from forerun.serve.tools import effort_of
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,15 +57,12 @@ COMPLETION, INFILL, APPLY_TEMPLATE = "/completion", "/infill", "/apply-template"
 PROPS, SLOTS = "/props", "/slots"
 _CUT = "tokens are cut by top_k, top_p and min_p"
 _FIELDS: Fields = {
-    "prompt": required(either(TEXT, IDS)),
-    **honoured(
-        model=TEXT,
+    "prompt": required(either(TEXT, IDS), is_read=True),
+    **honoured(model=TEXT, stream=FLAG, penalize_nl=FLAG, response_fields=array(TEXT)),
+    **by_reader(
         n_predict=either(fixed(-1), OF_PARAMS["max_tokens"]),
         stop=limited("stop", STOPS),
-        stream=FLAG,
         repeat_penalty=OF_PARAMS["repetition_penalty"],
-        penalize_nl=FLAG,
-        response_fields=array(TEXT),
     ),
     "n_probs": neutral((0,), "/v1/completions has logprobs"),
     "typical_p": neutral((1, 1.0), _CUT),
@@ -138,13 +135,13 @@ def _job(
         stream=given.get("stream", False),
         report=wants_report(given),
         ignored=tuple(read.ignored),
-        given={"response_fields": _paths(given.get("response_fields", []))},
+        given={"response_fields": [path.split("/") for path in given.get("response_fields", [])]},
     )
 
 
 def _apply_template(texts: Reader, read: Given) -> Counted:
     """Return the prompt that the chat template makes of a conversation. Nothing is generated."""
-    effort = effort_of(read.fields.get("reasoning_effort"), "reasoning_effort")
+    effort = read.fields.get("reasoning_effort")
     talk = Job(APPLY_TEMPLATE, texts.name, SamplingParams(), effort=effort, **chats.conversation(read))
     talk = texts.templated(talk)
     return {"prompt": texts.rendered(talk)}, talk.ignored
@@ -155,14 +152,6 @@ def answer(
 ) -> dict[str, Any]:
     """Return the whole answer."""
     return _chosen(job, {**_ending(job, outputs), "content": outputs[0].text})
-
-
-def _paths(given: Any) -> list[list[str]]:
-    """Return names of fields as lists of keys. A slash separates the keys of a nested field. Raises Refused."""
-    if not isinstance(given, list) or not all(isinstance(path, str) for path in given):
-        message = f'response_fields={shown(given)} is not possible: it must be a list such as ["content"]'
-        raise Refused(message, "response_fields")
-    return [path.split("/") for path in given]
 
 
 def _chosen(job: Job, whole: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from forerun.serve.bodies import (
     Message,
     Refused,
     Usage,
-    flag,
     params_of,
     report_of,
     status_of,
@@ -39,6 +38,7 @@ from forerun.serve.fields import (
     TEXT,
     Fields,
     array,
+    by_reader,
     honoured,
     inert,
     limited,
@@ -50,7 +50,8 @@ from forerun.serve.fields import (
 )
 from forerun.serve.formats import params_of_format
 from forerun.serve.routes import Api, Count, Counted, Generate, Reader
-from forerun.serve.tools import effort_of, listed, thinking_limit, tool_request
+from forerun.serve.schemas import check_schema
+from forerun.serve.tools import listed, thinking_limit, tool_request
 from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
 from forerun.text.tools import AUTO, NONE, REQUIRED, ToolRequest
 
@@ -63,21 +64,18 @@ _KINDS = frozenset(("text",))
 _ROLES = ("user", "assistant", "system")  # newer agents send system messages in between, as reminders
 _BUDGET, _FORMAT = "thinking.budget_tokens", "output_config.format"
 _COUNTED: Fields = {
-    "messages": required(array(structure(("role", "content"), role=one_of(*_ROLES), content=CONTENT), 1)),
-    **honoured(
-        model=TEXT,
+    "messages": required(array(structure(("role", "content"), role=one_of(*_ROLES), content=CONTENT), 1), is_read=True),
+    **honoured(model=TEXT, stream=FLAG, chat_template_kwargs=OBJECT, context_management=OBJECT),
+    **by_reader(
         system=CONTENT,
         max_tokens=OF_PARAMS["max_tokens"],
         stop_sequences=limited("stop", array(NAME)),
-        stream=FLAG,
-        chat_template_kwargs=OBJECT,
         tools=array(structure(("name", "input_schema"), name=NAME, description=TEXT, input_schema=OBJECT)),
         tool_choice=structure(("type",), type=one_of("auto", "any", "none"), disable_parallel_tool_use=FLAG),
         thinking=structure(
             ("type",), type=one_of("enabled", "disabled", "adaptive"), budget_tokens=OF_PARAMS["max_tokens"]
         ),
         output_config=structure(effort=or_null(EFFORT), format=or_null(OBJECT)),
-        context_management=OBJECT,
     ),
     "n": neutral((1,), ONE_ANSWER),
     "mcp_servers": neutral(([],), "servers of tools are not called from here: send their tools"),
@@ -85,7 +83,7 @@ _COUNTED: Fields = {
     **inert("the cache is by the prompt itself", "cache_control"),
     **inert("there is one place", "inference_geo"),
 }
-_FIELDS: Fields = {**_COUNTED, "max_tokens": required(OF_PARAMS["max_tokens"])}
+_FIELDS: Fields = {**_COUNTED, "max_tokens": required(OF_PARAMS["max_tokens"], is_read=True)}
 _KIND_OF = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -113,11 +111,7 @@ def _job(read: Given, model: str, defaults: Mapping[str, Any], names: Mapping[st
     given, ignored = read.fields, read.ignored
     messages = _messages(given.get("system"), given.get("messages"))
     tools = _tools(given, ignored)
-    management = given.get("context_management", {})
-    if not isinstance(management, Mapping):
-        message = f"context_management={shown(management)} is not possible: it must be an object"
-        raise Refused(message, "context_management")
-    if management.get("edits"):
+    if given.get("context_management", {}).get("edits"):
         ignored.append("context_management")  # the conversation is sent as it is, and nothing of it is left out
     goes_on = messages[-1]["role"] == "assistant"
     if goes_on and messages[-1].get("tool_calls"):
@@ -162,7 +156,9 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
         raise Refused(f"tool_choice={shown(wanted)} is not possible: it must be {form}", "tool_choice")
     if choice == AUTO and not functions:
         return None
-    return tool_request(functions, choice, not flag(wanted, "disable_parallel_tool_use"))
+    one_at_once = wanted.get("disable_parallel_tool_use", False)
+    check_schema("tool_choice.disable_parallel_tool_use", one_at_once, FLAG)
+    return tool_request(functions, choice, not one_at_once)
 
 
 def _thinks(thinking: Any) -> bool | None:
@@ -184,7 +180,9 @@ def _effort(config: Any, read: Given) -> str | None:
             continue
         message = f"output_config.{name}={shown(config[name])} is not possible: it is not built; leave it out"
         read.ignore(Refused(message, f"output_config.{name}", code="unsupported_parameter"))
-    return effort_of(config.get("effort"), "output_config.effort")
+    effort: str | None = config.get("effort")
+    check_schema("output_config.effort", effort, or_null(EFFORT))
+    return effort
 
 
 def _messages(system: Any, given: Any) -> list[Message]:

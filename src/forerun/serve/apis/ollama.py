@@ -45,6 +45,7 @@ from forerun.serve.fields import (
     Fields,
     Schema,
     array,
+    by_reader,
     either,
     honoured,
     inert,
@@ -57,7 +58,7 @@ from forerun.serve.fields import (
     structure,
 )
 from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
-from forerun.serve.tools import THINKING, effort_of, listed, tool_request
+from forerun.serve.tools import THINKING, listed, tool_request
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.text.tools import AUTO, ToolRequest
 from forerun.version import __version__
@@ -120,12 +121,13 @@ _OF_PARAMS: dict[str, Schema] = {
 }
 # The fields of the object `options`.
 _OF_OPTIONS: Fields = {
-    **honoured(**_OF_PARAMS, **{CONTEXT: integer(1)}),
+    **by_reader(**_OF_PARAMS),
     **honoured(
+        num_ctx=integer(1),
         **{
             name: {"description": f"any value, but {json.dumps(allowed)} beside repeat_penalty, which counts {counts}"}
             for name, (allowed, counts) in _PENALISED.items()
-        }
+        },
     ),
     **_OFF,
     **inert("it says how Ollama's runner computes", *RUNNER),
@@ -134,10 +136,12 @@ _BOTH: Fields = {
     **honoured(
         model=TEXT,
         stream=FLAG,
-        options=structure((), **{name: field.described for name, field in _OF_OPTIONS.items()}),
-        format=either(one_of("", "json"), OBJECT),
         think=either(FLAG, EFFORT),
         chat_template_kwargs=OBJECT,
+    ),
+    **by_reader(
+        options=structure((), **{name: field.described for name, field in _OF_OPTIONS.items()}),
+        format=either(one_of("", "json"), OBJECT),
     ),
     "logprobs": neutral((False,), _NO_LOGPROBS),
     "top_logprobs": neutral((0,), _NO_LOGPROBS),
@@ -150,7 +154,7 @@ _CALL = structure(("function",), function=structure(("name",), name=NAME, argume
 _MESSAGE = structure(
     ("role", "content"), role=one_of(*_ROLES), content=TEXT, thinking=TEXT, tool_name=TEXT, tool_calls=array(_CALL)
 )
-_OF_CHATS: Fields = {**_BOTH, **honoured(messages=array(_MESSAGE), tools=TOOLS)}
+_OF_CHATS: Fields = {**_BOTH, **by_reader(messages=array(_MESSAGE), tools=TOOLS)}
 _OF_PROMPTS: Fields = {
     **_BOTH,
     **honoured(prompt=TEXT, suffix=TEXT, system=TEXT, raw=FLAG),
@@ -257,12 +261,10 @@ def _check_penalised(name: str, value: Any, options: Mapping[str, Any]) -> None:
 def _context(options: Mapping[str, Any]) -> tuple[str, int] | None:
     """Return the name and the value of num_ctx, the option by which a client asks for a context length in tokens.
 
-    Returns None where the body does not have this option. Raises Refused.
+    Returns None where the body does not have this option.
     """
-    name, value = f"options.{CONTEXT}", _whole(CONTEXT, options.get(CONTEXT))
-    if value is not None and (type(value) is not int or value < 1):
-        raise Refused(f"{name}={shown(value)} is not possible: it must be a number of tokens", name)
-    return None if value is None else (name, value)
+    value = options.get(CONTEXT)
+    return None if value is None else (f"options.{CONTEXT}", int(value))
 
 
 def _format(given: Any) -> dict[str, Any]:
@@ -278,9 +280,7 @@ def _format(given: Any) -> dict[str, Any]:
 
 def _think(given: Any) -> tuple[str | None, bool | None]:
     """Return how long the model is to think, as a word, and whether it thinks at all."""
-    if given is None or isinstance(given, bool):
-        return None, given
-    return effort_of(given, "think"), None
+    return (None, given) if given is None or isinstance(given, bool) else (given, None)
 
 
 def _tools(given: Mapping[str, Any]) -> ToolRequest | None:

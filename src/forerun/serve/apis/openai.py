@@ -41,6 +41,7 @@ from forerun.serve.fields import (
     THINKING_TOKENS,
     Fields,
     array,
+    by_reader,
     either,
     honoured,
     neutral,
@@ -51,7 +52,7 @@ from forerun.serve.fields import (
 from forerun.serve.formats import FIELDS as FORMATS, GRAMMARS, GUIDED, params_of_format
 from forerun.serve.logprobs import CompletionLogprobs, SaidLogprobs, prompt_logprobs, said_logprobs
 from forerun.serve.routes import Api, Generate, Look, Models, plain_error
-from forerun.serve.tools import effort_of, thinking_limit
+from forerun.serve.tools import thinking_limit
 from forerun.text.parts import Part, Reasoning, Text, ToolCall
 from forerun.types import SamplingParams
 from forerun.version import __version__
@@ -69,21 +70,22 @@ _BOTH: Fields = {
     **FORMATS,
     **honoured(
         model=TEXT,
+        stream=FLAG,
+        stream_options=structure(include_usage=FLAG, continuous_usage_stats=FLAG, include_obfuscation=FLAG),
+        return_token_ids=FLAG,
+    ),
+    **by_reader(
         n=OF_PARAMS["n"],
         stop=OF_PARAMS["stop"],
         max_tokens=OF_PARAMS["max_tokens"],
         max_completion_tokens=OF_PARAMS["max_tokens"],
-        stream=FLAG,
-        stream_options=structure(include_usage=FLAG, continuous_usage_stats=FLAG),
-        return_token_ids=FLAG,
     ),
 }
 _OF_CHATS: Fields = {
     **chats.FIELDS,
     **chats.CHOICE,
-    **honoured(
-        logprobs=FLAG, top_logprobs=OF_PARAMS["logprobs"], reasoning_effort=EFFORT, max_thinking_tokens=THINKING_TOKENS
-    ),
+    **honoured(logprobs=FLAG, reasoning_effort=EFFORT),
+    **by_reader(top_logprobs=OF_PARAMS["logprobs"], max_thinking_tokens=THINKING_TOKENS),
     "functions": neutral(([],), NO_CALLS),
     "function_call": neutral(("none", "auto"), NO_CALLS),
     "modalities": neutral((["text"],), "answers are texts"),
@@ -91,9 +93,12 @@ _OF_CHATS: Fields = {
 }
 _OF_COMPLETIONS: Fields = {
     "prompt": required(
-        either(TEXT, IDS, array(TEXT, 1), array(IDS, 1)), "it must be a text, a list of token ids, or a list of either"
+        either(TEXT, IDS, array(TEXT, 1), array(IDS, 1)),
+        "it must be a text, a list of token ids, or a list of either",
+        is_read=True,
     ),
-    **honoured(suffix=TEXT, best_of=OF_PARAMS["n"], echo=FLAG, logprobs=OF_PARAMS["logprobs"]),
+    **honoured(suffix=TEXT, echo=FLAG),
+    **by_reader(best_of=OF_PARAMS["n"], logprobs=OF_PARAMS["logprobs"]),
 }
 
 
@@ -117,11 +122,11 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
         params,
         **talk,
         suffix=_suffix(given),
-        effort=effort_of(given.get("reasoning_effort"), "reasoning_effort"),
+        effort=given.get("reasoning_effort"),
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
         stream=stream,
         include_usage=options.get("include_usage", False),
-        continuous_usage=options.get("continuous_usage_stats", False),
+        continuous_usage=options.get("continuous_usage_stats") or False,
         report=wants_report(given),
         token_ids=given.get("return_token_ids", False),
         ignored=tuple(read.ignored),
@@ -166,16 +171,10 @@ def _check_best_of(read: Given, n: int) -> None:
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
     """Return whether the answer is to be streamed, and the options of the stream."""
     stream, options = read.fields.get("stream", False), read.fields.get("stream_options", {})
-    known = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
-    is_known = isinstance(options, dict) and set(options) <= known and all(type(v) is bool for v in options.values())
-    if not is_known or (any(options.values()) and not stream):
-        message = (
-            f'stream_options={shown(options)} is not possible: it must be {{"include_usage": true}}, with a stream'
-        )
+    if any(options.values()) and not stream:
+        message = f"stream_options={shown(options)} is not possible: it goes with a stream; leave it out"
         raise Refused(message, "stream_options")
-    if not options.get("include_usage"):
-        options = {**options, "continuous_usage_stats": False}  # it has no meaning without include_usage
-    return stream, options
+    return stream, options if options.get("include_usage") else {}  # the others have no meaning without it
 
 
 def _prompts(prompt: Any) -> tuple[Prompt, ...]:

@@ -40,7 +40,9 @@ from forerun.serve.fields import (
     TEXT,
     THINKING_TOKENS,
     Fields,
+    Schema,
     array,
+    by_reader,
     either,
     fixed,
     honoured,
@@ -54,7 +56,7 @@ from forerun.serve.fields import (
 from forerun.serve.formats import params_of_format
 from forerun.serve.logprobs import SaidLogprobs, said_logprobs
 from forerun.serve.routes import Api, Generate, Look, Models, plain_error
-from forerun.serve.tools import effort_of, listed, thinking_limit, tool_request
+from forerun.serve.tools import listed, thinking_limit, tool_request
 from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
 from forerun.text.tools import AUTO, ToolRequest
 
@@ -86,6 +88,7 @@ _REPEATED = (
 _TOOL = {"description": None, "parameters": None, "strict": False}  # defaults of a repeated function
 MOST_REPEATED = 20_000  # values of a field that the answer repeats
 
+_UNREAD: Schema = {"description": "without effect; the header x-forerun-ignored of the answer says so"}
 _CONTENT = either(
     TEXT, array(structure(("type", "text"), type=one_of("input_text", "output_text", "text"), text=TEXT), 1)
 )
@@ -95,27 +98,29 @@ _ITEM = {
     "required": ["role", "content"],
 }
 _FIELDS: Fields = {
-    "input": required(either(TEXT, array(_ITEM, 1))),
+    "input": required(either(TEXT, array(_ITEM, 1)), is_read=True),
     **honoured(
         model=TEXT,
         instructions=TEXT,
+        stream=FLAG,
+        parallel_tool_calls=FLAG,
+        max_tool_calls=integer(1),
+        reasoning=structure(effort=or_null(EFFORT), summary=_UNREAD, generate_summary=_UNREAD),
+        text=structure(format=or_null(OBJECT), verbosity=_UNREAD),
+        previous_response_id=TEXT,
+        store=FLAG,
+        chat_template_kwargs=OBJECT,
+    ),
+    **by_reader(
         max_output_tokens=OF_PARAMS["max_tokens"],
         stop=OF_PARAMS["stop"],
-        stream=FLAG,
         include=array(one_of(LOGPROBS, *EMPTY)),
         top_logprobs=OF_PARAMS["logprobs"],
         tools=array({**FUNCTION, "properties": {"type": fixed("function"), **FUNCTION["properties"]}}),
         tool_choice=either(
             one_of("none", "auto", "required"), structure(("type", "name"), type=fixed("function"), name=NAME)
         ),
-        parallel_tool_calls=FLAG,
-        max_tool_calls=integer(1),
-        reasoning=structure(effort=or_null(EFFORT), summary=or_null(TEXT), generate_summary=or_null(TEXT)),
         max_thinking_tokens=THINKING_TOKENS,
-        text=structure(format=or_null(OBJECT), verbosity=or_null(TEXT)),
-        previous_response_id=TEXT,
-        store=FLAG,
-        chat_template_kwargs=OBJECT,
     ),
     "conversation": neutral((), "conversations are not kept here: send previous_response_id, or the whole as input"),
     "n": neutral((1,), ONE_ANSWER),
@@ -128,9 +133,9 @@ _FIELDS: Fields = {
 def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     given = read.fields
     names = {"max_output_tokens": "max_tokens", "stop": "stop"}
-    held = params_of_format({_FORMAT: _format(given.get("text", {}))}, _FORMAT)
+    held = params_of_format({_FORMAT: given.get("text", {}).get("format")}, _FORMAT)
     params = params_of({**given, **held}, {"max_tokens": None, **defaults}, names, _num_top_logprobs(given))
-    tools, effort = _tools(given, read.ignored), _effort(given.get("reasoning", {}))
+    tools, effort = _tools(given, read.ignored), given.get("reasoning", {}).get("effort")
     read.ignored.extend(_unread(given))
     return Job(
         RESPONSES,
@@ -234,22 +239,6 @@ def _unread(given: Mapping[str, Any]) -> list[str]:
     """
     fields = (("text", "verbosity"), ("reasoning", "summary"), ("reasoning", "generate_summary"))
     return [f"{name}.{inner}" for name, inner in fields if given.get(name, {}).get(inner) is not None]
-
-
-def _format(text: Any) -> Any:
-    """Return the wanted form of the answer."""
-    if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
-        raise Refused(f"text={shown(text)} is not possible: it must be an object with format", "text")
-    return text.get("format")
-
-
-def _effort(reasoning: Any) -> str | None:
-    """Return how long the model is to think. Fields that ask for a summary are permitted, but have no effect."""
-    known = ("effort", "summary", "generate_summary")
-    if not isinstance(reasoning, dict) or set(reasoning) - set(known):
-        message = f"reasoning={shown(reasoning)} is not possible: it must be an object with {' and '.join(known)}"
-        raise Refused(message, "reasoning")
-    return effort_of(reasoning.get("effort"), "reasoning.effort")
 
 
 def _items(given: Any) -> list[Any]:

@@ -6,13 +6,14 @@ are added only on request.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from forerun.errors import shown
 from forerun.serve import chats
 from forerun.serve.absent import ADAPTERS, RANKS, VECTORS
 from forerun.serve.bodies import Form, Given, Job, Refused
-from forerun.serve.fields import FLAG, ID, TEXT, Field, Fields, array, honoured, required
+from forerun.serve.fields import FLAG, ID, TEXT, Fields, array, honoured, required
 from forerun.serve.routes import Api, Count, Counted, Look, Models, Reader, plain_error
 from forerun.serve.served import template_of
 from forerun.text.small_files import SmallFiles
@@ -20,7 +21,7 @@ from forerun.text.template_files import special_tokens
 from forerun.types import SamplingParams
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-_OF_CHATS: Fields = {name: Field(field.schema) for name, field in chats.FIELDS.items()}
+_OF_CHATS: Fields = {name: replace(field, is_required=False) for name, field in chats.FIELDS.items()}
 _OF_CONTENT = honoured(content=TEXT, add_special=FLAG, with_pieces=FLAG, parse_special=FLAG)
 _OF_PROMPTS = honoured(prompt=TEXT)
 _FIELDS: Fields = {
@@ -29,6 +30,9 @@ _FIELDS: Fields = {
     **_OF_CHATS,
     **_OF_CONTENT,
 }
+
+
+_OF_IDS: Fields = {**honoured(model=TEXT), "tokens": required(array(ID), is_read=True)}
 
 
 def _tokenize(texts: Reader, read: Given) -> Counted:
@@ -100,7 +104,7 @@ API = Api(
             Form(TOKENIZE, _FIELDS, is_of_an_answer=False), _tokenize, alternatives=("prompt", "messages", "content")
         ),
         Count(
-            Form(DETOKENIZE, {**honoured(model=TEXT), "tokens": required(array(ID))}, is_of_an_answer=False),
+            Form(DETOKENIZE, _OF_IDS, is_of_an_answer=False),
             _detokenize,
         ),
         Look("/tokenizer_info", _tokenizer_info, is_slow=True),
