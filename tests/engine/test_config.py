@@ -218,10 +218,10 @@ def test_a_config_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long.toml").write_text("#" * 1_000_001)
     for file in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path / "long.toml")):
-        with pytest.raises(BadOption, match=r"^the config file .* cannot be read \(no file of at most 1 MB\)"):
+        with pytest.raises(BadOption, match=r"^the config file .* \(it (is no file|has more than 1 MB)\)"):
             EngineConfig.from_sources({}, file)
         monkeypatch.setenv("FORERUN_CONFIG", file)
-        with pytest.raises(BadOption, match="no file of at most 1 MB"):
+        with pytest.raises(BadOption, match=r"is no file|more than 1 MB"):
             EngineConfig.from_sources({})
     (tmp_path / "latin.toml").write_bytes(b"draft = '\xe9'")
     with pytest.raises(BadOption, match="is not valid TOML"):

@@ -389,7 +389,7 @@ def test_every_option_of_the_engine_that_generate_has(cli: Any) -> None:
     }
     sampling = {f"--{name.replace('_', '-')}" for name in SamplingParams.__dataclass_fields__}
     sampling = sampling - {"--draft", "--spec-length"} | {"--bad-word", "--stop-token-id"}
-    of_generate = {"--prompt-file", "--json", "--rounds", "--chat", "--verbose"}
+    of_generate = {"--target", "--prompt-file", "--json", "--rounds", "--chat", "--verbose"}
     of_batch = {"--redo-changed", "--retry-refused", "--served-model-name"}
     of_batch |= {"--ray", "--ray-engines", "--ray-cpus", "--ray-gpus"}
     assert flags["generate"] - sampling - of_generate == flags["batch"] - of_batch
