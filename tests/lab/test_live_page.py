@@ -89,12 +89,14 @@ def test_a_generation_is_watched_to_its_end(llm: LLM, pages: Pages, settings: di
     assert shares == [f"{accepted}/{drafted}" for drafted, accepted in report.rounds]
     part(page, "table").locator("summary").click()
     until(page, "() => document.querySelector('#trace tbody tr')")
-    rows = page.locator("#trace tbody tr")
-    assert rows.count() == report.num_steps + 1, "the prompt is a step, too"
-    cells = [row.split("\t")[-3:] for row in rows.all_inner_texts()[1:]]
+    numbers = page.locator("#trace tbody th").all_inner_texts()
+    num_prompt_steps = sum(number.endswith("(prompt)") for number in numbers)
+    assert num_prompt_steps >= 1  # a busy machine reads even a short prompt in parts
+    assert len(numbers) == report.num_steps + num_prompt_steps
+    cells = [row.split("\t")[-3:] for row in page.locator("#trace tbody tr").all_inner_texts()[num_prompt_steps:]]
     assert [(int(drafted), int(accepted)) for drafted, accepted, _ in cells] == report.rounds
     assert sum(int(tokens) for *_, tokens in cells) == len(out.token_ids)
-    assert f"{report.num_steps + 1} steps and {len(out.token_ids)} tokens" in part(page, "summary").inner_text()
+    assert f"{len(numbers)} steps and {len(out.token_ids)} tokens" in part(page, "summary").inner_text()
 
 
 def number(text: str) -> float:
