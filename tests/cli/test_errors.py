@@ -51,6 +51,8 @@ CASES = {
     "no_value": ((*LLAMA, "--temperature"), "requires an argument: see forerun generate --help"),
     "no_model": (("chat", "--target"), "requires an argument: see forerun chat --help"),
     "model_of_bench": (("bench", "methods", "./nowhere"), "there is no folder nowhere"),
+    "model_behind": (("bench", "suite", "--target", "./nowhere", "sweet"), "there is no suite 'sweet'"),
+    "model_of_batch": (("batch", "--target", "./nowhere", "in.jsonl", "out.jsonl"), "in.jsonl"),
     "model_to_quantize": (("quantize", "--target", "./nowhere", "out"), "there is no folder nowhere"),
     "not_utf8": (("generate", "--target", "llama", "caf\udce9"), "is not valid UTF-8 at character 3"),
     "stop_not_utf8": ((*LLAMA, "--stop", "\udce9"), "stop=['\\udce9'] is not possible"),

@@ -75,9 +75,10 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take `--target MODEL` for an argument that names a model, as users know it from other commands."""
         flags = {flag for param in self.params for flag in param.opts}
+        arguments = [param.name for param in self.params if param.param_type_name == "argument"]
         try:
-            if not MODEL_ARGUMENTS.isdisjoint(param.name for param in self.params) and TARGET not in flags:
-                args = _without_flag(args, TARGET)
+            if not MODEL_ARGUMENTS.isdisjoint(arguments) and TARGET not in flags:
+                args = _as_argument(args, TARGET, arguments)
             return super().parse_args(ctx, args)
         except UsageError as error:
             error.ctx = error.ctx or ctx  # of the command whose help is of use; click's parser leaves it out
@@ -101,13 +102,22 @@ class _Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def _without_flag(args: list[str], flag: str) -> list[str]:
-    """Return the words of a command line without a flag, but with its value. Words after `--` are no flags."""
+def _as_argument(args: list[str], flag: str, arguments: Seq[str]) -> list[str]:
+    """Return the words of a command line with a flag's value as the argument that names a model.
+
+    arguments: the names of the command's arguments; a model comes first or last. Words after `--` are no flags.
+    """
     end = args.index("--") if "--" in args else len(args)
-    if any(word == flag and (i + 1 == end or args[i + 1].startswith("-")) for i, word in enumerate(args[:end])):
-        raise UsageError(f"Option '{flag}' requires an argument.")
-    words = [word.removeprefix(f"{flag}=") for word in args[:end] if word != flag]
-    return [*words, *args[end:]]
+    words, models = list[str](), list[str]()
+    rest = iter(args[:end])
+    for word in rest:
+        model = next(rest, "-") if word == flag else word.removeprefix(f"{flag}=")
+        if word == flag and model.startswith("-"):
+            raise UsageError(f"Option '{flag}' requires an argument.")
+        is_moved = len(arguments) > 1 and (word == flag or model != word)
+        (models if is_moved else words).append(model)
+    words += args[end:]
+    return [*models, *words] if arguments[0] in MODEL_ARGUMENTS else [*words, *models]
 
 
 class _Group(TyperGroup):
