@@ -18,7 +18,6 @@ from forerun.serve.fields import (
     array,
     by_reader,
     either,
-    fixed,
     honoured,
     one_of,
     required,
@@ -32,7 +31,7 @@ A_CONVERSATION = '[{"role": "user", "content": "hello"}]'
 _CALL = structure(
     ("id", "type", "function"),
     id=TEXT,
-    type=fixed("function"),
+    type=one_of("function"),
     function=structure(("name", "arguments"), name=NAME, arguments=TEXT),
 )
 _MESSAGE = structure(
@@ -45,7 +44,7 @@ _MESSAGE = structure(
 )
 _CHOICE = either(
     one_of("none", "auto", "required"),
-    structure(("type", "function"), type=fixed("function"), function=structure(("name",), name=NAME)),
+    structure(("type", "function"), type=one_of("function"), function=structure(("name",), name=NAME)),
 )
 # The fields for the chat template; the other fields of a chat are about the answer.
 FIELDS: Fields = {

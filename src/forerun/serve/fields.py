@@ -124,11 +124,6 @@ def one_of(*values: Any) -> Schema:
     return {"enum": list(values)}
 
 
-def fixed(value: Any) -> Schema:
-    """Return the schema that permits only this value."""
-    return one_of(value)
-
-
 def structure(required: tuple[str, ...] = (), **fields: Schema) -> Schema:
     """Return the schema of an object with these fields and no other."""
     return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
@@ -160,14 +155,14 @@ NAME: Schema = {"type": "string", "minLength": 1}
 ID = integer(0)  # openapi.py adds the upper end, which depends on the model
 IDS = array(ID, 1)
 STOPS = either(NAME, array(NAME))
-CONTENT = either(TEXT, array(structure(("type", "text"), type=fixed("text"), text=TEXT), 1))
-PREDICTION = structure(("type", "content"), type=fixed("content"), content=CONTENT)
+CONTENT = either(TEXT, array(structure(("type", "text"), type=one_of("text"), text=TEXT), 1))
+PREDICTION = structure(("type", "content"), type=one_of("content"), content=CONTENT)
 FUNCTION: Schema = {
     "type": "object",
     "properties": {"name": NAME, "description": TEXT, "parameters": OBJECT, "strict": FLAG},
     "required": ["name"],
 }
-TOOLS = array(structure(("type", "function"), type=fixed("function"), function=FUNCTION))
+TOOLS = array(structure(("type", "function"), type=one_of("function"), function=FUNCTION))
 EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 THINKING_TOKENS = integer(0, MOST_THINKING_TOKENS)
 
@@ -177,7 +172,7 @@ _TYPES: dict[Kind, Schema] = {
     params.SEED: {"type": "integer"},
     params.NUMBER: {"type": "number"},
     params.FLAG: FLAG,
-    params.STOPPING: either(FLAG, fixed("never")),
+    params.STOPPING: either(FLAG, one_of("never")),
     params.TEXT: TEXT,
     params.UTF8: TEXT,
     params.RULES: TEXT,
@@ -210,7 +205,7 @@ def _of_param(field: dataclasses.Field[Any]) -> Schema:
         if schema["type"] == "integer":
             schema = {"minimum": -MOST - 1, "maximum": MOST, **schema}
     schema |= _LESS.get(field.name, {})
-    schema = either(*(fixed(value) for value in about["also"]), schema) if "also" in about else schema
+    schema = either(*(one_of(value) for value in about["also"]), schema) if "also" in about else schema
     return limited(field.name, schema)
 
 

@@ -22,7 +22,6 @@ from forerun.serve.fields import (
     array,
     by_reader,
     either,
-    fixed,
     one_of,
     structure,
 )
@@ -37,7 +36,7 @@ FIELDS: Fields = by_reader(
         structure(("type",), type=one_of("text", "json_object")),
         structure(
             ("type", "json_schema"),
-            type=fixed("json_schema"),
+            type=one_of("json_schema"),
             json_schema=structure(("schema",), name=TEXT, description=TEXT, strict=FLAG, schema=OBJECT),
         ),
     ),

@@ -37,12 +37,12 @@ from forerun.serve.fields import (
     array,
     by_reader,
     either,
-    fixed,
     honoured,
     inert,
     limited,
     neutral,
     noted,
+    one_of,
     required,
 )
 from forerun.serve.routes import Api, Count, Counted, Generate, Look, Models, Reader
@@ -60,7 +60,7 @@ _FIELDS: Fields = {
     "prompt": required(either(TEXT, IDS), is_read=True),
     **honoured(model=TEXT, stream=FLAG, penalize_nl=FLAG, response_fields=array(TEXT)),
     **by_reader(
-        n_predict=either(fixed(-1), OF_PARAMS["max_tokens"]),
+        n_predict=either(one_of(-1), OF_PARAMS["max_tokens"]),
         stop=limited("stop", STOPS),
         repeat_penalty=OF_PARAMS["repetition_penalty"],
     ),

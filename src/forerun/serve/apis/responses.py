@@ -44,7 +44,6 @@ from forerun.serve.fields import (
     array,
     by_reader,
     either,
-    fixed,
     honoured,
     integer,
     neutral,
@@ -94,7 +93,7 @@ _CONTENT = either(
 )
 _ITEM = {
     "type": "object",
-    "properties": {"type": fixed("message"), "role": one_of(*_ROLES), "content": _CONTENT},
+    "properties": {"type": one_of("message"), "role": one_of(*_ROLES), "content": _CONTENT},
     "required": ["role", "content"],
 }
 _FIELDS: Fields = {
@@ -116,9 +115,9 @@ _FIELDS: Fields = {
         stop=OF_PARAMS["stop"],
         include=array(one_of(LOGPROBS, *EMPTY)),
         top_logprobs=OF_PARAMS["logprobs"],
-        tools=array({**FUNCTION, "properties": {"type": fixed("function"), **FUNCTION["properties"]}}),
+        tools=array({**FUNCTION, "properties": {"type": one_of("function"), **FUNCTION["properties"]}}),
         tool_choice=either(
-            one_of("none", "auto", "required"), structure(("type", "name"), type=fixed("function"), name=NAME)
+            one_of("none", "auto", "required"), structure(("type", "name"), type=one_of("function"), name=NAME)
         ),
         max_thinking_tokens=THINKING_TOKENS,
     ),
