@@ -123,12 +123,14 @@ class EngineConfig:
         panel="Model",
         choices=("auto", "float32", "bfloat16"),
         everyday=True,
+        measured=True,
     )
     quantization: str | None = option(
         None,
         "int8 or int4[:group=N]: the target's weights are rounded to so many bits while they are loaded",
         panel="Model",
         everyday=True,
+        measured=True,
     )
     device: str = option(
         "auto",
@@ -136,6 +138,7 @@ class EngineConfig:
         panel="Model",
         choices=("auto", "cpu", "cuda"),
         everyday=True,
+        measured=True,
     )
     generation_config: str = option(
         "auto",
@@ -164,9 +167,13 @@ class EngineConfig:
         "auto, native (a CPU's kernels), reference (torch), or reference_row_by_row (slow; any device)",
         panel="Model",
         choices=("auto", *stated("forerun.ops", "NAME").values()),
+        measured=True,
     )
     kv_cache_backend: str = option(
-        "paged", "paged (blocks of 16 tokens) or contiguous (one block per sequence)", choices=("paged", "contiguous")
+        "paged",
+        "paged (blocks of 16 tokens) or contiguous (one block per sequence)",
+        choices=("paged", "contiguous"),
+        measured=True,
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -174,6 +181,7 @@ class EngineConfig:
         "two thirds of bfloat16's memory and is faster at long contexts; on a CPU",
         choices=("auto", "bfloat16", "float32", "int8"),
         everyday=True,
+        measured=True,
     )
     kv_cache_tokens: int | None = option(
         None,

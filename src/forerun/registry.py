@@ -43,7 +43,7 @@ def option(default: Any, help: str, **about: Any) -> Any:
     several (`check_range`), and the unit of numbers. Others say how a command shows the option, where this does not
     follow from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the help text), methods
     (the room of the methods that the option names), is_written (the option names a file to write), usual (the default
-    as help shows it), and everyday (`chat` and `lab` have the option).
+    as help shows it), everyday (`chat` and `lab` have the option), and measured (commands that measure have it).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
 

@@ -134,9 +134,12 @@ def test_every_option_of_the_engine_and_of_a_request_is_one_of_generate() -> Non
     assert set(SamplingParams.__dataclass_fields__) <= commands["generate"]
 
 
-@pytest.mark.parametrize("command", ["chat", "lab"])
-def test_everyday_options_are_flags_of_what_one_person_runs(cli: Any, command: str) -> None:
-    page = cli(command, "--help").stdout
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [("everyday", "chat"), ("everyday", "lab"), ("measured", "bench latency"), ("measured", "demo")],
+)
+def test_options_are_flags_of_every_command_of_their_kind(cli: Any, kind: str, command: str) -> None:
+    page = cli(*command.split(), "--help").stdout
     for field in EngineConfig.__dataclass_fields__.values():
-        if field.metadata.get("everyday"):
+        if field.metadata.get(kind):
             assert re.search(rf"^  {flag_of(field)}\b", page, re.MULTILINE), field.name

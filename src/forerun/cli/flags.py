@@ -57,7 +57,7 @@ Verbose = Annotated[
     typer.Option("--verbose", help="more numbers behind each output: alpha-hat and others", rich_help_panel="Output"),
 ]
 # The engine's options of most commands that measure.
-MODEL = ("device", "dtype", "quantization", "ops", "kv_cache_backend", "kv_cache_dtype", "config")
+MODEL = (*(one.name for one in dataclasses.fields(EngineConfig) if one.metadata.get("measured")), "config")
 
 _APART: dict[str, Any] = {"use_speculative_decoding": UseSpeculativeDecoding, "config": ConfigFile}
 

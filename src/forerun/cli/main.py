@@ -396,9 +396,7 @@ def chat(
 
 @app.command()
 def demo(
-    engine: Annotated[
-        Given, flags.engine("target", "ignore_config_keys", "draft", "spec_length", "device", "dtype", "quantization")
-    ],
+    engine: Annotated[Given, flags.engine("target", "ignore_config_keys", "draft", "spec_length", *flags.MODEL)],
     prompt: Annotated[
         str | None, typer.Argument(help="a text to answer or continue in place of ours", show_default=False)
     ] = None,
