@@ -19,6 +19,7 @@ from forerun.cli.signatures import Given, writable
 if TYPE_CHECKING:
     from forerun.certify.checks import Tell
 
+MINUTES_HELP = "minutes of statistics, after the checks on toy models; more find smaller deviations"
 MUTANT_HELP = "m1 to m19: a wrong version that is switched in first, to see the certificate fail [default: none]"
 BATCH = 8  # sequences that run together by default
 
@@ -26,7 +27,7 @@ BATCH = 8  # sequences that run together by default
 def certify(
     engine: Annotated[Given, flags.engine("ignore_config_keys", "draft", "max_batch_size", *flags.MODEL)],
     target: flags.TargetArgument = None,
-    minutes: Annotated[float, typer.Option(help="beyond those of the toys; more find smaller deviations")] = 10.0,
+    minutes: Annotated[float, typer.Option(help=MINUTES_HELP)] = 10.0,
     seed: Annotated[int, typer.Option(help="of everything that is drawn")] = 1,
     mutant: Annotated[str | None, typer.Option(help=MUTANT_HELP, show_default=False)] = None,
     part: Annotated[

@@ -56,7 +56,7 @@ def plan(
         config = dataclasses.replace(config, target=config.target or PAIR)
     from forerun.cli.waiting import OPENING_S, Waiting
 
-    with Waiting("reading what the files say of themselves", OPENING_S):
+    with Waiting("reading the headers of the models", OPENING_S):
         models = Models.of(config, shape, draft_shape)
         opened, planned = models.plan(None if memory is None else parse_bytes(memory))
     settings = models.settings(opened)

@@ -150,7 +150,7 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
 def clear(path: Path, model: str | None = None) -> int:
     """Remove the shelves of a model, and return how many bytes they had. model: None = all models.
 
-    Raises BadOption where the folder is not a folder of kv_disk, and for a model of which nothing is kept.
+    Raises BadOption where the folder is not a folder of kv_disk, and for a model that has no shelf there.
     """
     shelves = [one for one in kept(path) if model in (None, one.model)]
     if model is not None and not shelves:
