@@ -21,7 +21,7 @@ import pytest
 import forerun
 from forerun import LLM, SamplingParams, native
 from forerun.bench import bandwidth
-from forerun.errors import BadOption, pip_for
+from forerun.errors import CPU_BUILDS, BadOption, pip_for
 from forerun.ops.cpu import CpuOps
 
 NEEDS_KERNELS = pytest.mark.skipif(native.isa() == "reference", reason="without torch the kernels compute")
@@ -152,6 +152,13 @@ def test_what_needs_torch_says_in_one_sentence_how_to_get_it(without: dict[str, 
 def test_functional_says_how_to_get_what_it_needs(without: dict[str, Any]) -> None:
     assert without["missing"]["forerun.functional"].endswith(pip_for("hf"))
     assert re.search(r"install 'torch>=\S+' 'transformers>=", pip_for("hf"))
+
+
+def test_torch_comes_from_builds_for_the_cpu_where_there_is_no_card() -> None:
+    """They are gigabytes smaller. Those of the extra `cuda` are for a card, wherever it is."""
+    has_card = os.path.exists("/dev/nvidiactl")
+    assert (CPU_BUILDS in pip_for("torch")) == (CPU_BUILDS in pip_for("hf")) == (not has_card)
+    assert CPU_BUILDS not in pip_for("cuda")
 
 
 def test_a_step_does_not_wait_for_a_torch_that_another_thread_imports(monkeypatch: pytest.MonkeyPatch) -> None:
