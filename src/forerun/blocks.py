@@ -801,7 +801,9 @@ def _matrix(name: str, outputs: int, inputs: int, product: str, bias: bool, spli
 
 def _attention(a: Attention, hidden: int, at: str) -> Iterator[Weight]:
     prefix = at + attention_name(a)
-    reads, q, kv = a.reads or hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    reads = a.reads or hidden
+    q = a.heads * a.head_dim
+    kv = a.kv_heads * a.head_dim
     of_q = hidden if a.sees == "encoder" else reads
     qkv = f"{at}kv" if a.sees == "encoder" else f"{at}qkv"  # keys and values of an encoder's rows have another input
     yield from _matrix(f"{prefix}q_proj", q, of_q, f"{at}qkv", a.qkv_bias, "out")

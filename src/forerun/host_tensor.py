@@ -219,7 +219,8 @@ def _converted_by_numpy(tensor: HostTensor, dtype: str) -> Array:
 def float8_numbers() -> Floats:
     """Return the number that each of the 256 codes of e4m3 stands for (OCP 8-bit Floating Point, table 1)."""
     codes = np.arange(256)
-    exponents, mantissas = codes >> 3 & 15, (codes & 7).astype(np.float64)
+    exponents = codes >> 3 & 15
+    mantissas = (codes & 7).astype(np.float64)
     normal, denormal = (1 + mantissas / 8) * 2.0 ** (exponents - 7), mantissas * 2.0**-9
     magnitudes = np.where(exponents > 0, normal, denormal)
     magnitudes[codes & 127 == 127] = np.nan

@@ -118,7 +118,8 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
     ceiling = print_ceiling(checkpoint.model, console)
     drafts = draft_models(llm.engine.drafter.first for llm in llms.values())
     num_drafters = len({variant.draft for variant in llms} - {PLAIN.draft})
-    temperatures, most = " and ".join(f"{t:g}" for t in plan.temperatures), "at most " * plan.until_end
+    temperatures = " and ".join(f"{t:g}" for t in plan.temperatures)
+    most = "at most " * plan.until_end
     console.print(
         f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {most}{plan.max_tokens} tokens each, at temperature "
         f"{temperatures}: plain decoding against {num_drafters} drafter{'s' * (num_drafters != 1)}, in turns"

@@ -211,9 +211,11 @@ def same(ways: Seq[Way]) -> str:
 
 def title_of(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
     """Return the model and the machine, in two lines."""
-    model, widened = checkpoint.model, "" if shape == "none" else f" widened to {shape}"
+    model = checkpoint.model
+    widened = "" if shape == "none" else f" widened to {shape}"
     name = "shipped model" if is_shipped(checkpoint.opened.path) else checkpoint.name
-    processor, threads = native.processor_name() or platform.machine(), counted(model.ops.num_threads, "thread")
+    processor = native.processor_name() or platform.machine()
+    threads = counted(model.ops.num_threads, "thread")
     return (
         f"{name}{widened}, {model.precision}: speed-up over plain decoding\n{processor}, {threads}, memory at "
         f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {model.ops.build}"
@@ -268,7 +270,8 @@ def _measure(
         for way in every
     }
     turns = list(_turns(prompts, plan))
-    task, num_compared = progress.add_task("warming up", total=len(every) * (len(turns) + 1)), 0
+    task = progress.add_task("warming up", total=len(every) * (len(turns) + 1))
+    num_compared = 0
 
     def once(way: Way, turn: Turn, params: SamplingParams, tally: Tally) -> list[int]:
         way_llm = llms[way.pacing]

@@ -214,7 +214,8 @@ def print_results(
     only one part. Each part has a table of speed-ups. ceiling: the limit to compare plain decoding with.
     """
     for temperature in dict.fromkeys(summary.temperature for _, summaries in results.values() for summary in summaries):
-        begins, makes = f"\nTemperature {temperature:g}", "speed-up over plain decoding, which makes"
+        begins = f"\nTemperature {temperature:g}"
+        makes = "speed-up over plain decoding, which makes"
         for part, (all_cells, all_summaries) in results.items():
             cells = [cell for cell in all_cells if cell.temperature == temperature]
             summaries = [summary for summary in all_summaries if summary.temperature == temperature]

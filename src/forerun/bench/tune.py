@@ -255,7 +255,8 @@ def one_round(
 
     passes: the pass times, which are corrected by the passes of this round.
     """
-    plain, running = contenders[0], [one for one in contenders if not one.is_out]
+    plain = contenders[0]
+    running = [one for one in contenders if not one.is_out]
     for group in range(len(bench.groups)):
         order = rotated(running, number + group)
         for place in reversed(range(PLAIN_EVERY, len(order), PLAIN_EVERY)):

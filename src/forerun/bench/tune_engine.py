@@ -157,7 +157,8 @@ class TuningEngine:
 
     def warm_up(self, way: Way) -> None:
         """Run a few tokens of the first group in one way, and measure the passes that the way's policy needs."""
-        kept, self.groups = self.groups, [[(ids, _short(params)) for ids, params in self.groups[0]]]
+        kept = self.groups
+        self.groups = [[(ids, _short(params)) for ids, params in self.groups[0]]]
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
         self.llm.measure_passes()
         self.groups = kept

@@ -48,7 +48,9 @@ def draw(results: Found, file: Path, name: str) -> None:
         panel.plot([one.spec_length for one in lengths], [one.speedup for one in lengths], color=colour, label=spec)
     drawn = [one for one in results.contenders if one.way.spec_length != 0 and one.way.draft in colours]
     for one in drawn:
-        colour, result, is_chosen = colours[one.way.draft], one.measured, one is results.chosen
+        colour = colours[one.way.draft]
+        result = one.measured
+        is_chosen = one is results.chosen
         marker, size = ("*", 15) if is_chosen else ("o", 6)
         if one.way.spec_length is None:
             panel.axhline(result.speedup, color=colour, linestyle="--", linewidth=1)

@@ -262,7 +262,8 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
         if shape == "none":
             checkpoint = opened.load()
         else:
-            small, ops = opened.under(dataclasses.replace(config, quantization=None)).load(), opened.operators
+            small = opened.under(dataclasses.replace(config, quantization=None)).load()
+            ops = opened.operators
             status.update("widening the target ...")
             checkpoint = widen_checkpoint(small, shape_named(shape, small.model.config), ops, config.quantization)
             note = ", a widened small model"

@@ -61,7 +61,10 @@ class Sampler:
         self.setting, self._seed = setting, seed
         self.prompt, self._allowed = _least_certain(pair, setting)
         self.probs = dict(pair.plain.outputs(self.prompt, setting.size[1], setting.params(self._allowed)))
-        self.counts, self.num_drafted, self.num_tested, self.num_accepted = Counter[tuple[int, ...]](), 0, 0, 0
+        self.counts = Counter[tuple[int, ...]]()
+        self.num_drafted = 0
+        self.num_tested = 0
+        self.num_accepted = 0
 
     def draw(self, num: int) -> None:
         """Draw more outputs through the engine."""

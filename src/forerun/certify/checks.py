@@ -87,7 +87,8 @@ class Clock:
 
     def part(self, what: str, until: float) -> None:
         """Begin a part. It may run until the share `until` of the whole time is over."""
-        self._what, self.deadline_s = what, self._begun_s + until * self._all_s
+        self._what = what
+        self.deadline_s = self._begun_s + until * self._all_s
         self.look()
 
     def look(self, detail: str = "") -> bool:

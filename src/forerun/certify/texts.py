@@ -76,10 +76,12 @@ def _endless(prompts: Seq[list[int]]) -> Iterator[tuple[list[int], tuple[str, Sa
 
 
 def _judge_copies(check: Check, compared: _Compared, row_invariant: bool) -> None:
-    check.num_samples, check.ran = compared.num_copied, compared.num_copied > 0
+    check.num_samples = compared.num_copied
+    check.ran = compared.num_copied > 0
     if not check.ran:
         return
-    alpha, least = compared.num_right_copies / compared.num_copied, 1.0 if row_invariant else LEAST_ALPHA
+    alpha = compared.num_right_copies / compared.num_copied
+    least = 1.0 if row_invariant else LEAST_ALPHA
     check.facts["alpha"], check.result = alpha, f"accepted {100 * alpha:.4g} %"
     if alpha < least:
         check.problems.append(f"{alpha:.4f} of the tokens of a perfect copy were accepted, and {least:g} must be")

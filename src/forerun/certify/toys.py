@@ -175,7 +175,8 @@ def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
                 break  # the mutant had its chance to show
             case = dataclasses.replace(_case("model", rule, **sampling), target=target, near=resembling(target))
             distance = _distance(check, _label(case, said), case, mutant)
-            check.num_samples, worst = check.num_samples + 1, max(worst, distance)
+            check.num_samples += 1
+            worst = max(worst, distance)
             if distance > FLOAT32:
                 check.problems.append(f"{_label(case, said)}: off by {distance:.3g} in total variation")
     check.result = f"TV {worst:.0e} at most"

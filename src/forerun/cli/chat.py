@@ -270,7 +270,8 @@ class Chat:
         conversation cannot be continued; the message is then forgotten. It is also forgotten where the answer was
         stopped before its first text.
         """
-        messages, numbers = [*self.messages, {"role": "user", "content": text}], Numbers()
+        messages = [*self.messages, {"role": "user", "content": text}]
+        numbers = Numbers()
         end = self.llm.listen(numbers)
         try:
             with _one_interrupt() if keys else nullcontext(_Interrupt()) as interrupt:
@@ -278,7 +279,8 @@ class Chat:
                 done = set[str]()
                 while answer.calls and answer.finish_reason is not None:
                     asked = {call.name + call.arguments_on_a_line() for call in answer.calls}
-                    is_new, done = bool(asked - done) and len(done) < MOST_CALLS, done | asked
+                    is_new = bool(asked - done) and len(done) < MOST_CALLS
+                    done = done | asked
                     if is_new:
                         messages += [answer.message, *map(self._result, answer.calls)]
                     # Small models call the same again and again: then they answer without tools.
@@ -320,7 +322,8 @@ class Chat:
             interrupt.is_awaited = True
             try:
                 prompt = self.llm.apply_chat_template(messages, **given)
-                waiting, show = stack.enter_context(Answering(self.llm, len(prompt))), None
+                waiting = stack.enter_context(Answering(self.llm, len(prompt)))
+                show = None
                 for chunk in self.llm.stream(prompt, self.params, answer_form=answer_form):
                     ids += chunk.token_ids
                     for part in chunk.parts if chunk.parts is not None else [Text(chunk.text)]:

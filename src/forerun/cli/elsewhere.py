@@ -17,7 +17,9 @@ def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
     command line. option: the word that the parser refused. context: click's context of the command. All commands are
     found from the context's root.
     """
-    root, command, typed = context.find_root(), context.command_path, _whole_word(words, option)
+    root = context.find_root()
+    command = context.command_path
+    typed = _whole_word(words, option)
     parsers = dict(_commands(root.command, root.command_path))
     elsewhere = _of_another_command(typed, command, parsers)
     if elsewhere is not None and elsewhere.runs_engine:

@@ -24,7 +24,10 @@ class Page:
     """An answer on a console: its complete paragraphs, and below them the growing paragraph, which is redrawn."""
 
     def __init__(self, console: Console, live: Live) -> None:
-        self._console, self._live, self._growing, self._drawn_s = console, live, "", 0.0
+        self._console = console
+        self._live = live
+        self._growing = ""
+        self._drawn_s = 0.0
 
     def write(self, text: str) -> None:
         """Add a piece of the answer."""

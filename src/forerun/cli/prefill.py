@@ -52,7 +52,8 @@ def prefill(
             (out,) = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0))
         report = out.report
         assert report.first_token_at_s is not None
-        seconds, size = report.first_token_at_s - report.arrived_at_s, llm.engine.runner.cache.block_tokens
+        seconds = report.first_token_at_s - report.arrived_at_s
+        size = llm.engine.runner.cache.block_tokens
         typer.echo(
             f"{len(ids):,} tokens in {seconds:.2f} s, {report.num_cached_tokens:,} of them kept before; "
             f"{len(ids) // size * size:,} are kept"

@@ -106,7 +106,8 @@ class LiveText:
     """A listener that writes the output as it grows, coloured by the tokens' origin where there is colour."""
 
     def __init__(self, tokenizer: Tokenizer, console: Console, prompt_ids: Seq[int]) -> None:
-        self._detokenizer, self._console = Detokenizer(tokenizer, prompt_ids), console
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._console = console
 
     def __call__(self, report: StepReport) -> None:
         for detail in report.rounds:
@@ -131,7 +132,8 @@ def model_lines(width: int) -> Iterator[str]:
     row = "{:18} {:>7} {:8} {:>7} {:10} {}"
     yield row.format("name", "weights", "kind", "size", "licence", "here")
     for model in named_models().values():
-        weights, size = _about(model.parameters), f"{_about(model.num_bytes).replace(' B', ' G')}B"
+        weights = _about(model.parameters)
+        size = f"{_about(model.num_bytes).replace(' B', ' G')}B"
         yield row.format(model.name, weights, model.kind, size, model.licence, "yes" if model.is_here() else "no")
         sources = [model.how_to_get] if model.how_to_get else []
         sources += [] if model.repository is None else [f"{model.repository} on the hub"]

@@ -47,7 +47,8 @@ class Fields:
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield each field's name, and the parameter for it in a command's signature."""
-        fields, hints = self.cls.__dataclass_fields__, typing.get_type_hints(self.cls)
+        fields = self.cls.__dataclass_fields__
+        hints = typing.get_type_hints(self.cls)
         for name in self.names or [name for name, field in fields.items() if "help" in field.metadata]:
             if name not in self.leave_out:
                 yield name, (self._of_plan if self.is_plan else self._of_source)(fields[name], hints[name])

@@ -132,7 +132,8 @@ def _roofline(
         shapes.append(SHAPES[name])
     if machine not in MACHINES:
         raise BadOption(unknown("machine", machine, MACHINES))
-    on, step = MACHINES[machine], Step(batch=batch, context=context, overlap=overlap)
+    on = MACHINES[machine]
+    step = Step(batch=batch, context=context, overlap=overlap)
     c, ratios = cost_ratio(shapes[1], shapes[0], step, on), verify_ratios(shapes[0], step, on, max_gamma)
     shared = f", overlap {overlap:g}" if any(shape.has_experts for shape in shapes) else ""
     about = (

@@ -85,7 +85,9 @@ class Answering(Waiting):
 
     def __init__(self, llm: LLM, num_tokens: int | None) -> None:
         super().__init__("reading" if num_tokens is None else f"reading {counted(num_tokens, 'token')}")
-        self._num_tokens, self._num_read, self._num_written = num_tokens, 0, 0
+        self._num_tokens = num_tokens
+        self._num_read = 0
+        self._num_written = 0
         self._unlisten = llm.listen(self._see)
 
     def end(self) -> None:

@@ -278,7 +278,8 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
     An assistant's row has no keys of its own, and is run in the place of the row before it. So a whole window would see
     one key too many.
     """
-    windows, narrowed = shape.windows or (None,) * shape.num_layers, list[blocks.Block]()
+    windows = shape.windows or (None,) * shape.num_layers
+    narrowed = list[blocks.Block]()
     for block, layer in zip(spec.blocks, layers, strict=True):
         reads, kept = block.attention, windows[layer]
         assert reads is not None

@@ -190,7 +190,8 @@ class CascadeDrafter(Compound):
     def _extend(chain: Chain, emitted: Seq[Emitted], b: int, budget: Budget, limit: int) -> bool:
         """Add the emitted tokens until pacing stops. Returns whether the draft goes on."""
         for token, draft_probs, row in emitted:
-            depth, logits = len(chain.tokens), None if isinstance(row, int) else row
+            depth = len(chain.tokens)
+            logits = None if isinstance(row, int) else row
             if not budget.go_on(b, depth, draft_probs, logits):
                 return False
             chain.tokens.append(token)

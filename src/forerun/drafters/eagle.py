@@ -171,7 +171,9 @@ class EagleDrafter(SearchingDrafter):
     def _join(self, text: _Text) -> None:
         if text.seen:
             joined = self.model.features(self._by_layer(text.seen))
-            text.waiting, text.seen, text.num_seen = [*text.waiting, joined], [], 0
+            text.waiting = [*text.waiting, joined]
+            text.seen = []
+            text.num_seen = 0
 
     def num_unread(self, seq: Sequence) -> int:
         return self._texts[seq.id].num_waiting
@@ -241,7 +243,9 @@ class EagleDrafter(SearchingDrafter):
         """Take all waiting features of a sequence that has no joined features, and return their run."""
         text = self._texts[seq.id]
         at = text.first + text.num_run + 1
-        text.num_run, text.seen, text.num_seen = text.num_run + text.num_seen, [], 0
+        text.num_run += text.num_seen
+        text.seen = []
+        text.num_seen = 0
         return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Any]], reads_logits: bool) -> list[tuple[Row, Any]]:

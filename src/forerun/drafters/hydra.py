@@ -62,7 +62,8 @@ class HydraHeads:
         self, weights: Mapping[str, HostTensor], num_heads: int, num_blocks: int, ids: Ids, target: Model
     ) -> None:
         self.num_heads, self._target, self._ids = num_heads, target, ids
-        has_own, sizes = "hydra_lm_head.0.weight" in weights, (target.config.vocab_size, target.config.hidden_size)
+        has_own = "hydra_lm_head.0.weight" in weights
+        sizes = (target.config.vocab_size, target.config.hidden_size)
         self._heads = list[ResidualHead]()
         for head in range(num_heads):
             at = f"hydra_mlp.{head}."

@@ -60,14 +60,16 @@ class Likely:
         ids: the likeliest ids at each scored row, best first. num_behind: how many of a row's ids are kept as followers
         of the row's input token.
         """
-        self.rivals, self.place = ids[seen.kept[-1] - seen.scored.start], seen.start + len(seen.kept)
+        self.rivals = ids[seen.kept[-1] - seen.scored.start]
+        self.place = seen.start + len(seen.kept)
         if num_behind:
             for token, row in seen.rows.items():
                 self.behind.put(token, ids[row][:num_behind])
 
     def candidates(self, seq: Sequence) -> list[int]:
         """Return the ids that may follow the last token of a sequence, best first."""
-        chosen, recycled = seq.tokens[-1], self.behind.rows.get(seq.tokens[-1], ())
+        chosen = seq.tokens[-1]
+        recycled = self.behind.rows.get(seq.tokens[-1], ())
         # After forced tokens, which are not committed yet, the logits that chose the last token are unknown.
         rivals = self.rivals if self.place == len(seq.tokens) - 1 else ()
         return list(dict.fromkeys((*recycled, *(token for token in rivals if token != chosen))))

@@ -50,7 +50,9 @@ class Recent(Generic[V]):
     """
 
     def __init__(self, most: int) -> None:
-        self._half, self._new, self._old = most // 2, dict[Gram, V](), dict[Gram, V]()
+        self._half = most // 2
+        self._new = dict[Gram, V]()
+        self._old = dict[Gram, V]()
 
     def __len__(self) -> int:
         return len(self._new) + len(self._old)

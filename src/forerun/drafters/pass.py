@@ -113,7 +113,9 @@ class PassDrafter(Drafter):
         return Draft.joined([self._draft(seq, b, budget, coins[b]) for b, seq in enumerate(seqs)])
 
     def _draft(self, seq: Sequence, b: int, budget: Budget, coins: Coins) -> Draft:
-        text, most, depth = self._texts[seq.id], budget.num_tokens[b], len(self._vectors)
+        text = self._texts[seq.id]
+        most = budget.num_tokens[b]
+        depth = len(self._vectors)
         chain = Chain()
         rows = text.rows if text.num_tokens == len(seq.tokens) else ()
         for row in rows[: num_nodes(len(rows), most, depth)]:

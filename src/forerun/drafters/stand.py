@@ -263,7 +263,8 @@ class StandDrafter(Drafter):
         table.learn(contexts, ids[rows], logits[rows])
 
     def _tree(self, seq: Sequence, b: int, budget: Budget, coins: Coins) -> Draft:
-        shape, stop = self._order[: budget.num_tokens[b]], budget.stops.get(b)
+        shape = self._order[: budget.num_tokens[b]]
+        stop = budget.stops.get(b)
         num_children = Counter(node.parent for node in shape)
         places, paths = {-1: -1}, {-1: list[int]()}  # by node of the shape: node of the draft, tokens down to it
         siblings: dict[int, list[tuple[int, Probs, float]]] = {}  # by node of the shape: its children

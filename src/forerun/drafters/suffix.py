@@ -53,7 +53,9 @@ class Past:
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self._max_requests, self._max_tokens, self._num_tokens = max_requests, max_tokens, 0
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
         self._texts: dict[str | None, array[int]] = {}  # by salt: text, END_OF_TEXT, text, END_OF_TEXT ...
         self._order: deque[tuple[str | None, int]] = deque()  # salt and length of each text, the oldest first
 

@@ -211,7 +211,9 @@ class SwitchDrafter(Compound):
         self, member: int, chosen: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
         """Return the drafts of a member that is not free, and record them and the time that the member took."""
-        drafter, begun, had = self.members[member], self.clock(), self.catchup_s
+        drafter = self.members[member]
+        begun = self.clock()
+        had = self.catchup_s
         drafts = self.ask(drafter, chosen, seqs, budget, coins)
         self._draft_s[member].add(sum(len(d.tokens) for d in drafts), self.clock() - begun - self.catchup_s + had)
         for b, draft in zip(chosen, drafts, strict=True):
@@ -246,7 +248,8 @@ class SwitchDrafter(Compound):
             if i not in lengths or self.members[i].is_free:
                 continue
             if i == best:
-                known.pause, known.probe_at = FIRST_PAUSE, request.num_rounds + FIRST_PAUSE
+                known.pause = FIRST_PAUSE
+                known.probe_at = request.num_rounds + FIRST_PAUSE
             elif not known.gains.is_known or request.num_rounds >= known.probe_at:
                 known.pause = min(2 * known.pause, LONGEST_PAUSE)
                 known.probe_at = request.num_rounds + known.pause

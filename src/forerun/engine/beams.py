@@ -46,7 +46,10 @@ class BeamSearch:
         self.width = params.draft_beams or params.num_beams
         self.origins: list[Origin] = []
         self.branches = Branches()
-        self.fed, self.guesses, self.num_levels, self.num_steps = list[int](), list[int](), 0, 0
+        self.fed = list[int]()
+        self.guesses = list[int]()
+        self.num_levels = 0
+        self.num_steps = 0
         self._logits: dict[int, Row] = {}
         self._wanted, self._level, self._scores = 0, list[int](), list[float]()  # of the draft while it grows
         self._nodes = list[int]()  # tree node of each draft node
@@ -173,7 +176,8 @@ class BeamSearch:
         if self.search.is_over:
             return step, [], Held([], [])
         self.branches.add([*self.fed, *self.guesses])
-        self.tree.base, self.tree.tips = self.search.shared(), self.search.tips
+        self.tree.base = self.search.shared()
+        self.tree.tips = self.search.tips
         kept, held = self.branches.settle(self.tree)
         self._logits = {tip: self._logits[tip] for tip in self.search.tips if tip in self._logits}
         return step, kept, held
@@ -257,7 +261,10 @@ class SearchRequest(Request):
         Only the end of the text is read, as far back as the longest stop text reaches. So the time does not grow with
         the text.
         """
-        tokenizer, stops, start, num_chars = self._tokenizer, self.seq.params.stop, len(tokens) - 1, 0
+        tokenizer = self._tokenizer
+        stops = self.seq.params.stop
+        start = len(tokens) - 1
+        num_chars = 0
         if tokenizer is None:
             return False
         while start > 0 and num_chars < max(map(len, stops)):
@@ -290,7 +297,8 @@ def with_trees(draft: Draft, requests: Seq[Request], limits: Seq[int], pacing: P
     searches = {b: request.search for b, request in enumerate(requests) if isinstance(request, SearchRequest)}
     if not searches:
         return draft
-    seqs, num_rows = [search.seq for search in searches.values()], len(draft.tokens) + draft.num_sequences
+    seqs = [search.seq for search in searches.values()]
+    num_rows = len(draft.tokens) + draft.num_sequences
     wanted = num_levels(seqs, pacing, num_rows - len(searches))
     for b, search in searches.items():
         search.begin(limits[b], wanted[search.seq.id])

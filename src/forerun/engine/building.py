@@ -35,7 +35,8 @@ def build(
     draft: a draft model that the caller has loaded. own_drafter: a function that makes the drafter for requests that
     name no drafter.
     """
-    config, target = opened.config, drafters.Target.of(checkpoint.model, opened, draft)
+    config = opened.config
+    target = drafters.Target.of(checkpoint.model, opened, draft)
     runner = Runner(checkpoint.model, _cache(opened, checkpoint.model), target.num_ids, list(target.holes))
     start_ids = opened.start_ids
     members = router.make([config.draft, *config.extra_draft_specs], target, own_drafter)
@@ -89,7 +90,8 @@ def _on_disk(config: EngineConfig, runner: Runner, members: Router) -> Folder | 
     limit = disk_limit(config)
     if limit is None:
         return None
-    folder, name = Folder(limit.path, limit.num_bytes), Path(config.target or "").name
+    folder = Folder(limit.path, limit.num_bytes)
+    name = Path(config.target or "").name
     _keep_on_disk(runner, folder, name)
     for draft_runner in [draft_runner for drafter in members.members.values() for draft_runner in drafter.runners]:
         _keep_on_disk(draft_runner, folder, f"a draft model of {name}")

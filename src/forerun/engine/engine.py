@@ -84,7 +84,9 @@ class Engine:
     ) -> None:
         self.start_ids, self.folder = start_ids, folder
         self.tokenizer, self.end_ids, self.max_seq_len = tokenizer, end_ids, max_seq_len
-        self.runner, self.pacing, self.costs = runner, pacing, costs or Costs()
+        self.runner = runner
+        self.pacing = pacing
+        self.costs = costs or Costs()
         self.drafter = drafter if isinstance(drafter, Router) else Router({"drafter": drafter})
         self.drafter.check_layers(runner.model.config.cache_shape.num_layers)
         self.drafter.lend(runner.cache)
@@ -186,7 +188,8 @@ class Engine:
         bad_word_ids, prediction_ids, grammar = texts
         ids, source_ids = list(prompt_ids), tuple[int, ...]()
         if self.start_ids:
-            ids, source_ids = [*self.start_ids, *self._decoder_prompt_ids(params)], tuple(prompt_ids)
+            ids = [*self.start_ids, *self._decoder_prompt_ids(params)]
+            source_ids = tuple(prompt_ids)
         wants_scores = params.prompt_logprobs is not None
         if wants_scores and source_ids:
             raise BadOption(
@@ -255,7 +258,8 @@ class Engine:
         self.scheduler.fair.observe(report)
         for request in plan.decode:
             times = request.report
-            times.first_token_at_s, times.last_token_at_s = times.first_token_at_s or now_s, now_s
+            times.first_token_at_s = times.first_token_at_s or now_s
+            times.last_token_at_s = now_s
         read = self._read()
         finished = self._finish_all([*(r for r in plan.decode if r.seq.finish_reason is not None), *read])
         try:

@@ -118,7 +118,8 @@ class Fair:
 
         The allowance is 0 where the time of a step without prompts has to be measured first.
         """
-        num_decoding, others = self.seat.num_streams, self._turns.beside(self.seat)
+        num_decoding = self.seat.num_streams
+        others = self._turns.beside(self.seat)
         limit = self._limit(num_decoding, others)
         if limit is None:
             return Allowance(most)
@@ -132,7 +133,8 @@ class Fair:
 
     def _limit(self, num_decoding: int, others: Seq[Seat]) -> _Limit | None:
         """Return the time limit of a step with `num_decoding` decoding requests; None = there is no limit."""
-        usual, num_reading = self._usual.get(num_decoding), 1 + sum(seat.is_reading for seat in others)
+        usual = self._usual.get(num_decoding)
+        num_reading = 1 + sum(seat.is_reading for seat in others)
         usual_s, known = (0.0, self._apart) if usual is None else (usual.seconds, self._own)
         least_s = self._usual[min(self._usual)].least_s if self._usual else 0.0
         streams = [*(seat for seat in others if seat.num_streams), *([self.seat] if num_decoding else ())]
@@ -143,12 +145,14 @@ class Fair:
         elif num_decoding or not self.seat.promises or not self._usual:
             return None
         else:
-            seconds, known = max(QUIET_STEPS * least_s, QUIET_S) / num_reading, self._quiet
+            seconds = max(QUIET_STEPS * least_s, QUIET_S) / num_reading
+            known = self._quiet
         return _Limit(seconds if num_decoding else max(seconds, LEAST_STEPS * least_s), usual_s, known)
 
     def observe(self, report: StepReport) -> None:
         """Learn from the report of the step that was just done."""
-        num_decoding, others = report.num_decoding, self._turns.beside(self.seat)
+        num_decoding = report.num_decoding
+        others = self._turns.beside(self.seat)
         usual = self._usual.get(num_decoding)
         if not report.num_prefill_tokens:
             is_mixed = not self._turns.is_exclusive and any(seat.is_reading for seat in others)
@@ -173,7 +177,8 @@ class Fair:
         The share is lowered after a step that was too long because of its chunk. It is raised after a step within its
         limit. Nothing changes after a step that would have been too long even without its chunk.
         """
-        expected_s, share = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys), self._share
+        expected_s = limit.known.expected_s(report.num_prefill_tokens, report.num_prefill_keys)
+        share = self._share
         if report.seconds <= limit.seconds:
             share *= 1 + _MISSED * _SHARE_MISSED
         elif limit.known.is_known and report.seconds - expected_s <= limit.seconds:

@@ -138,7 +138,8 @@ class Outlines:
         available: the available bytes; None = unknown. models: the models to plan; None = `self.models`. config: a
         configuration that replaces the one with which the target was opened.
         """
-        opened, models = self.opened, self.models if models is None else models
+        opened = self.opened
+        models = self.models if models is None else models
         draft = models.get("draft")
         return memory_plan(
             models["target"].config,

@@ -438,7 +438,9 @@ class Request:
                 self._reader = self.detokenizer()
             if self._is_read or self._reader is None:
                 return
-            is_whole, start, end = self.seq.finish_reason is not None, self._num_read, self._num_readable
+            is_whole = self.seq.finish_reason is not None
+            start = self._num_read
+            end = self._num_readable
             first = self.seq.num_prompt_tokens
             self._text += self._reader.push(self.seq.tokens[first + start : first + end]).text
             self._num_read = end
@@ -514,11 +516,15 @@ class Reader:
 
     def chunk(self, mark: Mark) -> Chunk:
         """Return the output between the last mark and this mark. If an error ended the request, raises this error."""
-        request, seq, last, text = self._request, self._request.seq, self._last, ""
+        request = self._request
+        seq = self._request.seq
+        last = self._last
+        text = ""
         self._last, first = mark, seq.num_prompt_tokens
         if mark.finish_reason is not None and request.error is not None:
             raise request.error
-        readable, parts = seq.tokens[first + last.num_readable : first + mark.num_readable], None
+        readable = seq.tokens[first + last.num_readable : first + mark.num_readable]
+        parts = None
         if self._detokenizer is not None:
             text = self._detokenizer.push(readable).text
             text += self._detokenizer.finish() if mark.finish_reason is not None else ""

@@ -236,9 +236,11 @@ class Router(Drafter):
         clock: the time at which drafting began.
         """
         step = DraftStep()
-        parts, catchup_tokens = [Draft.empty(1)] * len(seqs), budget.catchup_tokens
+        parts = [Draft.empty(1)] * len(seqs)
+        catchup_tokens = budget.catchup_tokens
         for name, members in groups.items():
-            drafter, share = self.members[name], budget.only(members, catchup_tokens)
+            drafter = self.members[name]
+            share = budget.only(members, catchup_tokens)
             draft = self._asked(name, [seqs[b] for b in members], share, [coins[b] for b in members])
             catchup_tokens -= sum(drafter.caught_up.values())
             for i, b in enumerate(members):
@@ -322,7 +324,9 @@ class Router(Drafter):
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
         answers: list[list[Next | None]] = [[None] * len(level) for level in levels]
         for name, members in self._groups(seqs, list(map(len, levels))).items():
-            drafter, their_levels, begun = self.members[name], [levels[b] for b in members], time.perf_counter()
+            drafter = self.members[name]
+            their_levels = [levels[b] for b in members]
+            begun = time.perf_counter()
             served = [seqs[b] for b in members]
             with self._spared(name, served):
                 nexts = drafter.branch(served, their_levels, catchup_tokens)
@@ -357,7 +361,8 @@ class Router(Drafter):
 
     def _count(self, name: str, begun: float) -> None:
         """Add a call of a drafter to the drafter's record of this step. begun: the time of the call."""
-        drafter, step = self.members[name], self._steps.setdefault(name, DraftStep())
+        drafter = self.members[name]
+        step = self._steps.setdefault(name, DraftStep())
         caught_up = sum(drafter.caught_up.values())
         step.num_catchup_tokens += caught_up
         step.catchup_s += drafter.catchup_s

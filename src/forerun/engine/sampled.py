@@ -81,7 +81,8 @@ class SampledRequest(Request):
         """
         shares_noise = len(run.tokens) == 1 or verify.find(self.seq.acceptance).name == "match"
         filters = sampling.filters_of(self.seq.params, 0)
-        depths, asked = [0] * len(run.tokens), [list[int]() for _ in run.tokens]
+        depths = [0] * len(run.tokens)
+        asked = [list[int]() for _ in run.tokens]
         for row, parent in enumerate(run.parents or ()):
             if parent >= 0:
                 depths[row] = depths[parent] + 1
@@ -90,7 +91,10 @@ class SampledRequest(Request):
         return run._replace(best_only=False, draws=draws, asked=asked)
 
     def _run(self, draft: Draft, b: int, best_only: bool) -> Run:
-        seq, nodes, extra, shared = self.seq, draft.nodes(b), draft.extra.get(b), draft.shared.get(b)
+        seq = self.seq
+        nodes = draft.nodes(b)
+        extra = draft.extra.get(b)
+        shared = draft.shared.get(b)
         only = best_only and self.takes_the_best and not self._may_end_by_force(len(nodes))
         if not nodes and extra is None:
             return Run(seq.id, (seq.tokens[-1],), "all", None, only)
@@ -125,7 +129,10 @@ class SampledRequest(Request):
         return rows if isinstance(rows, list) else rows.known  # watching must not compute more
 
     def commit(self, draft: Draft, b: int, scores: Scores, verdict: Verdict) -> Committed:
-        seq, nodes, path, num_tested = self.seq, draft.nodes(b), verdict.paths[b], verdict.num_tested(b)
+        seq = self.seq
+        nodes = draft.nodes(b)
+        path = verdict.paths[b]
+        num_tested = verdict.num_tested(b)
         num_nodes, emitted = len(nodes), verdict.emitted(draft, b)
         self.report.count(num_nodes, draft.depth(b) if nodes else 0, len(path), num_tested, 1 + draft.num_rows(b))
         self.report.prices += [test.price for test in verdict.tests[b] if test.price is not None]

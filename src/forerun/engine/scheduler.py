@@ -144,7 +144,9 @@ class Scheduler:
         no part of a prompt that it cannot finish, because that chunk would delay the first token of the finished
         prompt. Tokens that are owed to the first prompt in rank are run all the same.
         """
-        takes, has_ended, offers = {request: 0 for request, _ in prompts}, False, self._offers(prompts)
+        takes = {request: 0 for request, _ in prompts}
+        has_ended = False
+        offers = self._offers(prompts)
         for request, room, most in offers:
             had, left = takes[request], len(request.seq.tokens) - 1 - room.length
             available = blocks + self.cache.missing_blocks(request.seq.id, had)
@@ -430,7 +432,8 @@ class Scheduler:
         A request without a drafter gets 0.
         """
         num = max(1, len(decode))
-        most, share = max(0, min(MAX_SPEC_LENGTH, num_rows // num)), max(0, num_blocks) // num
+        most = max(0, min(MAX_SPEC_LENGTH, num_rows // num))
+        share = max(0, num_blocks) // num
         limits = []
         for request, room in decode:
             seq, blocks = request.seq, self._next_blocks(request, room) + share

@@ -106,7 +106,8 @@ class Stepper:
         Drafters first run the prompts that the target runs in this step, where the pacing policy expects this to pay.
         """
         self._catch_up(plan)
-        seqs, granted = [request.seq for request in plan.decode], self._granted(plan)
+        seqs = [request.seq for request in plan.decode]
+        granted = self._granted(plan)
         catchup_tokens = self.catchup.tokens({seq.draft for seq in seqs}, self.drafter.num_caught_up)
         draft = Draft.empty(len(seqs))
         # A grammar may force tokens, which are drafted even where pacing granted nothing.
@@ -147,7 +148,8 @@ class Stepper:
     def _budget(self, plan: Plan, seqs: Seq[Sequence], granted: Seq[int], catchup_tokens: int) -> Budget:
         """Return the drafters' budget. It calls the policy's `go_on` and `go_behind` only if they are overridden."""
         budget = Budget(list(granted), catchup_tokens)  # a copy, because drafters may count it down
-        budget.limits, budget.reads_logits = list(plan.draft_limits), self.pacing.reads_logits
+        budget.limits = list(plan.draft_limits)
+        budget.reads_logits = self.pacing.reads_logits
         budget.stops = self.pacing.stops(seqs, granted)
         if overrides(self.pacing, "go_on"):
             budget.go_on = lambda b, *at: self.pacing.go_on(seqs[b], *at)

@@ -409,7 +409,8 @@ class ModuleCache:
         for slot, rows in kept.items():
             text, stay = self.texts[slot], (held or {}).get(slot, Held((), ()))
             text.kept += [text.nodes[row] for row in rows]
-            text.nodes, text.parents = [text.nodes[row] for row in stay.rows], list(stay.parents)
+            text.nodes = [text.nodes[row] for row in stay.rows]
+            text.parents = list(stay.parents)
             text.num_pending = len(text.nodes)
         return []
 

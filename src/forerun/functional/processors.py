@@ -193,7 +193,8 @@ class Draws:
         if has_own_call:
             params, process = {"temperature": 1.0}, lambda row: processor(row).log()
         elif has_own_process:
-            params, process = {"temperature": processor.temperature}, processor._process
+            params = {"temperature": processor.temperature}
+            process = processor._process
         if is_greedy:
             params = {"temperature": 0.0}
         return Draws(params, process, processor.sample if has_own_sample else None)

@@ -219,7 +219,8 @@ class BlockCache(BlockTables):
         keeper = self.keeper
         if keeper is None or not self.prefix_caching:
             return None
-        keys, size = keys_of(tokens, salt, self.block_tokens), self.block_tokens
+        keys = keys_of(tokens, salt, self.block_tokens)
+        size = self.block_tokens
         keeper.shelf.refresh()
         places = list[dict[bytes, Place]]()
         for number, kind in enumerate(self.kinds):

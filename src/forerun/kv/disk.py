@@ -432,7 +432,8 @@ class Shelf:
             self.folder.failed(error)
 
     def _add(self, writer: Writer, key: bytes, tokens: bytes, kind: int, uses: int, rows: memoryview) -> None:
-        entry, number = writer.add(key, tokens, kind, uses, rows), writer.segment.num_read - 1
+        entry = writer.add(key, tokens, kind, uses, rows)
+        number = writer.segment.num_read - 1
         with self._lock:
             if self._writer is writer:  # else another process has removed the writer's files just now
                 self._places[kind, key] = Place(writer.segment, number, entry, uses)

@@ -273,8 +273,12 @@ class HostPools(LayerPools):
         values = [address(pool.values.values) for pool in pools]
         row_bytes, num_rows = [pool.row_bytes for pool in pools], [pool.keys.shape[0] for pool in pools]
         if not pools:  # no layer keeps rows of keys and values
-            keys, values, row_bytes, num_rows = [0] * len(kinds), [0] * len(kinds), [(0, 0)], [0]
-        kinds, refined = list(kinds) or [0] * len(keys), self.shape.refined_keys
+            keys = [0] * len(kinds)
+            values = [0] * len(kinds)
+            row_bytes = [(0, 0)]
+            num_rows = [0]
+        kinds = list(kinds) or [0] * len(keys)
+        refined = self.shape.refined_keys
         return extension.Pools(
             keys, values, self.block_tokens, row_bytes, num_rows, type_number(self._dtype), refined, kinds
         )

@@ -343,7 +343,8 @@ class BlockTables:
         Blocks that the run does not see are given back first. Raises CapacityError, and reserves nothing, where the
         pool is exhausted.
         """
-        entry, missing = self._slots[slot], self.missing_blocks(slot, num_tokens)
+        entry = self._slots[slot]
+        missing = self.missing_blocks(slot, num_tokens)
         self._give_back(entry)
         if missing > self._num_available():
             raise self._no_room(missing)

@@ -68,7 +68,8 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _not_there(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    path, takes = request.scope["path"], (error.headers or {}).get("Allow", "another method")
+    path = request.scope["path"]
+    takes = (error.headers or {}).get("Allow", "another method")
     message = {404: f"there is no {path}", 405: f"{path} takes {takes}"}.get(error.status_code, str(error.detail))
     return _answer(message, error.status_code, headers=error.headers)
 

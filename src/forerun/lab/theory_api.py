@@ -34,7 +34,8 @@ def roofline(
     for what, name, known in (("target", target, shapes), ("draft", draft, shapes), ("machine", machine, machines)):
         if name not in known:
             raise ValueError(f"{what}={shown(name)} must be one of {', '.join(known)}")
-    step, on = roofline_of.Step(batch=batch, context=context, overlap=overlap), machines[machine]
+    step = roofline_of.Step(batch=batch, context=context, overlap=overlap)
+    on = machines[machine]
     return {
         "c": roofline_of.cost_ratio(shapes[draft], shapes[target], step, on),
         "verify_ratios": roofline_of.verify_ratios(shapes[target], step, on, max_gamma).tolist(),

@@ -84,7 +84,9 @@ class Watch:
         self._is_over, self._is_rung = False, False
         self._end_listening: Callable[[], None] = lambda: None
         self._begun_s = self._prompt_s = self._last_s = 0.0  # the last two count from the first
-        self._so_far, self._num_tokens, self._num_others = RequestReport(), 0, 0
+        self._so_far = RequestReport()
+        self._num_tokens = 0
+        self._num_others = 0
         self._detokenizer = Detokenizer(llm.tokenizer, request.seq.tokens[: request.seq.num_prompt_tokens])
 
     async def events(self) -> AsyncGenerator[bytes]:

@@ -36,7 +36,8 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            top = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             top = root / "sys/fs/cgroup/memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -288,7 +288,8 @@ class _Needs:
     @cached_property
     def backend_of(self) -> Mapping[str, str]:
         """The backend that will run each model, by model name. Raises BadOption where no backend can run a model."""
-        option, target = self.config.ops, ops.resolve(self.config.ops, self.device, self.target)
+        option = self.config.ops
+        target = ops.resolve(self.config.ops, self.device, self.target)
         backends = {"target": target} | dict.fromkeys(self.made, target)
         for name, model in self.drafts.items():
             if name not in backends:
@@ -367,7 +368,8 @@ class _Needs:
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
         tokens, dtype = self.num_pool_tokens, self._cache_dtype_of(name)
-        batch, per_sequence = self.config.max_batch_size, tokens // self.config.max_batch_size
+        batch = self.config.max_batch_size
+        per_sequence = tokens // self.config.max_batch_size
         if name in self.beside:
             shape = replace(shape, windows=None)  # a head keeps all rows
         shape = shape_of(shape, self.config.kv_cache_backend, self.max_seq_len, self.device)

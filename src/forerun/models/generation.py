@@ -73,8 +73,11 @@ def sampling_fields(
     """
     raw, name = given(small.json(FILE)), FILE
     if not raw:  # then config.json forces tokens, as in transformers
-        raw, name = given({FORCED_END: config.get(FORCED_END)}), "config.json"
-    where, fields, forbidden = f"{name} in {small.folder}", dict[str, Any](), frozenset[int]()
+        raw = given({FORCED_END: config.get(FORCED_END)})
+        name = "config.json"
+    where = f"{name} in {small.folder}"
+    fields = dict[str, Any]()
+    forbidden = frozenset[int]()
     for key, value in raw.items():
         try:
             if not _is_known(key, value, raw, config):
@@ -175,7 +178,8 @@ def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
 def _refuse_key(key: str, value: Any, where: str) -> NoReturn:
     reason, give = "which forerun does not do", "the sampling values that you want"
     if key in WITH_PROMPT:
-        reason, give = "which counts the prompt, too", f"{WITH_PROMPT[key][1]}, which counts the output alone"
+        reason = "which counts the prompt, too"
+        give = f"{WITH_PROMPT[key][1]}, which counts the output alone"
     raise UnsupportedModel(f"{where} sets {key}={shown(value)}, {reason}: give generation_config='none' and {give}")
 
 
@@ -202,7 +206,8 @@ def _texts(value: Any, where: str) -> tuple[str, ...]:
 
 def _ids_of_end_token(small: SmallFiles, num_ids: int | None) -> frozenset[int]:
     """Return the id of the eos_token in tokenizer_config.json; the empty set where no id has the token's text."""
-    where, named = f"tokenizer_config.json in {small.folder}", small.json("tokenizer_config.json")
+    where = f"tokenizer_config.json in {small.folder}"
+    named = small.json("tokenizer_config.json")
     token = named.get("eos_token")
     text = token["content"] if isinstance(token, Mapping) and "content" in token else token
     if not isinstance(text, str):

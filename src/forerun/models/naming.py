@@ -366,7 +366,8 @@ def _picked(block: Any, rows: list[int]) -> Any:
 def published(names: Names, spec: Spec, weights: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """Return our weights under their published names, and fused as in the family's files."""
     groups: dict[str, dict[str, HostTensor]] = {}
-    tensors, rows = dict[str, HostTensor](), {ours: theirs for theirs, ours in names.exact.items()}
+    tensors = dict[str, HostTensor]()
+    rows = {ours: theirs for theirs, ours in names.exact.items()}
     for name, weight in weights.items():
         if name in rows:
             tensors[rows[name]] = weight[None]

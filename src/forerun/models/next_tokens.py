@@ -86,7 +86,8 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
     names: the published names of the model's tensors.
     """
     names = names or USUAL
-    outer, offset = {ours: theirs for theirs, ours in FOLDER.items()}, (decoder.final_norm or Norm()).offset
+    outer = {ours: theirs for theirs, ours in FOLDER.items()}
+    offset = (decoder.final_norm or Norm()).offset
     around, inner = dict[str, HostTensor](), dict[str, HostTensor]()
     for name, weight in weights.items():
         module, _, ending = name.rpartition(".")
@@ -150,7 +151,8 @@ def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) 
     A copy has the shard's modification time, by which later calls recognise it.
     """
     kept, changed_ns = _without_block(entries), shard.stat().st_mtime_ns
-    is_whole, is_there = len(kept) == len(entries), to.exists() and to.stat().st_mtime_ns == changed_ns
+    is_whole = len(kept) == len(entries)
+    is_there = to.exists() and to.stat().st_mtime_ns == changed_ns
     if is_whole and not (is_there and to.stat().st_size == shard.stat().st_size):
         shutil.copy2(shard, to)
     elif not is_whole and not is_there:

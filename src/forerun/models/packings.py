@@ -26,7 +26,8 @@ SCALE_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 FLOAT8 = "F8_E4M3"  # as safetensors names it
 INTEGERS, BYTES = frozenset({"I8", "I32", "I64"}), frozenset({"U8"})
 BLOCKS = "_blocks"  # suffix of tensors with the codes of MXFP4
-SCALES, INPUT_SCALES = ("weight_scale_inv", "weight_scale"), frozenset({"input_scale", "input_scale_ub"})
+SCALES = ("weight_scale_inv", "weight_scale")
+INPUT_SCALES = frozenset({"input_scale", "input_scale_ub"})
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AutoAWQ puts output channel i of 8 among the nibbles of a word
 
 Read = Callable[[str, slice, slice], HostTensor]  # (part, rows, columns) -> that slice of a stored tensor
@@ -185,10 +186,14 @@ def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False)
     if layout.method == "MXFP4":
         return MXFP4 if is_expert and num_in % MXFP4.group == 0 else None
     said = next(raw[key] for key in KEYS if raw.get(key))
-    bits, group, is_symmetric = layout.bits or 4, said.get("group_size"), False
+    bits = layout.bits or 4
+    group = said.get("group_size")
+    is_symmetric = False
     if layout.bits is None:
         weights = max((group["weights"] for group in said["config_groups"].values()), key=lambda w: w["num_bits"])
-        bits, group, is_symmetric = weights["num_bits"], weights.get("group_size"), weights.get("symmetric") is True
+        bits = weights["num_bits"]
+        group = weights.get("group_size")
+        is_symmetric = weights.get("symmetric") is True
     if not isinstance(group, int) or group < 1 or num_in % group:
         group = num_in  # one scale for each output, which is written -1 or null
     return Scheme(bits, group, "zero", "float16", zero=1 << (bits - 1) if is_symmetric else None)

@@ -74,7 +74,8 @@ def read_header(file: OpenFile) -> dict[str, Entry]:
         size = file.stream.seek(0, 2)
         if size < LENGTH_BYTES or num_bytes > min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
             raise ValueError("it ends within its header")
-        said, first = json.loads(file.read(LENGTH_BYTES, num_bytes).tobytes()), LENGTH_BYTES + num_bytes
+        said = json.loads(file.read(LENGTH_BYTES, num_bytes).tobytes())
+        first = LENGTH_BYTES + num_bytes
         entries = {name: _entry(file, first, **about) for name, about in said.items() if name != METADATA}
         _check_places(entries, first, size)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -91,7 +91,10 @@ def _tensors(source: QuantisingSource, name: str, ending: str) -> dict[str, Host
 
 def parts_of(matrix: QuantisedMatrix) -> dict[str, HostTensor]:
     """Return the tensors in which compressed-tensors stores a rounded matrix, by the last part of their names."""
-    bits, codes, scales, zeros = matrix.scheme.bits, list[Array](), list[HostTensor](), list[Array]()
+    bits = matrix.scheme.bits
+    codes = list[Array]()
+    scales = list[HostTensor]()
+    zeros = list[Array]()
     for rows in matrix.blocks():
         assert rows.zeros is not None
         codes.append(pack(rows.codes, bits))

@@ -313,7 +313,9 @@ def _separate(weights: Mapping[str, HostTensor], config: Plain, spare: _SpareLan
     for name, out in weights.items():
         if name.endswith("norm.weight"):
             _set(out, -1, spare.norm_weight if name == FINAL_NORM else 0.0)
-    embedding, head, old = weights[EMBEDDING], weights.get(HEAD), config.vocab_size
+    embedding = weights[EMBEDDING]
+    head = weights.get(HEAD)
+    old = config.vocab_size
     _set(embedding, (slice(None), -1), spare.carried)
     if head is None:
         _set(embedding, (slice(old, None), -1), spare.new_id)

@@ -46,7 +46,8 @@ def quantise(rows: Floats, scheme: Scheme) -> QuantisedRows:
 
 def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
     """Round as `quantise` does, with the kernels of an instruction set; the group must be a multiple of 16."""
-    weights, groups = np.ascontiguousarray(rows), (len(rows), rows.shape[1] // scheme.group)
+    weights = np.ascontiguousarray(rows)
+    groups = (len(rows), rows.shape[1] // scheme.group)
     codes, zeros = np.empty(rows.shape, np.uint8), np.empty(groups, np.uint8)
     scales = HostTensor.empty(groups, SCALE_DTYPE)
     places = address(codes), address(scales.values), address(zeros)

@@ -398,7 +398,8 @@ def both_ways_mask(num_rows: int, num_keys: int, window: int) -> Tensor:
 
     The rows' own keys are the last n keys.
     """
-    hidden, first = torch.full((num_rows, num_keys), -torch.inf), num_keys - num_rows
+    hidden = torch.full((num_rows, num_keys), -torch.inf)
+    first = num_keys - num_rows
     return hidden.triu(first + window) + hidden.tril(first - window)
 
 

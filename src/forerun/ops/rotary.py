@@ -149,7 +149,8 @@ def buckets_of_distances(buckets: Buckets) -> Ints:
     buckets hold one distance each. The other buckets grow by a constant factor up to the largest distance, and are
     computed in float32, as in published code.
     """
-    num, distances = buckets.num, np.arange(-buckets.max_distance, buckets.max_distance + 1)
+    num = buckets.num
+    distances = np.arange(-buckets.max_distance, buckets.max_distance + 1)
     offset = np.zeros_like(distances)
     if buckets.both_ways:
         num //= 2

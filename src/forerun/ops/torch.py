@@ -162,7 +162,8 @@ class TorchAttention:
         sinks = parts.vector(f"{name_prefix}sinks.weight") if a.sinks else None
         buckets, table = (None, None) if biased is None else (biased.scoring.buckets, biased.scoring.table)
         if isinstance(a.bias, blocks.Buckets):
-            buckets, table = a.bias, parts.vector(f"{name_prefix}relative_attention_bias.weight")
+            buckets = a.bias
+            table = parts.vector(f"{name_prefix}relative_attention_bias.weight")
         is_plain = (a.scale, a.softcap, sinks, table, a.sees) == (None, None, None, None, "past")
         self.scoring: Scoring = (
             PLAIN if is_plain else Scoring(a.scale, a.softcap, sinks, buckets, table, a.sees != "past")
@@ -422,7 +423,8 @@ class TorchBlock:
             y = normed(self.pre_attention, ops, x) if read is None else read
             x = self.attended(ops, x, self.attention.run(ops, y, i, step))
         if self.recurrence is not None and step.batch is not None:
-            y, pool = normed(self.pre_attention, ops, x), None if step.cache is None else step.cache.pools.states[i]
+            y = normed(self.pre_attention, ops, x)
+            pool = None if step.cache is None else step.cache.pools.states[i]
             x = self.attended(ops, x, self.recurrence.run(ops, y, pool, step.states, step.batch))
         if self.mlp is not None or self.experts is not None:
             x = self.fed_forward(ops, x, before if self.spec.parallel else x, step.num_experts)
@@ -580,7 +582,8 @@ class TorchModel:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs.run(self.ops, tokens, self._embedded(tokens))
         states = self._states(batch, cache)
-        step, first = Step(positions, rotations, cache, views, sources, inputs, batch=batch, states=states), 0
+        step = Step(positions, rotations, cache, views, sources, inputs, batch=batch, states=states)
+        first = 0
         inner = {k: self.rows.empty(len(x), self.config.hidden_size) for k in taps}
         for i in chosen:
             _write(inner, range(first, i + 1), x)

@@ -55,7 +55,8 @@ class ReferenceSizes:
 
         Every weight counts once; a tied LM head is the embedding. The rounded matrices of a head are kept dequantised.
         """
-        size, taken = itemsize(self.dtype), {name: weight_bytes(model, self.dtype) for name, model in models.items()}
+        size = itemsize(self.dtype)
+        taken = {name: weight_bytes(model, self.dtype) for name, model in models.items()}
         parts = [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in taken.items()]
         for name, head in beside.items():
             num, floats = head.num_weights - head.num_floats, head.num_floats
@@ -160,7 +161,8 @@ class ReferenceSizes:
         scores: the product, an intermediate step of the soft cap, and the result. Distances from rows back to keys are
         int64.
         """
-        widths, rows = Widths.of(run.model), 1 if self.row_by_row else run.longest_run
+        widths = Widths.of(run.model)
+        rows = 1 if self.row_by_row else run.longest_run
         scores, distances = 3 * widths.heads * rows * run.context, 8 * rows * run.context
         return FLOAT_BYTES * (run.context * (widths.q + widths.kv) + rows * widths.q + scores) + distances
 

@@ -13,7 +13,9 @@ class TorchRotations:
     """A table of rotations on a device, in one dtype, which grows when higher positions are needed."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._host, self._device, self._dtype = Rotations(rope, head_dim), device, dtype
+        self._host = Rotations(rope, head_dim)
+        self._device = device
+        self._dtype = dtype
         self._table = torch.from_numpy(self._host.table(0)).to(device, dtype)
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:

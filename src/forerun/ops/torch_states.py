@@ -51,7 +51,8 @@ class TorchRecurrence:
             return
         self.input = parts.product(f"{name_prefix}in_proj_qkv", f"{name_prefix}in_proj_z")
         self.gates = parts.product(f"{name_prefix}in_proj_b", f"{name_prefix}in_proj_a")
-        self.weight, self.bias = parts.vector(f"{name_prefix}conv1d.weight"), None
+        self.weight = parts.vector(f"{name_prefix}conv1d.weight")
+        self.bias = None
         self.dt_bias = parts.weights[f"{name_prefix}dt_bias.weight"].float()
         self._decay = parts.weights[f"{name_prefix}A_log.weight"].float()
 
@@ -95,7 +96,8 @@ class TorchRecurrence:
             inputs = inputs.to(pool.inputs.dtype)
             kept = [i for i, row in enumerate(run.rows) if row != NOWHERE]
             if kept:
-                places, kept_range = [run.rows[i] for i in kept], slice(kept[0], kept[-1] + 1)
+                places = [run.rows[i] for i in kept]
+                kept_range = slice(kept[0], kept[-1] + 1)
                 pool.inputs[places], pool.gates[places] = inputs[kept_range], gates[kept_range]
             if run.first != NOWHERE:
                 history = pool.history[run.first].to(history.dtype)

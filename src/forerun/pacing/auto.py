@@ -79,7 +79,9 @@ class _SafetyNet:
     """
 
     def __init__(self) -> None:
-        self.compare_at, self.pause, self.paused_until = SHORTEST_WAIT, SHORTEST_WAIT, 0
+        self.compare_at = SHORTEST_WAIT
+        self.pause = SHORTEST_WAIT
+        self.paused_until = 0
         self.num_left, self.num_lost = -PLAIN_STEPS, 0
         self.plain, self.drafting = np.zeros(2), np.zeros(2)
 
@@ -122,7 +124,9 @@ class AutoPacing(Pacing):
         self._step, self._replan_at = 0, 0
         # When the decision to draft is made again for all requests: in step _choose_at, then after a pause of
         # _choose_pause steps; or as soon as no more than _choose_below requests are left.
-        self._choose_at, self._choose_pause, self._choose_below = 0, REPLAN_STEPS, 0
+        self._choose_at = 0
+        self._choose_pause = REPLAN_STEPS
+        self._choose_below = 0
         self._drafts = False  # whether the plan drafts for some request in this step
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
@@ -265,7 +269,8 @@ class AutoPacing(Pacing):
         searched = stop if self.costs.traits_of(request.seq.draft).is_free else stop.search
         if searched is None:
             return
-        gain, is_found = 0.0, bool(searched.confidences) and (searched is stop or not stop.confidences)
+        gain = 0.0
+        is_found = bool(searched.confidences) and (searched is stop or not stop.confidences)
         if is_found and round_.num_drafted:
             gain = (
                 len(round_.accepted_ranks)
@@ -287,7 +292,8 @@ class AutoPacing(Pacing):
         price = prices.rate * num_unread * self.costs.read_s(seq.draft)
         num_left = min(seq.max_len - len(seq.tokens), USUAL_ANSWER)
         stop.is_shut = not request.pays or not reading.is_due(price, num_left / tokens)
-        known, owed = self._stops.of(seq.draft), 0.0 if reading.is_read else price
+        known = self._stops.of(seq.draft)
+        owed = 0.0 if reading.is_read else price
         # A probe of one token, to see whether the model has become better.
         if not request.pays and self._step >= request.probe_at:
             if owed <= known.spare:
@@ -313,7 +319,9 @@ class AutoPacing(Pacing):
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
         newcomer = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)
         if self._is_told(newcomer) and not others:
-            newcomer.length, self._choose_at, self._choose_pause = self.spec_length, 0, REPLAN_STEPS
+            newcomer.length = self.spec_length
+            self._choose_at = 0
+            self._choose_pause = REPLAN_STEPS
         self._replan_at = self._replan_at if others else 0
         return newcomer
 
@@ -370,7 +378,8 @@ class AutoPacing(Pacing):
         order = np.argsort(-gains, axis=0, kind="stable")  # [members, ranks]
         passes = np.concatenate(([0.0], cost.ratio(np.arange(1, len(members) + 1))))
         seconds = np.diff(passes)[:, None] * (cost.one_row_s or 0.0)
-        gains, found_share = np.take_along_axis(gains, order, axis=0), known.found_share
+        gains = np.take_along_axis(gains, order, axis=0)
+        found_share = known.found_share
         columns = (gains * found_share, np.array(members)[order], np.arange(MAX_RANKS), found_share, seconds)
         return np.stack([np.broadcast_to(column, order.shape).ravel() for column in columns])
 
@@ -381,7 +390,8 @@ class AutoPacing(Pacing):
         drafters, as `_nodes` returns them. num_rows: the number of rows of the pass without these nodes.
         """
         gains, owners, ranks, rows, seconds = nodes[:, np.argsort(-nodes[0], kind="stable")]
-        owners, one_row_s = owners.astype(int), self.costs.target.one_row_s or 1.0
+        owners = owners.astype(int)
+        one_row_s = self.costs.target.one_row_s or 1.0
         cuts = np.repeat(CUTS, len(ranks)).reshape(-1, len(ranks))
         wanted = ranks < np.concatenate(([old[owners]], cuts))  # [1 + cuts, nodes]: by the old plan, then by each cut
         wanted[1:] &= gains > 0

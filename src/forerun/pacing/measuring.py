@@ -249,7 +249,8 @@ class _Rounds:
         In each round, the time of each width is divided by the first width's time. The ratio of a width is the median
         over the rounds. The first width has no ratio.
         """
-        firsts_s, ratios = list[float](), {rows: list[float]() for rows in widths[1:]}
+        firsts_s = list[float]()
+        ratios = {rows: list[float]() for rows in widths[1:]}
         try:
             while len(firsts_s) < NUM_ROUNDS and not self._is_over(self.last_s):
                 firsts_s.append(self.timed(widths[0]))

@@ -89,7 +89,9 @@ class _Request:
         self.length, self.num_left, self.trial = length, num_rounds, _Trial()
 
     def begin_set_phase(self, num_rounds: int) -> None:
-        self.trial, self.length, self.num_left = None, self.best if self.pays else 0, num_rounds
+        self.trial = None
+        self.length = self.best if self.pays else 0
+        self.num_left = num_rounds
         if self.pays:
             self.num_failed = 0
         else:

@@ -42,7 +42,10 @@ MOST_CHARS, MOST_SCHEMA_CHARS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 12
 MOST_REMAINDERS = 100_000  # the largest product of all multipleOf of a schema
 # Compiled grammars are kept for later requests: their largest number, characters of text, and memory. The last number
 # is the least memory that a grammar is taken to need.
-MOST_KEPT, MOST_KEPT_CHARS, MOST_KEPT_BYTES, LEAST_BYTES = 64, 1 << 20, 512 << 20, 8 << 20
+MOST_KEPT = 64
+MOST_KEPT_CHARS = 1 << 20
+MOST_KEPT_BYTES = 512 << 20
+LEAST_BYTES = 8 << 20
 MOST_MASKS = 256  # of the paths of one step
 # Processor time of the engine's thread, which all requests share: how much a request may take at once, how much more
 # for each of its tokens, and how much drafts may take in one step. A mask of a schema takes a tenth of a millisecond.
@@ -294,7 +297,10 @@ class GrammarState:
         self._num_committed = -1
         # The request's remaining time; the time since the last committed token, and in the step before; the number of
         # masks since the last committed token.
-        self._left_s, self._step_s, self._last_step_s, self._num_masks = BURST_S, 0.0, 0.0, 0
+        self._left_s = BURST_S
+        self._step_s = 0.0
+        self._last_step_s = 0.0
+        self._num_masks = 0
         size = self.grammar.vocabulary.num_ids
         self._ends = [i for i in sorted(self.end_ids) if i < size]
         special = self.grammar.vocabulary.special_ids
@@ -362,7 +368,9 @@ class GrammarState:
         num_sure = len(committed) - self.num_prompt_tokens
         if num_sure > had:
             self._left_s = min(BURST_S, self._left_s + TOKEN_S * (num_sure - had))
-            self._last_step_s, self._step_s, self._num_masks = self._step_s, 0.0, 0
+            self._last_step_s = self._step_s
+            self._step_s = 0.0
+            self._num_masks = 0
         self._check(bool(drafted))
         return is_there
 

@@ -149,7 +149,9 @@ class PhiloxCoins:
     __slots__ = ("_position", "_round", "_seed")
 
     def __init__(self, seed: int, position: int, round: int) -> None:
-        self._seed, self._position, self._round = seed, position, round & _MASK
+        self._seed = seed
+        self._position = position
+        self._round = round & _MASK
 
     def ahead(self, filters: tuple[float, int, float, float, int], shares_noise: bool) -> Draw:
         """Return the settings by which a model draws a chain by itself.
@@ -256,7 +258,8 @@ class WatchedCoins:
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
         """Return the decision of the coins, and record the toss."""
-        is_accepted, is_tossed = self._coins.accept(prob, depth, lane), 0 < prob < 1
+        is_accepted = self._coins.accept(prob, depth, lane)
+        is_tossed = 0 < prob < 1
         coin = self._coins.coin(depth, lane) if is_tossed and isinstance(self._coins, PhiloxCoins) else None
         self.tosses.append(Toss(depth, lane, min(1.0, prob), coin, is_accepted))
         return is_accepted

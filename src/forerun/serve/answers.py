@@ -107,7 +107,10 @@ class AnswerFile:
 
         Returns the custom_ids of requests that have changed since they were answered.
         """
-        self.finished, self.refused, self.num_unmarked, self._size_bytes = set(), [], 0, 0
+        self.finished = set()
+        self.refused = []
+        self.num_unmarked = 0
+        self._size_bytes = 0
         changed = list[str]()
         for number, line in enumerate(self._lines(), 1):
             if not line.endswith(b"\n"):
@@ -185,7 +188,8 @@ class AnswerFile:
 
     def _take(self, number: int, line: bytes, asked: Collection[str]) -> dict[str, Any]:
         """Check and count one line of an earlier run, and return its answer."""
-        another, where = "name the output file of this input, or a new one", f"line {number} of {str(self.path)!r}"
+        another = "name the output file of this input, or a new one"
+        where = f"line {number} of {str(self.path)!r}"
         try:
             answer = json.loads(line)
             custom_id = answer["custom_id"]

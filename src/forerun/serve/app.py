@@ -174,7 +174,8 @@ def _add_state(app: FastAPI, services: Services, origins: Origins) -> None:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer an error that Starlette raises, for example for an unknown route or method."""
     assert isinstance(error, HTTPException)
-    path, takes = request.scope["path"], (error.headers or {}).get("Allow", "another method")
+    path = request.scope["path"]
+    takes = (error.headers or {}).get("Allow", "another method")
     hint = {404: _no_route(path, request.app), 405: f"{path} takes {takes}: /openapi.json lists the routes"}
     refused = Refused(hint.get(error.status_code, str(error.detail)), status=error.status_code)
     return _refusing(errors_of(path), refused, request.scope[RECORD]["request_id"], error.headers or {})
@@ -308,7 +309,8 @@ class Door:
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise Refused where the body for a page is too large, or its length unknown. Pages do not check this."""
-        length, limits = headers.get(b"content-length", b""), self._services.limits
+        length = headers.get(b"content-length", b"")
+        limits = self._services.limits
         by_context = max(MOST_PAGE_BYTES, PAGE_BYTES_PER_TOKEN * self._services.first.llm.engine.max_seq_len)
         most = min(by_context, limits.max_body_bytes)
         if scope["method"] == "POST" and not length.isdigit():

@@ -158,7 +158,10 @@ class Aside:
 
     def _end(self) -> int | None:
         """End the process, and return its exit status; None where there was no process."""
-        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        process = self._process
+        pipe = self._pipe
+        self._process = None
+        self._pipe = None
         if pipe is not None:
             pipe.close()
         if process is not None:

@@ -360,7 +360,8 @@ def _prediction(given: Mapping[str, Any]) -> str:
 
 def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> Refused:
     """Return the Refused for an error of SamplingParams, with the field's name as the body has it."""
-    message, name = str(error).replace(", or None", ", or null"), error.option
+    message = str(error).replace(", or None", ", or null")
+    name = error.option
     if name is None:
         return Refused(message)
     for other, ours in {**names, "top_logprobs": "logprobs"}.items():
@@ -482,7 +483,8 @@ def report_of(outputs: Seq[RequestOutput]) -> dict[str, Any]:
         return sums[above] / sums[below] if sums[below] else None
 
     scores = {"scores": [o.score for o in outputs]} if any(o.score is not None for o in outputs) else {}
-    first, prices = outputs[0].report, [price for output in outputs for price in output.report.prices]
+    first = outputs[0].report
+    prices = [price for output in outputs for price in output.report.prices]
     return {
         "seed": outputs[0].seed,
         "draft": first.draft,

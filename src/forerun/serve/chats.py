@@ -125,7 +125,9 @@ def _known(message: Message) -> Message:
 
     The role developer becomes system, refusals become texts, and calls of custom tools become calls of functions.
     """
-    made, parts, calls = {**message}, message.get("content"), message.get("tool_calls")
+    made = {**message}
+    parts = message.get("content")
+    calls = message.get("tool_calls")
     if made["role"] == "developer":
         made["role"] = "system"  # templates know the older name alone, and would drop the message silently
     if parts == []:

@@ -60,7 +60,9 @@ class Generation:
     """
 
     def __init__(self, news: News, requests: Seq[Request], *, is_streamed: bool) -> None:
-        self.requests, self._news, self._is_streamed = list(requests), news, is_streamed
+        self.requests = list(requests)
+        self._news = news
+        self._is_streamed = is_streamed
         self.has_news = asyncio.Event()
         self.error: ForerunError | None = None
         self._place = {request: i for i, request in enumerate(self.requests)}

@@ -24,7 +24,9 @@ class Arriving:
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
-        self._most, self._most_bytes, self._bytes = most, most_bytes, dict[asyncio.Timeout, int]()
+        self._most = most
+        self._most_bytes = most_bytes
+        self._bytes = dict[asyncio.Timeout, int]()
         self.num_bytes = 0
 
     @property

@@ -109,7 +109,9 @@ def prompt_logprobs(
     """
     known = [position for position in positions if position is not None]
     rest = CompletionLogprobs(ids[0], tokenizer).piece(known)
-    reader, offsets, num_read = Detokenizer(tokenizer, (), skip_special_ids=()), list[int](), 0
+    reader = Detokenizer(tokenizer, (), skip_special_ids=())
+    offsets = list[int]()
+    num_read = 0
     inner = tokenizer.inner(ids)
     for place, token in enumerate(ids):
         offsets.append(min(num_read, num_chars))

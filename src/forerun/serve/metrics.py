@@ -33,7 +33,9 @@ class Families:
     """
 
     def __init__(self, prefix: str = "forerun") -> None:
-        self._prefix, self._registry, self._made = prefix, CollectorRegistry(), dict[str, Any]()
+        self._prefix = prefix
+        self._registry = CollectorRegistry()
+        self._made = dict[str, Any]()
 
     def get(self, kind: type[Any], name: str, text: str, labels: Seq[str], **more: Any) -> Any:
         """Return the metric with this name. kind: its class in prometheus_client."""
@@ -54,7 +56,9 @@ class Metrics:
     """
 
     def __init__(self, llm: LLM, model: str, families: Families | None = None) -> None:
-        self._llm, self._model, self._families = llm, model, families or Families()
+        self._llm = llm
+        self._model = model
+        self._families = families or Families()
         self._make_gauges()
         self._prompt_tokens = self._counter("prompt_tokens", "prompt tokens, those found in the cache included")
         self._generated = self._counter("generation_tokens", "tokens that were generated")

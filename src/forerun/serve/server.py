@@ -228,7 +228,8 @@ def _say_where(services: Services, listening: socket.socket, pages: Pages) -> No
 
 def _uvicorn_config(services: Services, options: ServerOptions, pages: Mapping[str, ASGIApp]) -> uvicorn.Config:
     class Protocol(PatientProtocol):
-        headers_s, stall_s = options.limits.body_timeout_s, options.limits.stall_timeout_s + STALL_MARGIN_S
+        headers_s = options.limits.body_timeout_s
+        stall_s = options.limits.stall_timeout_s + STALL_MARGIN_S
 
     return uvicorn.Config(
         make_app(services, api_key=options.api_key, pages=pages, origins=origins_of(options)),

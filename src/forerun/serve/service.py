@@ -55,7 +55,8 @@ class Service:
         metrics: Metrics | None = None,
     ) -> None:
         self.llm, self.names, self.name = llm, tuple(names), names[0]
-        self.defaults, self.ignore_unsupported = defaults or {}, ignore_unsupported
+        self.defaults = defaults or {}
+        self.ignore_unsupported = ignore_unsupported
         batch = llm.config.max_batch_size
         self.gate = Gate(batch + max_queue, batch)
         self.metrics = metrics or Metrics(llm, self.name)
@@ -138,11 +139,9 @@ class Services:
     """
 
     def __init__(self, services: Seq[Service], *, limits: Limits | None = None, logs_texts: bool = False) -> None:
-        self.all, self.first, self.names = (
-            tuple(services),
-            services[0],
-            [name for service in services for name in service.names],
-        )
+        self.all = tuple(services)
+        self.first = services[0]
+        self.names = [name for service in services for name in service.names]
         self._by_name = {name: service for service in services for name in service.names}
         self.limits, self.logs_texts = limits or Limits(), logs_texts
         self.started_s, self.kept = int(time.time()), Kept()

@@ -89,7 +89,8 @@ class Library:
     """A reader of a server's bodies. Each body is read by the Texts of the model that it names; see `_of`."""
 
     def __init__(self, texts: Seq[Texts]) -> None:
-        self._first, self._by_name = texts[0], {name: reader for reader in texts for name in reader.options.names}
+        self._first = texts[0]
+        self._by_name = {name: reader for reader in texts for name in reader.options.names}
         self._routes = with_bodies()
 
     def work(self, url: str, body: bytes) -> tuple[Job, list[list[int]]] | AsJson:
@@ -309,7 +310,8 @@ class Texts:
         The texts are not tokenized for this, because megabytes of text take seconds. Each message, and each part of a
         message, takes at least one token.
         """
-        most, contents = self.options.max_seq_len, [m.get("content") for m in job.messages or ()]
+        most = self.options.max_seq_len
+        contents = [m.get("content") for m in job.messages or ()]
         num_parts = sum(len(content) if isinstance(content, list) else 1 for content in contents)
         if num_parts > most:
             raise PromptTooLong(
@@ -360,7 +362,9 @@ def templated(job: Job, template: Callable[[], ChatTemplate], *, ignore_unsuppor
     if not job.messages:
         return job
     reads, answer_marks = template().reads, template().answer_marks
-    ignored, variables, tools = list(job.ignored), dict(job.variables), job.tools
+    ignored = list(job.ignored)
+    variables = dict(job.variables)
+    tools = job.tools
     unread = (THINKING & variables.keys()) - reads  # many clients ask every model to think, or not to
     ignored += [f"chat_template_kwargs.{name}" for name in sorted(unread) if variables[name] is not False]
     variables = {name: value for name, value in variables.items() if name not in unread}

@@ -185,7 +185,8 @@ def steady(policy: pacing.Pacing) -> pacing.Pacing:
     def told(report: StepReport) -> None:
         seconds = {name: 1e-4 * (1 + step.num_nodes) for name, step in report.drafts.items()}
         drafts = {name: replace(step, seconds=seconds[name], catchup_s=0.0) for name, step in report.drafts.items()}
-        steps_s, score_s = sum(seconds.values()), 1e-3 * (4 + report.num_rows)
+        steps_s = sum(seconds.values())
+        score_s = 1e-3 * (4 + report.num_rows)
         observe(replace(report, draft_s=steps_s, drafts=drafts, score_s=score_s, judge_s=1e-4, commit_s=1e-4))
 
     policy.observe = told  # type: ignore[method-assign]

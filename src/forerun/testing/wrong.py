@@ -130,8 +130,11 @@ def _soft_greedy() -> AbstractContextManager[None]:
             return right_rule(draft, b, rows, coins, *rest)
         path, tests = list[int](), list[AcceptanceTest]()
         for depth, node in enumerate(draft.nodes(b)):
-            token, p, q = draft.tokens[node], rows[depth].soft, draft.probs[node].soft or draft.probs[node]
-            target_prob, draft_prob = (0.0 if p is None else p.at(token)), q.at(token)
+            token = draft.tokens[node]
+            p = rows[depth].soft
+            q = draft.probs[node].soft or draft.probs[node]
+            target_prob = 0.0 if p is None else p.at(token)
+            draft_prob = q.at(token)
             is_accepted = coins.accept(target_prob / draft_prob if draft_prob > 0 else 0.0, depth)
             tests.append(AcceptanceTest(node, target_prob, draft_prob, is_accepted))
             if not is_accepted:
@@ -196,7 +199,9 @@ def cache_errors(case: Case) -> int:
     """
     engine = engines.engine_for(case, lambda seq: PhiloxCoins(seq.seed, len(seq.tokens), seq.round))
     params = dataclasses.replace(case.params, seed=3, acceptance="ratio", max_tokens=NUM_CACHE_TOKENS)
-    request, drafter, errors = engine.add(case.prompt, params), engine.drafter.first, 0
+    request = engine.add(case.prompt, params)
+    drafter = engine.drafter.first
+    errors = 0
     while request.seq.finish_reason is None:
         engine.step()
         for runner in filter(None, (engine.runner, drafter.runner)):

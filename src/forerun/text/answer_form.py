@@ -101,7 +101,8 @@ class AnswerForm:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise BadOption(f"the schema of a tool or of the answer cannot be read ({error}): mend it") from error
-        thought, limit = self._thinks(self.begun(tail_of(tokenizer, prompt_ids))), self.max_thinking_tokens
+        thought = self._thinks(self.begun(tail_of(tokenizer, prompt_ids)))
+        limit = self.max_thinking_tokens
         if rest is None and (limit is None or thought is None):
             return params
         grammar: str | Thinking
@@ -265,7 +266,9 @@ class AnswerForm:
             if num_read == len(scan.rest) and not scan.is_closed:
                 yield None
             ahead.rest += scan.rest[num_read:]
-            num_read, ahead.is_closed, ahead.is_cut = len(scan.rest), scan.is_closed, scan.is_cut
+            num_read = len(scan.rest)
+            ahead.is_closed = scan.is_closed
+            ahead.is_cut = scan.is_cut
         return True
 
 

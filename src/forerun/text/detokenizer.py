@@ -156,7 +156,8 @@ class Detokenizer:
             self._held = ""
             return text[:start]
         keep = _open_tail(text, self._stops)
-        self._held, self._num_free_chars = text[len(text) - keep :], max(0, free - (len(text) - keep))
+        self._held = text[len(text) - keep :]
+        self._num_free_chars = max(0, free - (len(text) - keep))
         return text[: len(text) - keep]
 
 

@@ -161,7 +161,11 @@ class Scanner:
     """
 
     def __init__(self, hidden: Seq[str] = ()) -> None:
-        self.rest, self.log, self._hidden, self.is_closed, self.is_cut = "", "", tuple(hidden), False, False
+        self.rest = ""
+        self.log = ""
+        self._hidden = tuple(hidden)
+        self.is_closed = False
+        self.is_cut = False
 
     @property
     def is_over(self) -> bool:

@@ -193,7 +193,8 @@ class Parser:
         the mark.
         """
         if isinstance(piece, Text | Reasoning):
-            is_text, begin = isinstance(piece, Text), self.num_sure - len(piece.text)
+            is_text = isinstance(piece, Text)
+            begin = self.num_sure - len(piece.text)
             if (num_earlier := self._run.start - begin) > 0:
                 self._spans.append(_Span(self._before.stop - num_earlier, self._before.stop, is_text))
             self._spans.append(_Span(max(begin, self._run.start), self.num_sure, is_text))

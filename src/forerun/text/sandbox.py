@@ -271,7 +271,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.weighed(value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        budget, owner = __self.budget, getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        budget = __self.budget
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         budget.step(limits.numbers([*args, *kwargs.values()]) if isinstance(owner, str | int | float) else 0)
         if isinstance(owner, str):
             args = tuple(map(_listed, args))

@@ -158,7 +158,8 @@ class Tokenizer:
         None where the bytes are unknown. They are known for byte-level tokens, and for tokens in which ▁ stands for a
         blank. Other decoders may turn a token into a text that depends on the tokens beside it.
         """
-        spelling, added = self.spelling, self._backend.get_added_tokens_decoder()
+        spelling = self.spelling
+        added = self._backend.get_added_tokens_decoder()
         if "ByteLevel" not in spelling and "▁" not in spelling:
             return None
         by_id = [b""] * self.num_ids

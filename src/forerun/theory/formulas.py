@@ -220,7 +220,9 @@ def chain_tokens(ratios: Seq[float]) -> ChainTokens:
     kept = share = product = 1.0
     by_ratio = by_block = bound = 1.0
     for r in ratios:
-        kept, share, product = kept * min(1.0, r), min(1.0, share * r), product * r
+        kept *= min(1.0, r)
+        share = min(1.0, share * r)
+        product *= r
         by_ratio, by_block, bound = by_ratio + kept, by_block + share, bound + min(1.0, product)
     return ChainTokens(by_ratio, by_block, bound)
 

@@ -51,7 +51,9 @@ def chi_square_tail(value: float, num_free: int) -> float:
     # The terms are added as exponentials of their logarithms: the first term underflows where later terms count.
     half = value / 2
     if num_free % 2:
-        total, log_term, k = math.erfc(math.sqrt(half)), math.log(half) / 2 - half - math.lgamma(1.5), 1.5
+        total = math.erfc(math.sqrt(half))
+        log_term = math.log(half) / 2 - half - math.lgamma(1.5)
+        k = 1.5
     else:
         total, log_term, k = 0.0, -half, 1.0
     while k <= num_free / 2:

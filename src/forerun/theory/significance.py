@@ -75,7 +75,8 @@ def independence_test(table: npt.ArrayLike) -> Fit:
     """
     counts = np.asarray(table, dtype=np.float64)
     counts = counts[counts.sum(axis=1) > 0][:, counts.sum(axis=0) > 0]
-    num, free = int(counts.sum()), (counts.shape[0] - 1) * (counts.shape[1] - 1)
+    num = int(counts.sum())
+    free = (counts.shape[0] - 1) * (counts.shape[1] - 1)
     if free < 1:
         return Fit(0.0, 0, 1.0, num)
     wanted = counts.sum(axis=1, keepdims=True) * counts.sum(axis=0, keepdims=True) / num
@@ -136,7 +137,8 @@ def _noncentral_tail(value: float, num_free: int, noncentral: float) -> float:
     It is a Poisson mixture of central tails. Each tail has two more degrees of freedom than the tail before.
     """
     half, mean = value / 2, noncentral / 2
-    tail, log_term = chi_square_tail(value, num_free), num_free / 2 * math.log(half) - half
+    tail = chi_square_tail(value, num_free)
+    log_term = num_free / 2 * math.log(half) - half
     log_term -= math.lgamma(num_free / 2 + 1)
     total, log_weight, j = 0.0, -mean, 0
     while j < mean or log_weight > -50:

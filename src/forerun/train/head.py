@@ -49,7 +49,8 @@ class HeadTask:
     masses: dict[int, Tensor] = field(default_factory=dict, init=False)  # of the held-out batches
 
     def __post_init__(self) -> None:
-        self.weights, self.rates = self.head.weights, getattr(self.head, "rates", {})
+        self.weights = self.head.weights
+        self.rates = getattr(self.head, "rates", {})
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -116,7 +116,8 @@ class LanguageModel:
             hidden = run_windows(self.model, windows[:, :-1])
         unevenness = sum(self.ops.imbalances)
         needs_target = self.earlier or self.config.loss != "ce"
-        target, next_tokens = self._logits(self.teacher, windows) if needs_target else None, windows[:, 1:].reshape(-1)
+        target = self._logits(self.teacher, windows) if needs_target else None
+        next_tokens = windows[:, 1:].reshape(-1)
         if self.earlier and target is not None:
             missed = ~self._covered(windows, target)
             hidden, target, next_tokens = hidden[missed], target[missed], next_tokens[missed]
@@ -202,7 +203,8 @@ def text_data(config: TrainConfig, end_ids: frozenset[int]) -> Data:
     """
     trains_tokenizer = config.teacher is None and config.tokenizer is None
     corpus = load_corpus(config.text) if config.reads_text or trains_tokenizer else None
-    tokenizer, folder = make_tokenizer(config, corpus), config.out / "tokenizer"
+    tokenizer = make_tokenizer(config, corpus)
+    folder = config.out / "tokenizer"
     end = end_of_text(tokenizer, end_ids)
     if corpus is not None and config.reads_text:
         held_out = batches.encode_documents(corpus.validation, tokenizer, end)

@@ -44,7 +44,8 @@ def drawn_weights(
     softplus(dt_bias) is log-uniform, and a convolution over n inputs is uniform between -1 / sqrt(n) and 1 / sqrt(n).
     All weights are drawn on the CPU, so that a seed gives the same model on every device.
     """
-    generator, offset = torch.Generator().manual_seed(seed), 0.0 if spec.final_norm is None else spec.final_norm.offset
+    generator = torch.Generator().manual_seed(seed)
+    offset = 0.0 if spec.final_norm is None else spec.final_norm.offset
     weights = {}
     for name, size in weight_shapes(spec).items():
         module = name.split(".")[-2]

@@ -40,7 +40,10 @@ class Narrowing:
     """
 
     def __init__(self, decoder: Spec, last: Mapping[str, Tensor], at: str, read: int) -> None:
-        self._block, self._last, self._at, self._read = TrainedBlock(decoder, last, at), last, f"{at}mlp.", read
+        self._block = TrainedBlock(decoder, last, at)
+        self._last = last
+        self._at = f"{at}mlp."
+        self._read = read
         width = last[self._at + DOWN].shape[1]
         self._squares = torch.zeros(width, width)
 
@@ -56,7 +59,8 @@ class Narrowing:
         down = self._last[self._at + DOWN]
         added = self._squares.diagonal() * down.pow(2).sum(0)
         kept = added.argsort(descending=True, stable=True)[:size].sort().values
-        squares, products = self._squares[kept][:, kept], self._squares[kept] @ down.T
+        squares = self._squares[kept][:, kept]
+        products = self._squares[kept] @ down.T
         ridge = RIDGE * squares.diagonal().mean() * torch.eye(len(kept))
         names = [self._at + name for name in UP if self._at + name in self._last]
         return {name: self._last[name][kept] for name in names} | {

@@ -104,7 +104,8 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
     scores, queries = q @ k.transpose(-1, -2) * between, q * from_start
-    added, share = (k * to_end).transpose(-1, -2), sums[..., -1].exp()[..., None, None]
+    added = (k * to_end).transpose(-1, -2)
+    share = sums[..., -1].exp()[..., None, None]
     state, outs = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]), list[Tensor]()
     for i in range(q.shape[2]):
         new = values[:, :, i] - keys[:, :, i] @ state

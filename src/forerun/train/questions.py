@@ -66,7 +66,9 @@ def _listed(text: str, path: Path) -> list[Any]:
         whole = json.loads(text)
         return whole if isinstance(whole, list) else [whole]
     except ValueError:
-        decoder, entries, at = json.JSONDecoder(), list[Any](), text.find("[") + 1
+        decoder = json.JSONDecoder()
+        entries = list[Any]()
+        at = text.find("[") + 1
         while at := BETWEEN.match(text, at).end():  # type: ignore[union-attr]
             try:
                 entry, at = decoder.raw_decode(text, at)

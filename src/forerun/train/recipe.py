@@ -180,7 +180,8 @@ def _sample(
 
         def look(now: Progress) -> None:
             nonlocal num_tokens
-            num_tokens, sampled_s = now.num_tokens, state.sampled_s + clock() - begun
+            num_tokens = now.num_tokens
+            sampled_s = state.sampled_s + clock() - begun
             replace(state, sampled_s=sampled_s).save(config.out)
             note = f"{num_tokens:,} tokens, {now.tokens_per_s:,.0f} per second"
             progress.update(row, completed=round(sampled_s), note=note)

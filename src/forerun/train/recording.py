@@ -25,7 +25,9 @@ class Recorder(Drafter):
     draws = "point"
 
     def __init__(self, target: Target, layers: Seq[int]) -> None:
-        self._model, self._layers, self.hidden_layers = target.model, layers, tuple(sorted(set(layers)))
+        self._model = target.model
+        self._layers = layers
+        self.hidden_layers = tuple(sorted(set(layers)))
         self._parts: dict[int, list[Features]] = {}
 
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:

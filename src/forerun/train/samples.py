@@ -76,7 +76,10 @@ class SampleWriter:
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        self.path, self.num_tokens, self.num_samples, self.next_number = path, 0, 0, 0
+        self.path = path
+        self.num_tokens = 0
+        self.num_samples = 0
+        self.next_number = 0
         self._keys: set[bytes] = set()
         self._width = 2 if options["num_ids"] <= 1 << 16 else 4
         path.parent.mkdir(parents=True, exist_ok=True)

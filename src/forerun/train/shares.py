@@ -62,7 +62,9 @@ def measure(
     the probability that the child of this rank, drawn without replacement, is the accepted child (recursive rejection).
     The positions are places in the texts (ids), which are cut at `longest` ids.
     """
-    rng, shares, num = np.random.default_rng(seed), np.zeros((2, num_ranks)), 0
+    rng = np.random.default_rng(seed)
+    shares = np.zeros((2, num_ranks))
+    num = 0
     runners = [_runner(checkpoint, longest) for checkpoint in (target, draft)]
     for ids in texts:
         p_rows, q_rows = (_logits(runner, ids[:longest]) for runner in runners)

@@ -261,7 +261,8 @@ class Writer:
                 plan, ids = planned[number], request.seq.tokens
                 end = looped(ids, request.seq.num_prompt_tokens)
                 features = None if recording is None else recording.take(request.seq.id, len(ids[:end]))
-                ids, has_ended = ids[:end], end is None and request.seq.finish_reason == "stop"
+                ids = ids[:end]
+                has_ended = end is None and request.seq.finish_reason == "stop"
                 if self._asks(plan) and number not in answers and has_ended:
                     answers[number] = len(ids) - 1 + len(self.frame.after)
                     start(number, [*ids[:-1], *self.frame.after], self._answer(plan))

@@ -76,7 +76,8 @@ class Stop:
 
     def takes(self, confidence: float) -> bool:
         """Return whether a token is worth drafting, and if so add it. Only for tokens drafted as point masses."""
-        depth, survival = len(self.confidences), self._survival * self.share_of(confidence)
+        depth = len(self.confidences)
+        survival = self._survival * self.share_of(confidence)
         if depth >= len(self.worth) or survival < self.worth[depth]:
             return False
         self.confidences.append(confidence)

@@ -135,7 +135,11 @@ class Search:
 
     def __init__(self, rules: Rules, tree: Hypotheses, end_ids: Collection[int], ends: Ends | None = None) -> None:
         self.rules, self.tree, self.end_ids = rules, tree, end_ids
-        self.tips, self.scores, self.length, self.is_over, self.pool = [-1], [0.0], 0, False, Pool(rules)
+        self.tips = [-1]
+        self.scores = [0.0]
+        self.length = 0
+        self.is_over = False
+        self.pool = Pool(rules)
         self._ends = ends
 
     def replayed(self, scored: Callable[[int], Next | None]) -> tuple[Search, int]:

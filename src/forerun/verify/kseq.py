@@ -45,7 +45,8 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
     tests: list[AcceptanceTest] = []
     at, first = [-1], draft.node_starts[b]  # at: the last node of the path, with its equal siblings
     while True:
-        siblings, p = children_of(draft, b, at), target_probs[path[-1] - first + 1 if path else 0]
+        siblings = children_of(draft, b, at)
+        p = target_probs[path[-1] - first + 1 if path else 0]
         accepted, p = _try(draft, siblings, p, coins, len(path), tests)
         if accepted is None:
             return path, coins.draw(p, len(path)), tests

@@ -45,7 +45,8 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
         """Judge the subtree of a node. Returns None where no node of it is accepted. The root is -1, at depth 0."""
         if share == 0:
             return None
-        p, removed = target_probs[node - first + 1 if node >= 0 else 0], list[AcceptanceTest]()
+        p = target_probs[node - first + 1 if node >= 0 else 0]
+        removed = list[AcceptanceTest]()
         for child in children_of(draft, b, [node]):
             token, q = draft.tokens[child], draft.probs[child]
             target_prob, draft_prob = p.at(token), q.at(token)

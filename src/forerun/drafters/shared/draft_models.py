@@ -43,7 +43,8 @@ def _short_vocabulary(draft: ModelConfig, target: ModelConfig, num_ids: int) -> 
     """
     if not isinstance(draft, Spec) or not isinstance(target, Spec):
         return None
-    head, tables = num_ids * draft.hidden_size, 0 if draft.tied else draft.vocab_size * draft.hidden_size
+    head = num_ids * draft.hidden_size
+    tables = 0 if draft.tied else draft.vocab_size * draft.hidden_size
     return ShortVocabulary(num_ids, head / (draft.num_weights - tables), draft.num_weights / target.num_weights)
 
 
@@ -98,7 +99,8 @@ def loaded(method: str, options: Loads, target: Target) -> Checkpoint:
                 f"({target.loaded_draft.quantization}): load it that way instead"
             )
         return target.loaded_draft
-    name, model = options.path or target.opened.shipped_draft, target.model
+    name = options.path or target.opened.shipped_draft
+    model = target.model
     if name is None:
         raise BadOption(needs_a_model(method))
     load = partial(

@@ -150,12 +150,14 @@ class FedModel(SearchingDrafter):
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
             return seqs, num_tokens
-        num_blocks, run = Space(self.runner.cache).num_blocks, dict[int, int]()
+        num_blocks = Space(self.runner.cache).num_blocks
+        run = dict[int, int]()
         for seq in seqs:
             num, missing = sources.num_unrun(seq.id), sources.missing_blocks(seq.id)
             if num and missing <= num_blocks and (num <= num_tokens or (num_tokens > 0 and not run)):
                 run[seq.id] = num
-                num_tokens, num_blocks = max(0, num_tokens - num), num_blocks - missing
+                num_tokens = max(0, num_tokens - num)
+                num_blocks -= missing
         if run:
             started = self.clock()
             sources.run(list(run))

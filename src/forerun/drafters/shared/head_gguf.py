@@ -111,7 +111,8 @@ def unpacked(path: str, method: str) -> str:
     if kind is None or kind.method != method:
         reads = f"name it as {kind.method}:path=FILE" if kind else f"name one of {', '.join(KINDS)}"
         raise BadOption(f"{shown(path)} has general.architecture={shown(name)}, which {method} does not read: {reads}")
-    place, changed_ns = Path(path).resolve(), Path(path).stat().st_mtime_ns
+    place = Path(path).resolve()
+    changed_ns = Path(path).stat().st_mtime_ns
     of_place, of_content = _digest(place), _digest(f"{VERSION} {header.digest} {changed_ns}")
 
     def write(folder: Path) -> None:

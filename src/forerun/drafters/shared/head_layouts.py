@@ -209,7 +209,8 @@ def eagle_config(head: Published, num_layers: int | None = None) -> EagleConfig:
     UnsupportedModel for settings that would be computed wrongly.
     """
     _check_switches(head)
-    settings, has_bias = head.own, any(name.endswith("self_attn.q_proj.bias") for name in head.shapes)
+    settings = head.own
+    has_bias = any(name.endswith("self_attn.q_proj.bias") for name in head.shapes)
     decoder = _head_spec(read_config(head.decoder), has_bias, is_first=head.kind == EAGLE_1)
     layers = () if num_layers is None else eagle_layers(head, num_layers)
     if head.kind == EAGLE_1:
@@ -248,7 +249,8 @@ def read_eagle(head: Published, config: EagleConfig, target: Target) -> tuple[Ea
     The configuration is for these ids alone. Raises BadOption for a head of another target, UnsupportedModel for
     tensors that do not fit.
     """
-    num_vocab, width = size(head.decoder, "vocab_size"), target.model.config.hidden_size
+    num_vocab = size(head.decoder, "vocab_size")
+    width = target.model.config.hidden_size
     _check_vocabulary(head, num_vocab, target)
     must, may = _eagle_shapes(head, config, num_vocab, width)
     names = {ours: _published_name(head, ours) for ours in (*must, *may)}

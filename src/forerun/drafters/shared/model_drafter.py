@@ -34,7 +34,9 @@ class ModelDrafter(BranchingModel):
         if not budget.stops_early and (draws := self._draws(feeds, coins)) is not None:
             return self._run_ahead(feeds, limits, budget, draws)
         reads_logits = budget.reads_logits or bool(budget.stops)
-        chains, rows, depth = [Chain() for _ in seqs], self._feed(feeds, reads_logits=reads_logits), 0
+        chains = [Chain() for _ in seqs]
+        rows = self._feed(feeds, reads_logits=reads_logits)
+        depth = 0
         for seq, tokens in feeds.values():
             self.commit(seq, tokens)
         while rows:
@@ -54,7 +56,8 @@ class ModelDrafter(BranchingModel):
         The tokens are the last drafted token and the tokens that the grammar forces after it. If the forced tokens fill
         the limit, are too many for one pass, or are not worth their rows, no token is drawn any more.
         """
-        last, most = chain.tokens[-1], budget.limits[b] if budget.limits else 0
+        last = chain.tokens[-1]
+        most = budget.limits[b] if budget.limits else 0
         if most:
             run = self.forced(seq, chain.tokens)
             num_own, num_nodes = len(chain.tokens) - len(chain.forced), len(chain.tokens) + len(run)

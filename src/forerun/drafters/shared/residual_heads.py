@@ -35,7 +35,9 @@ class ResidualHead:
         weights: the weights of the features and of the LM head, by the names in a spec, and the weights of block i, by
         the names "{i}.weight" and perhaps "{i}.bias". A head without an LM head uses the LM head of the head `beside`.
         """
-        width, blocks, named = target.config.hidden_size, list[Block](), dict(weights)
+        width = target.config.hidden_size
+        blocks = list[Block]()
+        named = dict(weights)
         while f"{(i := len(blocks))}.weight" in weights:
             has_bias = f"{i}.bias" in weights
             for end in ("weight", "bias") if has_bias else ("weight",):

@@ -54,7 +54,9 @@ class ShortVocabulary:
 
     def best(self) -> int:
         """Return how many ids to draft, for the most expected tokens in the time of one target pass."""
-        total, covered, choices = sum(self.counts), 0.0, [(0.0, self.num_ids)]
+        total = sum(self.counts)
+        covered = 0.0
+        choices = [(0.0, self.num_ids)]
         for size, count in zip((*SIZES, self.num_ids), self.counts, strict=True):
             covered += count
             cost = self.pass_cost * (1 - self.head_share * (1 - size / self.num_ids))

@@ -55,7 +55,8 @@ def read(raw: Raw) -> Spec:
     both = [replace(attention, window=w, rope=ropes[LAYER_KINDS[w is not None]]) for w in windows]
     mlp = Mlp(size(c, "intermediate_size"), "gelu_tanh")
     blocks = tuple(Block(norm, a, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm) for a in both)
-    scale, cap = math.sqrt(size(c, "hidden_size")), number(c, CAP) if CAP in c else None
+    scale = math.sqrt(size(c, "hidden_size"))
+    cap = number(c, CAP) if CAP in c else None
     return configs.spec_of(c, "gemma3_text", blocks, norm, embed_scale=scale, logit_softcap=cap)
 
 

@@ -23,7 +23,8 @@ from forerun.models.naming import EXPERT_GATE_UP, EXPERTS, INNER, OUTER, ROPE_FR
 FULL, LOCAL = LAYER_KINDS
 NEVER = 1e29  # a larger factor of rotary frequencies means that the pair is not rotated
 CAP, SHARES = "final_logit_softcapping", "num_kv_shared_layers"
-INPUT, GLOBAL = "hidden_size_per_layer_input", ("global_head_dim", "num_global_key_value_heads")
+INPUT = "hidden_size_per_layer_input"
+GLOBAL = ("global_head_dim", "num_global_key_value_heads")
 OWN_KEYS = {"hidden_activation", "attention_bias", "sliding_window", CAP, SHARES, INPUT, *GLOBAL,
             "vocab_size_per_layer_input", "use_bidirectional_attention", "attention_k_eq_v", "enable_moe_block",
             "use_double_wide_mlp", "num_experts", "top_k_experts", "moe_intermediate_size",

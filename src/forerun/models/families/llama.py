@@ -28,7 +28,8 @@ def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
-    defaults, honoured = {"max_position_embeddings": 2048}, {"attention_bias", "mlp_bias"}
+    defaults = {"max_position_embeddings": 2048}
+    honoured = {"attention_bias", "mlp_bias"}
     return plain_spec(raw, honoured=honoured, defaults=defaults, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 

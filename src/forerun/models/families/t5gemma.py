@@ -95,7 +95,8 @@ def _attentions(c: Filled, sees: Any) -> list[Attention]:
     In the encoder, a row attends to `sliding_window` rows on either side and to itself. The window of Attention counts
     the row itself, so it is larger by 1.
     """
-    bias, window = flag(c, "attention_bias"), size(c, "sliding_window") + (sees == "all")
+    bias = flag(c, "attention_bias")
+    window = size(c, "sliding_window") + (sees == "all")
     attention = Attention(
         *configs.head_sizes(c),
         scale=number(c, "query_pre_attn_scalar") ** -0.5,

@@ -205,7 +205,8 @@ def _llama3(factors: NDArray[np.float32], raw: Mapping[str, Any]) -> dict[str, A
     pi - low) / (high - low), and L is the original context length. The factors determine only the ratios of L, low and
     high, so low is taken as 1, as in all published models.
     """
-    theta, head_dim = number({"rope_theta": 10000.0, **raw}, "rope_theta"), raw["head_dim"]
+    theta = number({"rope_theta": 10000.0, **raw}, "rope_theta")
+    head_dim = raw["head_dim"]
     if len(factors) * 2 != head_dim or not np.isfinite(factors).all() or factors.min() != 1:
         return None
     if factors.max() > RANGES["factor"][1]:

@@ -31,7 +31,10 @@ from forerun.text.files import unreadable
 OF_IDS = frozenset({"d2t"})  # tensors of ids, not weights, in drafters' heads
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # bytes, where general.alignment does not say otherwise
-MOST_ENTRIES, MOST_ITEMS, MOST_DIMS, MOST_ALIGNMENT = 1 << 16, 1 << 22, 4, 1 << 16
+MOST_ENTRIES = 1 << 16
+MOST_ITEMS = 1 << 22
+MOST_DIMS = 4
+MOST_ALIGNMENT = 1 << 16
 MOST_KEY_BYTES, MOST_STRING_BYTES = 1 << 16, 1 << 26
 CHUNK_BYTES = 1 << 20  # of texts that are read at a time
 STRING, ARRAY = 8, 9

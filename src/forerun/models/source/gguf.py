@@ -133,7 +133,8 @@ class GgufFile:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """Return a quantised tensor as it is stored, with its rows in the order of published checkpoints."""
-        entry, turned = self._header.tensors[name], self._rows_of_a_head(name)
+        entry = self._header.tensors[name]
+        turned = self._rows_of_a_head(name)
         assert entry.type.scheme is not None
         num_out, num_in = entry.shape
         stored = StoredRows(entry.file, entry.type.number, entry.start)
@@ -155,7 +156,8 @@ class GgufFile:
 
     def _rows(self, name: str) -> Iterator[Array]:
         """Yield a tensor's rows in the order of published checkpoints. A quantised row is bytes [blocks, num_bytes]."""
-        entry, turned = self._header.tensors[name], self._rows_of_a_head(name)
+        entry = self._header.tensors[name]
+        turned = self._rows_of_a_head(name)
         is_vector = len(entry.shape) == 1
         num_rows = 1 if is_vector and entry.type.unpack else entry.shape[0]
         row_bytes = entry.num_bytes // num_rows

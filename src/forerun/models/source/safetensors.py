@@ -119,7 +119,8 @@ class SafetensorsFolder:
 
         Raises ValueError for a group that does not exist.
         """
-        groups, usual = self._entries[name].whole().values.astype(np.int64), np.arange(num_in) // group
+        groups = self._entries[name].whole().values.astype(np.int64)
+        usual = np.arange(num_in) // group
         if name.endswith("weight_g_idx") and bool((groups == -1).any()):  # as where no order was found
             return None
         if groups.shape != usual.shape or int(groups.min()) < 0 or int(groups.max()) > int(usual[-1]):

@@ -75,10 +75,8 @@ class NativeSizes:
             schemes, size = self._packed_schemes(name), itemsize(self.cache_dtype_of(name))
             matrices = list(map(allocated_bytes, packed_matrix_bytes(model, self.dtype, schemes)))
             table = sum(_looked_up(model, schemes)) * size
-            num_bytes, plain = (
-                sum(matrices) + table + _vector_bytes(model),
-                weight_bytes(model, self.cache_dtype_of(name)),
-            )
+            num_bytes = sum(matrices) + table + _vector_bytes(model)
+            plain = weight_bytes(model, self.cache_dtype_of(name))
             num = plain // size
             how = f"{num:,} weights x {size} bytes, packed: {(num_bytes - plain) / 1e6:+.2f} MB"
             if schemes:
@@ -90,7 +88,8 @@ class NativeSizes:
                 for shape, scheme in head.matrices
             ]
             others = head.num_looked_up * itemsize(self.dtype) + head.num_floats * FLOAT_BYTES
-            num_bytes, num = sum(map(allocated_bytes, matrices)) + others, head.num_weights
+            num_bytes = sum(map(allocated_bytes, matrices)) + others
+            num = head.num_weights
             how = f"{num:,} weights, packed: {8 * num_bytes / max(1, num):.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
         return parts
@@ -139,7 +138,8 @@ class NativeSizes:
 
     def _buffer_bytes(self, run: Pass) -> int:
         """Return the bytes of the buffers and rotation tables of one model, its encoder included."""
-        encoder, num_bytes = run.model.encoder, self._bytes_of(run, run.model, run.num_rows)
+        encoder = run.model.encoder
+        num_bytes = self._bytes_of(run, run.model, run.num_rows)
         if encoder is None:
             return num_bytes
         rows, shape = max(run.num_rows, run.context), encoder.cache_shape  # at least one source, whatever its length

@@ -109,7 +109,8 @@ class CpuModel:
         self.weight_dtype = head.dtype if lent is None else lent.target.weight_dtype
         self.cache_dtype = self.weight_dtype
         for product, names in groups.items():
-            is_paired, is_wide = product.endswith(".gate_up") and len(names) == 2, product.endswith(blocks.SCORES)
+            is_paired = product.endswith(".gate_up") and len(names) == 2
+            is_wide = product.endswith(blocks.SCORES)
             self.matrices[product] = self._pack(source, names, paired=is_paired, is_wide=is_wide)
         for weight in weights_of_spec:
             if weight.role == "vector" and not weight.product:
@@ -249,7 +250,9 @@ class CpuModel:
         states = self._states(batch, cache)
         hidden = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
         size = (len(tokens), self.config.hidden_size)
-        out, inner, num_experts = np.empty(size, np.float32), {k: np.empty(size, np.float32) for k in taps}, list[int]()
+        out = np.empty(size, np.float32)
+        inner = {k: np.empty(size, np.float32) for k in taps}
+        num_experts = list[int]()
         if tokens:
             num_experts = self._native.forward(
                 tokens,

@@ -133,7 +133,8 @@ class CpuOps(Operators):
         return PackedMatrix(handle, sum(len(p) for p in rows), num_in, dtype, paired, bias=floats)
 
     def _pack_quantised(self, parts: list[QuantisedMatrix], bias: Floats | None, paired: bool) -> PackedMatrix:
-        num_in, num_out = parts[0].shape[1], sum(part.shape[0] for part in parts)
+        num_in = parts[0].shape[1]
+        num_out = sum(part.shape[0] for part in parts)
         sections = sections_of(parts, paired)
         formats = [Format.of([part.scheme for part in section]) for section in sections]
         misfit: int | None = 0

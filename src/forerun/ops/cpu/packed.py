@@ -55,7 +55,8 @@ class PackedMatrix:
         """
         chosen = range(self.num_out) if rows is None else rows
         out = HostTensor.empty((len(chosen), self.num_in), "float32" if self.bits else self.dtype)
-        begin, row_bytes = address(out.values), out.values.itemsize * self.num_in
+        begin = address(out.values)
+        row_bytes = out.values.itemsize * self.num_in
         for place, i in enumerate(chosen):
             if not 0 <= i < self.num_out:
                 raise IndexError(f"there is no row {i} in a matrix of {self.num_out}")

@@ -301,7 +301,8 @@ def _byte(words, KIND: tl.constexpr):
     """Return the float32 number that the highest byte of each word stands for."""
     if KIND == "int8":
         return (words >> 24).to(tl.float32)
-    exponent, mantissa = (words >> 27) & 15, ((words >> 24) & 7).to(tl.float32)
+    exponent = (words >> 27) & 15
+    mantissa = ((words >> 24) & 7).to(tl.float32)
     size = tl.where(exponent == 0, mantissa / 8, 1.0 + mantissa / 8) * tl.exp2(
         tl.maximum(exponent, 1).to(tl.float32) - 7.0
     )

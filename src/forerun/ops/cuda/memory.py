@@ -41,7 +41,8 @@ class CudaSizes(ReferenceSizes):
         """
         parts = []
         for name, model in models.items():
-            num_bytes, num = sum(self._product_bytes(model, self.schemes.get(name, {}))), model.num_weights
+            num_bytes = sum(self._product_bytes(model, self.schemes.get(name, {})))
+            num = model.num_weights
             how = f"{num:,} weights, scales and all {8 * num_bytes / num:.2f} bits each"
             parts.append(MemoryPart(f"{name} weights", num_bytes, how))
         return [*parts, *super().weights({}, beside)]
@@ -73,7 +74,9 @@ class CudaSizes(ReferenceSizes):
         for group in products(known).values():
             group_schemes = [schemes.get(weight.name) for weight in group]
             grouped.update(weight.name for weight in group)
-            first, num_out, num_in = group_schemes[0], sum(weight.shape[0] for weight in group), group[0].shape[-1]
+            first = group_schemes[0]
+            num_out = sum(weight.shape[0] for weight in group)
+            num_in = group[0].shape[-1]
             if first is None or len(set(group_schemes)) > 1 or not packs(first) or len(group[0].shape) != 2:
                 yield sum(math.prod(weight.shape) for weight in group) * itemsize(self.dtype)
             else:
@@ -100,7 +103,8 @@ class CudaSizes(ReferenceSizes):
             yield num_out, Tiles.of(num_out, num_in, itemsize(self.dtype)).splits
         # A row is multiplied by all experts that it chooses at once.
         for e in {block.experts for block in model.blocks if block.experts is not None}:
-            inner, hidden = e.mlp.size * (2 if e.mlp.gated else 1), model.hidden_size
+            inner = e.mlp.size * (2 if e.mlp.gated else 1)
+            hidden = model.hidden_size
             for num_out, num_in in ((inner, hidden), (hidden, e.mlp.size)):
                 yield e.chosen * num_out, Tiles.of(num_out, num_in, itemsize(self.dtype), e.chosen).splits
 
@@ -122,7 +126,8 @@ class CudaSizes(ReferenceSizes):
 @cache
 def tile_bytes(scheme: Scheme, num_in: int) -> int:
     """Return the bytes of a tile of packed outputs, found by packing one tile."""
-    groups, supers = num_in // scheme.group, num_in // scheme.super_group if scheme.super_group else 0
+    groups = num_in // scheme.group
+    supers = num_in // scheme.super_group if scheme.super_group else 0
     is_zero = scheme.offset == "zero"
 
     def codes(columns: int) -> npt.NDArray[np.uint8]:

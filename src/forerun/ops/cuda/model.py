@@ -79,7 +79,8 @@ class _FusedBlock:
         self.at_sum, self.scale = spec.norm_at == "sum", spec.branch_scale
         self.qkv = _whole(attention._products[0][1])
         self.o = attention.o.parts[0]
-        self.mlp, self.experts = block.mlp, cast("CudaExperts | None", block.experts)
+        self.mlp = block.mlp
+        self.experts = cast("CudaExperts | None", block.experts)
         if self.mlp is not None:
             self.up, self.down = _whole(self.mlp.up), self.mlp.down.parts[0]
 

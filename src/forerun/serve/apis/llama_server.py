@@ -203,7 +203,9 @@ def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[s
 
 def _ending(job: Job, outputs: Seq[RequestOutput]) -> dict[str, Any]:
     output = outputs[0]
-    report, num, num_prompt = output.report, len(output.token_ids), len(output.prompt_ids)
+    report = output.report
+    num = len(output.token_ids)
+    num_prompt = len(output.prompt_ids)
     begun_s = report.scheduled_at_s or report.arrived_at_s
     first_s = report.first_token_at_s or report.ended_at_s or begun_s
     prompt_ms, predicted_ms = 1e3 * (first_s - begun_s), 1e3 * ((report.ended_at_s or first_s) - first_s)
@@ -258,7 +260,8 @@ def slots(models: Models, key: str) -> list[dict[str, Any]]:
     A slot does not say which request it holds.
     """
     llm = models.first.llm
-    num_running, n_ctx = len(llm.engine.scheduler.running), llm.engine.max_seq_len
+    num_running = len(llm.engine.scheduler.running)
+    n_ctx = llm.engine.max_seq_len
     return [
         {"id": i, "n_ctx": n_ctx, "speculative": llm.config.draft != "none", "is_processing": i < num_running}
         for i in range(llm.config.max_batch_size)

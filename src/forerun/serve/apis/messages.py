@@ -319,7 +319,9 @@ class Stream:
     """The events of one answer."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
-        self._job, self._id, self._num_prompt_tokens = job, answer_id, len(prompts[0])
+        self._job = job
+        self._id = answer_id
+        self._num_prompt_tokens = len(prompts[0])
         self._parts = AnswerParts()  # its last item is the block that is open
 
     def begin(self) -> bytes:

@@ -232,7 +232,8 @@ class Stream:
         self._job, self._tokenizer = job, tokenizer
         self._head = _head(job, answer_id, created_s, "chat.completion.chunk")
         self._num_choices = len(prompts) * job.params.n
-        self._num_prompt_tokens, self._num_tokens = sum(len(prompt) for prompt in prompts), 0
+        self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self._num_tokens = 0
         lasts = [prompt[-1] for prompt in prompts for _ in range(job.params.n)]
         self._said = [SaidLogprobs(left, tokenizer) for left in lasts]
         self._logprobs = [CompletionLogprobs(left, tokenizer) for left in lasts]
@@ -289,7 +290,8 @@ class Stream:
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
         """Return the usage and the report, where they are wanted, and the end of the stream."""
-        events, more = b"", {"forerun": report_of(outputs)} if self._job.report else {}
+        events = b""
+        more = {"forerun": report_of(outputs)} if self._job.report else {}
         if self._job.include_usage or more:
             usage = _usage(Usage.of(outputs, self._job.params)) if self._job.include_usage else None
             events = self._chunk([], usage, more)

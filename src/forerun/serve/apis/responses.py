@@ -212,7 +212,9 @@ def _with_input(tool: Mapping[str, Any], where: str, ignored: list[str]) -> Mapp
     Models only know how to call functions. If the tool limits its input by a regular expression, the argument must
     match the expression. A Lark grammar is only described to the model, and is listed in `ignored`. Raises Refused.
     """
-    form, about, limits = tool.get("format") or {"type": "text"}, tool.get("description"), {}
+    form = tool.get("format") or {"type": "text"}
+    about = tool.get("description")
+    limits = {}
     if not isinstance(form, Mapping) or form.get("type") not in ("text", "grammar"):
         raise Refused(f"{where}={shown(form)} is not possible: its type must be text or grammar", "tools")
     if form["type"] == "grammar":
@@ -251,7 +253,8 @@ def _items(given: Any) -> list[Any]:
 
 def _messages(instructions: str | None, given: Any) -> list[Message]:
     """Return the conversation. Raises Refused for unknown items, and for content that is no text."""
-    system, conversation = [instructions] if instructions else [], _Conversation()
+    system = [instructions] if instructions else []
+    conversation = _Conversation()
     for i, item in enumerate(_items(given)):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else item
@@ -438,7 +441,8 @@ class Stream:
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._id, self._created_s = job, answer_id, created_s
         self._begun = _Items(job, answer_id)
-        self._said, self._num_events = SaidLogprobs(prompts[0][-1], tokenizer), 0
+        self._said = SaidLogprobs(prompts[0][-1], tokenizer)
+        self._num_events = 0
         # An item stays open until the next one begins.
         self._parts, self._items = AnswerParts(), list[dict[str, Any]]()
         self._logprobs: list[dict[str, Any]] = []  # of the open item
@@ -513,7 +517,8 @@ class Stream:
             events += self._event(f"{kind}.done", **self._item_place(), **named, **given)
         else:
             if one.kind == "text":
-                part, more = _part(one.text, self._logprobs), {"logprobs": self._logprobs}
+                part = _part(one.text, self._logprobs)
+                more = {"logprobs": self._logprobs}
                 events = self._event("response.output_text.done", **self._place(), text=one.text, **more)
             else:
                 part = _thought(one.text)

@@ -18,7 +18,10 @@ from forerun.text.tools import Tools
 
 NAME = "harmony"
 SIGNS = (("<|channel|>", "<|message|>", "<|start|>"),)
-CHANNEL, MESSAGE, START, ENDS = "<|channel|>", "<|message|>", "<|start|>", ("<|end|>", "<|call|>", "<|return|>")
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+START = "<|start|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (CHANNEL, MESSAGE, START, "<|constrain|>", *ENDS)
 THOUGHT = Thought((CHANNEL, "analysis", MESSAGE), ENDS[0], (START, "assistant"))
 READS_ALWAYS = True  # every answer is in channels, with tools or without

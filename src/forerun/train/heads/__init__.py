@@ -63,7 +63,8 @@ class Teacher:
         ids = range(model.config.vocab_size)
         embedded = model.rows.to_host(model.embed(ids))
         embeddings, head = torch.from_numpy(embedded).float(), torch.from_numpy(model.head(ids)).float()
-        at, final = f"model.layers.{max(0, last_attending(model.config))}.", "model.norm.weight"
+        at = f"model.layers.{max(0, last_attending(model.config))}."
+        final = "model.norm.weight"
         names = [name for name in weight_shapes(model.config) if name.startswith(at)]
         weights = {name.replace(at, "model.layers.0."): model.weight(name) for name in names}
         last = {name: tensor_of(weight) for name, weight in (weights | {final: model.weight(final)}).items()}

@@ -148,7 +148,8 @@ class Head:
     def _streams(self, batch: Batch, anchors: Tensor) -> Tensor:
         """Return the residual stream of all blocks after the last layer, [S, A * block, H]."""
         block = self.options.block
-        context, at = self._context(batch), batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)
+        context = self._context(batch)
+        at = batch.at[:, anchors].unsqueeze(-1) + torch.arange(block)
         ids = torch.full((*at.shape[:2], block), self.config.mask_id)
         ids[:, :, 0] = batch.ids[:, anchors]
         x = F.embedding(ids.flatten(1), self._teacher.embeddings)
@@ -176,7 +177,9 @@ def _first_weights(config: DFlashConfig, teacher: Teacher) -> dict[str, Tensor]:
     At first, the context is the input of that layer. Where this input is not read, the context is at first the residual
     stream after the last of the layers that are read.
     """
-    width, num, at = config.decoder.hidden_size, len(config.layers), "layers.0."
+    width = config.decoder.hidden_size
+    num = len(config.layers)
+    at = "layers.0."
     wanted = last_attending(teacher.config)
     place = config.layers.index(wanted) if wanted in config.layers else num - 1
     fc = torch.zeros(width, num, width)

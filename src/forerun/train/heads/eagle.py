@@ -96,7 +96,8 @@ def stepping_block(target: Spec, **changes: Any) -> Spec:
 
     Raises BadOption for a target whose final norm training does not know.
     """
-    decoder, norm = own_blocks(target, 1, **changes), target.final_norm or Norm()
+    decoder = own_blocks(target, 1, **changes)
+    norm = target.final_norm or Norm()
     if norm.kind != "rms" or norm.bias:
         raise BadOption(
             f"eagle and mtp cannot be trained for model_type={target.model_type!r}, whose last norm is a layer norm: "
@@ -150,7 +151,8 @@ class SteppingHead:
         for batch in batches:
             inputs = self._inputs(F.embedding(shifted(batch.ids, 1), self._teacher.embeddings), self.features(batch))
             rows = batch.inside & shifted(batch.inside, 1)
-            x, y = inputs[rows], shifted(batch.layers[:, :, self._fitted], 1)[rows].float()
+            x = inputs[rows]
+            y = shifted(batch.layers[:, :, self._fitted], 1)[rows].float()
             weight = y.pow(2).mean(-1, keepdim=True).clamp(min=1e-6).rsqrt()
             squares += (x * weight).T @ (x * weight)
             products += (x * weight).T @ (y * weight)

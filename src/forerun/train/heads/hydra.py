@@ -60,6 +60,7 @@ class Head(medusa.Head):
         """
         tokens = [shifted(batch.ids, j)[learned] for j in range(1, head + 2)]
         embedded = [F.embedding(ids, self._teacher.embeddings) for ids in tokens]
-        x, at = torch.cat((batch.hidden[learned].float(), *embedded), -1), f"hydra_mlp.{head}."
+        x = torch.cat((batch.hidden[learned].float(), *embedded), -1)
+        at = f"hydra_mlp.{head}."
         first = self._linear(f"{at}0.res_connection", x) + F.silu(self._linear(f"{at}0.linear", x))
         return self._through([f"{at}{block}.linear" for block in range(1, self.options.blocks)], first)

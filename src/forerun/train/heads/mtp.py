@@ -54,7 +54,8 @@ class Head(SteppingHead):
     """The block of the drafter mtp."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        decoder, width = stepping_block(teacher.config), teacher.config.hidden_size
+        decoder = stepping_block(teacher.config)
+        width = teacher.config.hidden_size
         self._config = config_to_dict(decoder) | {SAID: 1}
         self.decoder = replace(decoder, tied=False, head=False)
         weights = {f"{side}.weight": torch.ones(width) for side in SIDES}
