@@ -57,7 +57,7 @@ def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
     with pytest.raises(BadOption, match=words):
         drafters.resolve(spec)
     with pytest.raises(BadOption, match=words):
-        Opened.of(EngineConfig.make(extra_drafts=f"lookup;{spec}"))
+        Opened.of(EngineConfig.make(target="shipped", extra_drafts=f"lookup;{spec}"))
 
 
 def test_models_inside_are_planned_for() -> None:
