@@ -9,7 +9,10 @@ import time
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ImportError:
+    sys.exit("this example needs the client of OpenAI: pip install openai")
 
 PORT = 8027
 

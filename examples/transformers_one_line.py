@@ -4,8 +4,15 @@ Any architecture of transformers will do; here it is a tiny GPT-2 with random we
 from AutoModelForCausalLM.from_pretrained(...). It needs `pip install '.[hf]'`.
 """
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+import sys
+
+try:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ImportError as error:
+    from forerun.errors import pip_for
+
+    sys.exit(f"this example needs {error.name}: {pip_for('hf')}")
 
 from forerun import SamplingParams
 from forerun.functional import speculate_with

@@ -17,7 +17,8 @@ LLAMA = ("generate", "--target", "llama", "x")
 CASES = {
     "unknown_command": (("gnerate",), "No such command 'gnerate'"),
     "unknown_option": ((*LLAMA, "--temprature", "1"), "--temprature"),
-    "not_a_number": ((*LLAMA, "--top-k", "many"), "Invalid value for '--top-k'"),
+    "not_a_number": ((*LLAMA, "--top-k", "many"), "Invalid value for '--top-k': it must be a valid integer: see"),
+    "port": (("serve", "--port", "99999"), "Invalid value for '--port': it must be less than or equal to 65535: see"),
     "temperature": ((*LLAMA, "--temperature", "-1"), "temperature=-1.0 is not possible: it must be 0"),
     "top_p": ((*LLAMA, "--top-p", "2"), r"top_p=2.0 is not possible: it must be in (0, 1]"),
     "spec_length": ((*LLAMA, "--spec-length", "0"), "it must be in 1 .. 64"),

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence as Seq
@@ -539,7 +540,8 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
         else:
             there = of_ollama(arguments)
         command = context.command_path if context else name
-        said = error.format_message().rstrip(".")
+        # typer has values checked by pydantic, whose words are for those who write Python.
+        said = re.sub(r"Input should be (.*?)(, unable to .*)?$", r"it must be \1", error.format_message().rstrip("."))
         more = f" {command} --help lists all" if said.endswith("?") else f": see {command} --help"
         return _fail(there or said + more, 2)
     return code if isinstance(code, int) else 0
