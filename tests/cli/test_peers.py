@@ -111,8 +111,8 @@ OF_ANOTHER = {
     "chat t --kv_cache_backend=paged": "--kv_cache_backend is an option of forerun generate, not of forerun chat: set "
     "FORERUN_KV_CACHE_BACKEND or use --config",
     "demo --chat-template f": "--chat-template is an option of forerun generate, not of forerun demo: set "
-    "FORERUN_CHAT_TEMPLATE",
-    "demo --config f": "--config is an option of forerun generate, not of forerun demo: set FORERUN_CONFIG",
+    "FORERUN_CHAT_TEMPLATE or use --config",
+    "quantize --config f": "--config is an option of forerun generate, not of forerun quantize: set FORERUN_CONFIG",
     "chat --logprobs 3": "--logprobs is an option of forerun generate, not of forerun chat: leave it out or use "
     "forerun generate",
     "generate x --system s": "--system is an option of forerun chat, not of forerun generate: leave it out or use "

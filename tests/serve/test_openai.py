@@ -10,7 +10,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.errors import BadOption, CapacityError, InternalError, NotFound, PromptTooLong
 from forerun.serve.apis import generating
-from forerun.serve.apis.openai import CHAT, COMPLETIONS, answer
+from forerun.serve.apis.openai import CHAT, COMPLETIONS, chat_answer, completion_answer
 from forerun.serve.bodies import Refused, model_names
 from forerun.serve.logprobs import CompletionLogprobs, chat_logprobs
 from forerun.serve.routes import plain_error
@@ -291,7 +291,7 @@ def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
     asked = {"prompt": ["def f(", "class A:"], "n": 2, "seed": 1, "max_tokens": 5}
     job = read(COMPLETIONS, **asked, speculation={"report": True})
     outputs = llm.generate(list(job.prompts), job.params)
-    body = answer(job, outputs, llm.tokenizer, "00ff", 5)
+    body = completion_answer(job, outputs, llm.tokenizer, "00ff", 5)
     assert (body["id"], body["object"], body["created"], body["model"]) == ("cmpl-00ff", "text_completion", 5, "small")
     assert [choice["text"] for choice in body["choices"]] == [output.text for output in outputs]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
@@ -313,7 +313,7 @@ def test_an_answer_counts_its_prompts_once(llm: LLM) -> None:
 def test_logprobs_spell_the_text(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, seed=3, logprobs=2)
     output = llm.generate("def f(x):\n    return", params)[0]
-    text = answer(read(COMPLETIONS, logprobs=2), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]
+    text = completion_answer(read(COMPLETIONS, logprobs=2), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]
     assert "".join(text["tokens"]) == output.text
     placed = zip(text["text_offset"], text["tokens"], strict=True)
     assert [output.text[at:].startswith(token) for at, token in placed] == [True] * 30
@@ -322,7 +322,7 @@ def test_logprobs_spell_the_text(llm: LLM) -> None:
         assert top[token] == logprob
         assert len(top) in (2, 3)
         assert max(top.values()) == next(iter(top.values()))
-    chat = answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]["content"]
+    chat = chat_answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in chat] == text["tokens"]
     assert b"".join(bytes(entry["bytes"]) for entry in chat).decode() == output.text
     assert all(len(entry["top_logprobs"]) == 2 for entry in chat)
@@ -340,10 +340,10 @@ def test_a_token_that_is_part_of_a_character_is_called_by_its_bytes(checkpoints:
             [[*prompt, *ids[:i]]], SamplingParams(max_tokens=1, temperature=0, logit_bias=bias, logprobs=0)
         )
         job = read(COMPLETIONS, logprobs=0)
-        shown = answer(job, output, llm.tokenizer, "0", 0)["choices"][0]["logprobs"]["tokens"]
+        shown = completion_answer(job, output, llm.tokenizer, "0", 0)["choices"][0]["logprobs"]["tokens"]
         assert shown == [f"bytes:\\x{'é€'.encode()[i]:02x}"]
     output = llm.generate("a", SamplingParams(max_tokens=4, logit_bias={0: 1e9}, logprobs=0))[0]
-    entry = answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)["choices"][0]
+    entry = chat_answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)["choices"][0]
     assert entry["logprobs"]["content"][0]["token"] == "<|end|>"
     assert (entry["message"]["content"], entry["finish_reason"]) == ("", "stop")
 
@@ -354,6 +354,6 @@ def test_bytes_of_random_tokens_are_those_of_the_text(checkpoints: Path) -> None
     llm = LLM(checkpoints / "llama", **llm_options())
     params = SamplingParams(max_tokens=60, temperature=5.0, seed=11, ignore_eos=True, logit_bias={0: -1e9}, logprobs=1)
     output = llm.generate("é", params)[0]
-    body = answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)
+    body = chat_answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)
     raw = b"".join(bytes(entry["bytes"]) for entry in body["choices"][0]["logprobs"]["content"])
     assert codecs.decode(raw, "utf-8", "replace") == output.text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -21,6 +21,7 @@ from forerun.registry import unknown
 from forerun.serve.absent import VECTORS
 from forerun.serve.bodies import (
     ONE_ANSWER,
+    Body,
     Form,
     Given,
     Job,
@@ -172,17 +173,21 @@ _NAMES = {"name": "model"}  # as older clients call it
 # --------------------------------------------------------------------------------------------------------- requests
 
 
-def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
-    """Return the Job of a body.
+def _read(
+    url: str,
+    talk: Callable[[Body], tuple[list[Message], tuple[str, ...], str | None]],
+    read: Given,
+    model: str,
+    defaults: Mapping[str, Any],
+) -> Job:
+    """Return the Job of a body. talk: returns its messages, its prompts, and the prompt as it is without a template.
 
     A body without messages and prompt only asks to load the model, or with keep_alive 0 to unload it. Its Job generates
     nothing, because the model is loaded already and stays loaded.
     """
     given, options = read.fields, _options(read)
     effort, thinks = _think(given.get("think"))
-    messages, prompts = _messages(given.get("messages", [])), tuple[str, ...]()
-    if url == GENERATE:
-        messages, prompts = _generated(given)
+    messages, prompts, without_template = talk(given)
     return Job(
         url,
         model,
@@ -190,7 +195,7 @@ def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job
         prompts=prompts,
         suffix=(given.get("suffix") or None) if prompts else None,
         messages=None if prompts else messages,
-        without_template=messages[-1]["content"] if url == GENERATE and messages else None,
+        without_template=without_template,
         variables=variables(given),
         continue_final_message=bool(messages) and messages[-1]["role"] == "assistant",
         tools=_tools(given),
@@ -291,26 +296,27 @@ def _tools(given: Mapping[str, Any]) -> ToolRequest | None:
     return tool_request(functions, AUTO, True)
 
 
-def _generated(given: Mapping[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
-    """Return the messages and the prompts of a body of /api/generate.
+def _of_prompt(body: Body) -> tuple[list[Message], tuple[str, ...], str | None]:
+    """Return the messages, the prompts and the bare prompt of a body of /api/generate.
 
     The prompt becomes a conversation. With raw, or with a suffix, it stays a prompt.
     """
-    prompt, system, suffix = (given.get(name, "") for name in ("prompt", "system", "suffix"))
+    prompt, system, suffix = (body.get(name, "") for name in ("prompt", "system", "suffix"))
     if not prompt:
-        return [], ()
-    if given.get("raw") or suffix:
-        return [], (prompt,)
+        return [], (), None
+    if body.get("raw") or suffix:
+        return [], (prompt,), None
     begun: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [*begun, {"role": "user", "content": prompt}], ()
+    return [*begun, {"role": "user", "content": prompt}], (), prompt
 
 
-def _messages(given: Any) -> list[Message]:
-    """Return a conversation in the form of chat templates."""
+def _of_chat(body: Body) -> tuple[list[Message], tuple[str, ...], str | None]:
+    """Return the messages of a body of /api/chat in the form of chat templates, and no prompt."""
+    given = body.get("messages", [])
     if not isinstance(given, list):
         example = '[{"role": "user", "content": "hello"}]'
         raise Refused(f"messages={shown(given)} is not possible: it must be a list such as {example}", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)], (), None
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -417,14 +423,19 @@ def _time(at: datetime) -> str:
 
 
 def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of an answer or of a piece of it.
+    """Return the content of an answer or of a piece of it."""
+    return _CONTENTS[job.url]({"content": "", **said})
 
-    In /api/chat, the content is a message. In /api/generate, each part of the content is a separate field.
-    """
-    said = {"content": "", **said}
-    if job.url == CHAT:
-        return {"message": {"role": "assistant", **said}}
-    return {"response": said["content"], **{name: value for name, value in said.items() if name != "content"}}
+
+def _as_message(said: dict[str, Any]) -> dict[str, Any]:
+    return {"message": {"role": "assistant", **said}}
+
+
+def _as_fields(said: dict[str, Any]) -> dict[str, Any]:
+    return {"response": said.pop("content"), **said}
+
+
+_CONTENTS = {CHAT: _as_message, GENERATE: _as_fields}
 
 
 def _call(number: int, call: ToolCall) -> dict[str, Any]:
@@ -547,15 +558,15 @@ def _at(seconds: int) -> str:
 _FIXED = "models are not fetched or changed by requests: start `forerun serve` with the ones that are to be served"
 
 
-def _answering(url: str, fields: Fields) -> Generate:
+def _answering(url: str, fields: Fields, talk: Callable[[Body], Any]) -> Generate:
     form = Form(url, fields, other_names=_NAMES, grammars=("format",))
-    return Generate(form, partial(_read, url), answer, Stream, LINES, b"")
+    return Generate(form, partial(_read, url, talk), answer, Stream, LINES, b"")
 
 
 API = Api(
     (
-        _answering(CHAT, _OF_CHATS),
-        _answering(GENERATE, _OF_PROMPTS),
+        _answering(CHAT, _OF_CHATS, _of_chat),
+        _answering(GENERATE, _OF_PROMPTS, _of_prompt),
         Count(Form(SHOW, _OF_SHOW, other_names=_NAMES, is_of_an_answer=False), _named, show),
         Look("/api/tags", tags),
         Look("/api/ps", running),

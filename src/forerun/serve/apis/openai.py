@@ -5,7 +5,7 @@ Follows OpenAI's API reference. Fields of vLLM and of llama-server that agents s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -20,7 +20,6 @@ from forerun.serve.bodies import (
     Form,
     Given,
     Job,
-    Prompt,
     Refused,
     Usage,
     are_ids,
@@ -65,6 +64,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FINGERPRINT = f"forerun-{__version__}"  # same engine, model and seed: same answers
 # The API's defaults: a chat's answer goes as far as the context, a completion has 16 tokens.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {CHAT: {"max_tokens": None}, COMPLETIONS: {"max_tokens": 16}}
+# How ids of answers begin, what an answer is called, and what a chunk of a stream.
+_NAMES = {
+    CHAT: ("chatcmpl", "chat.completion", "chat.completion.chunk"),
+    COMPLETIONS: ("cmpl", "text_completion", "text_completion"),
+}
 
 _BOTH: Fields = {
     **FORMATS,
@@ -110,17 +114,28 @@ def _form(url: str, fields: Fields, others: Fields, other: str) -> Form:
 # --------------------------------------------------------------------------------------------------------- requests
 
 
-def _read(url: str, read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
+def _read(
+    url: str,
+    talk: Callable[[Given], Mapping[str, Any]],
+    num_logprobs: Callable[[Body], Any],
+    read: Given,
+    model: str,
+    defaults: Mapping[str, Any],
+) -> Job:
+    """Return the Job of a body.
+
+    talk: returns the fields of the Job that say what is answered. num_logprobs: returns how many log-probabilities are
+    wanted.
+    """
     given = read.fields
-    params = _params(url, given, {**_DEFAULTS[url], **defaults})
+    params = _params(given, {**_DEFAULTS[url], **defaults}, num_logprobs(given))
     _check_best_of(read, params.n)
     stream, options = _stream(read)
-    talk = chats.conversation(read) if url == CHAT else {"prompts": _prompts(given.get("prompt"))}
     return Job(
         url,
         model,
         params,
-        **talk,
+        **talk(read),
         suffix=_suffix(given),
         effort=given.get("reasoning_effort"),
         max_thinking_tokens=thinking_limit(given.get("max_thinking_tokens"), "max_thinking_tokens"),
@@ -144,11 +159,10 @@ def _echo(given: Body) -> bool:
     return echo
 
 
-def _params(url: str, given: Body, defaults: Mapping[str, Any]) -> SamplingParams:
+def _params(given: Body, defaults: Mapping[str, Any], num_logprobs: Any) -> SamplingParams:
     names = {"n": "n", "stop": "stop", "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
-    logprobs = given.get("logprobs") if url == COMPLETIONS else _num_top_logprobs(given)
     fields = {**given, **params_of_format(given)}
-    params = params_of(fields, defaults, {**names, **GUIDED}, logprobs)
+    params = params_of(fields, defaults, {**names, **GUIDED}, num_logprobs)
     return replace(params, prompt_logprobs=params.logprobs) if given.get("echo") else params
 
 
@@ -177,13 +191,14 @@ def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
     return stream, options if options.get("include_usage") else {}  # the others have no meaning without it
 
 
-def _prompts(prompt: Any) -> tuple[Prompt, ...]:
-    """Return the prompts: a text, ids, or a list of either."""
+def _prompts(read: Given) -> dict[str, Any]:
+    """Return the prompts, of which each is a text or ids, as a field of the Job."""
+    prompt = read.fields.get("prompt")
     several = prompt if isinstance(prompt, list) and not are_ids(prompt) else [prompt]
     if not several or not all(isinstance(one, str) or (one and are_ids(one)) for one in several):
         message = f"prompt={shown(prompt)} is not possible: it must be a text, a list of token ids, or a list of either"
         raise Refused(message, "prompt")
-    return tuple(several)
+    return {"prompts": tuple(several)}
 
 
 def _suffix(given: Body) -> str | None:
@@ -197,32 +212,40 @@ def _suffix(given: Body) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- answers
 
 
-def answer(
+def chat_answer(
     job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
 ) -> dict[str, Any]:
-    """Return the whole answer. outputs: params.n outputs for each prompt, in the order of the prompts.
+    """Return the whole answer to a chat. outputs: params.n outputs."""
+    choices = [_chat_choice(i, one, tokenizer) | _ids_of(job, one.token_ids) for i, one in enumerate(outputs)]
+    of_prompt = {"prompt_token_ids": list(outputs[0].prompt_ids)} if job.token_ids else {}
+    return _whole(job, outputs, answer_id, created_s, choices) | of_prompt
 
-    The report on speculation, which OpenAI's API lacks, is under "forerun" (see `report_of`).
-    """
-    if job.url == CHAT:
-        choices = [_chat_choice(i, output, tokenizer) for i, output in enumerate(outputs)]
-    else:
-        choices = [_text_choice(i, output, tokenizer, job) for i, output in enumerate(outputs)]
-    if job.token_ids:
-        ids = [_ids_of(job, output.token_ids, output.prompt_ids) for output in outputs]
-        choices = [choice | entry for choice, entry in zip(choices, ids, strict=True)]
-    of_prompt = {"prompt_token_ids": list(outputs[0].prompt_ids)} if job.token_ids and job.url == CHAT else {}
-    body = {
-        **_head(job, answer_id, created_s, "chat.completion"),
+
+def completion_answer(
+    job: Job, outputs: Seq[RequestOutput], tokenizer: Tokenizer, answer_id: str, created_s: int
+) -> dict[str, Any]:
+    """Return the whole answer to prompts. outputs: params.n outputs for each prompt, in the order of the prompts."""
+    choices = [
+        _text_choice(i, one, tokenizer, job) | _ids_of(job, one.token_ids, one.prompt_ids)
+        for i, one in enumerate(outputs)
+    ]
+    return _whole(job, outputs, answer_id, created_s, choices)
+
+
+def _whole(
+    job: Job, outputs: Seq[RequestOutput], answer_id: str, created_s: int, choices: Seq[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a whole answer. The report on speculation, which OpenAI's API lacks, is under "forerun"."""
+    return {
+        **_head(job, answer_id, created_s),
         "choices": choices,
         "usage": _usage(Usage.of(outputs, job.params)),
-        **of_prompt,
+        **({"forerun": report_of(outputs)} if job.report else {}),
     }
-    return body | ({"forerun": report_of(outputs)} if job.report else {})
 
 
-class Stream:
-    """The server-sent events of one answer.
+class CompletionStream:
+    """The server-sent events of one answer to prompts.
 
     Each event belongs to one choice. If the client wants the usage or the report, a last event has them and belongs to
     no choice.
@@ -230,7 +253,7 @@ class Stream:
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._tokenizer = job, tokenizer
-        self._head = _head(job, answer_id, created_s, "chat.completion.chunk")
+        self._head = _head(job, answer_id, created_s, is_chunk=True)
         self._num_choices = len(prompts) * job.params.n
         self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._num_tokens = 0
@@ -245,16 +268,9 @@ class Stream:
         self._echoes = [_echo_of(job, i, ids, tokenizer) for i, ids in enumerate(echoed) for _ in range(job.params.n)]
 
     def begin(self) -> bytes:
-        """Return the first chunk of each choice: the role in a chat, or the prompt in a completion with echo."""
-        if self._job.url != CHAT:
-            chosen = enumerate(self._echoes)
-            return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in chosen)
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        of_prompt = {"prompt_token_ids": list(self._prompts[0])} if self._job.token_ids else {}
-        return b"".join(
-            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}], more=of_prompt)
-            for i in range(self._num_choices)
-        )
+        """Return the first chunk of each choice, which repeats the prompt, where that is wanted."""
+        echoes = enumerate(self._echoes)
+        return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in echoes)
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
         """Return the events of a chunk of a choice; nothing where the chunk's text is held back."""
@@ -310,27 +326,47 @@ class Stream:
 
     def _choice(self, index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         delta = delta or {}
-        what = {"delta": delta} if self._job.url == CHAT else {"text": delta.get("content", "")}
-        choice = {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
-        if self._job.token_ids:
-            choice |= _ids_of(self._job, self._ids[index], () if self._begun[index] else self._prompts[index])
-            self._ids[index], self._begun[index] = [], True
+        choice = {"index": index, **self._content(delta), "logprobs": logprobs, "finish_reason": reason}
+        choice |= _ids_of(self._job, self._ids[index], () if self._begun[index] else self._prompts[index])
+        self._ids[index] = []
+        self._begun[index] = True
         return choice
+
+    def _content(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"text": delta.get("content", "")}
+
+    def _logprobs_of(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        return None if chunk.logprobs is None else self._logprobs[index].piece(chunk.logprobs)
+
+
+class ChatStream(CompletionStream):
+    """The server-sent events of one answer to a chat, whose chunks hold changes to a message in place of texts."""
+
+    def begin(self) -> bytes:
+        """Return the first chunk of each choice: the role, and the ids of the prompt, where they are wanted."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        of_prompt = {"prompt_token_ids": list(self._prompts[0])} if self._job.token_ids else {}
+        self._begun = [True] * self._num_choices
+        return b"".join(
+            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}], more=of_prompt)
+            for i in range(self._num_choices)
+        )
+
+    def _content(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"delta": delta}
 
     def _logprobs_of(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         if chunk.logprobs is None:
             return None
-        if self._job.url != CHAT:
-            return self._logprobs[index].piece(chunk.logprobs)
         entries = self._said[index].piece(chunk.logprobs, chunk.said)
         return _logprobs(entries) if entries else None
 
 
-def _head(job: Job, answer_id: str, created_s: int, chat_object: str) -> dict[str, Any]:
-    is_chat = job.url == CHAT
+def _head(job: Job, answer_id: str, created_s: int, *, is_chunk: bool = False) -> dict[str, Any]:
+    beginning, *objects = _NAMES[job.url]
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answer_id}",
-        "object": chat_object if is_chat else "text_completion",
+        "id": f"{beginning}-{answer_id}",
+        "object": objects[is_chunk],
         "created": created_s,
         "model": job.model,
         "system_fingerprint": FINGERPRINT,
@@ -350,13 +386,13 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int]) -> dict[str, Any]:
-    """Return the token ids of a choice. In a completion, the ids of its prompt come first.
+def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int] = ()) -> dict[str, Any]:
+    """Return the token ids of a choice behind the ids of its prompt, where they are wanted.
 
-    prompt: the ids of the prompt; () where they were sent before.
+    prompt: the ids of the prompt; () where they are elsewhere, or were sent before.
     """
-    answer: dict[str, Any] = {"token_ids": list(ids)}
-    return answer if job.url == CHAT or not prompt else {"prompt_token_ids": list(prompt), **answer}
+    of_prompt = {"prompt_token_ids": list(prompt)} if prompt else {}
+    return {**of_prompt, "token_ids": list(ids)} if job.token_ids else {}
 
 
 def _chat_choice(index: int, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -450,18 +486,18 @@ API = Api(
     (
         Generate(
             _form(CHAT, _OF_CHATS, _OF_COMPLETIONS, COMPLETIONS),
-            partial(_read, CHAT),
-            answer,
-            Stream,
+            partial(_read, CHAT, chats.conversation, _num_top_logprobs),
+            chat_answer,
+            ChatStream,
             in_batches=True,
             reads_chats=True,
             also=("/chat/completions",),  # as llama-server has it
         ),
         Generate(
             _form(COMPLETIONS, _OF_COMPLETIONS, _OF_CHATS, CHAT),
-            partial(_read, COMPLETIONS),
-            answer,
-            Stream,
+            partial(_read, COMPLETIONS, _prompts, lambda given: given.get("logprobs")),
+            completion_answer,
+            CompletionStream,
             in_batches=True,
         ),
         Look("/v1/models", _models, also=("/models",)),
