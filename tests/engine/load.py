@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forerun import blocks, pacing
+from forerun import LLM, blocks, pacing
 from forerun.drafters import Drafter
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
 from forerun.drafters.model import Options
@@ -68,6 +68,11 @@ def engine_with(
     )
 
 
+def named(llm: LLM, beginning: str) -> str:
+    """Return the name of the engine's drafter whose name begins so."""
+    return next(name for name in llm.drafters if name.startswith(beginning))
+
+
 def mixed(seed: int, num_requests: int, longest: int = 60) -> list[tuple[list[int], SamplingParams]]:
     """Prompts, some of which begin alike, with every kind of sampling, drafter and length; greedy or seeded."""
     random_ = random.Random(seed)
@@ -90,6 +95,16 @@ def mixed(seed: int, num_requests: int, longest: int = 60) -> list[tuple[list[in
     return made
 
 
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    """Return the parameters of a greedy request."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
+
+
+def plain(max_tokens: int = 2, **more: Any) -> SamplingParams:
+    """Return the parameters of a greedy request without drafts that no id of the model ends."""
+    return greedy(max_tokens, **{"ignore_eos": True, "draft": "none", **more})
+
+
 def run(engine: Engine, requests: list[Request], max_steps: int = 100_000) -> list[list[int]]:
     """Step until all are finished; the caches are sound after every step."""
     for _ in range(max_steps):
@@ -98,6 +113,12 @@ def run(engine: Engine, requests: list[Request], max_steps: int = 100_000) -> li
         engine.step()
         check(engine)
     raise AssertionError("the requests did not finish")
+
+
+def at_work(engine: Engine, *requests: Request) -> None:
+    """Step until all of them decode."""
+    while not all(request.report.num_steps for request in requests):
+        engine.step()
 
 
 def interrupt(engine: Engine, requests: list[Request], at: Request) -> None:
@@ -143,6 +164,5 @@ def alone(wanted: list[tuple[list[int], SamplingParams]], **options: Any) -> lis
     outputs = []
     for prompt, params in wanted:
         engine = engine_with(**{**options, "prefix_caching": False})
-        plain = SamplingParams(**{**vars(params), "draft": "none"})
-        outputs += run(engine, [engine.add(prompt, plain)])
+        outputs += run(engine, [engine.add(prompt, SamplingParams(**{**vars(params), "draft": "none"}))])
     return outputs

@@ -1,6 +1,8 @@
 """Helpers of the tests of the memory plan: shapes, a largest pass, and the operators of this machine."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,14 @@ def asked_cases(request: pytest.FixtureRequest) -> list[str]:
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     users = [test for test in tests if test.path == request.path and request.fixturename in test.fixturenames]
     return list(dict.fromkeys(test.callspec.params["case"] for test in users))
+
+
+def said_by_a_child(source: str, *args: str, run: Any = subprocess.run, **environment: str) -> str:
+    """Return what this code prints in a process of its own, which must end well."""
+    command = [sys.executable, "-c", source, *args]
+    done = run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def bytes_by_name(plan: MemoryPlan) -> dict[str, int]:

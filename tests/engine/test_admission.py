@@ -4,15 +4,11 @@ import random
 
 import pytest
 
-from engine.load import MODEL, alone, caches, check, engine_with, run, runner_with
+from engine.load import MODEL, alone, at_work, caches, check, engine_with, greedy, run, runner_with
 from forerun.engine.engine import Engine
 from forerun.engine.request import Request
 from forerun.types import SamplingParams
 from support import VOCAB, rounds_of
-
-
-def greedy(max_tokens: int, priority: int = 0, **more: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, priority=priority, **more)  # type: ignore[arg-type]
 
 
 def waits_for(engine: Engine, waiting: Request, running: Request) -> None:
@@ -122,7 +118,7 @@ def test_priorities_order_the_queue() -> None:
     engine = engine_with(max_batch_size=1)
     first = engine.add([9], greedy(30, priority=-5))
     engine.step()
-    requests = [engine.add([i + 1], greedy(3, priority)) for i, priority in enumerate((2, 1, 0, 1, -1))]
+    requests = [engine.add([i + 1], greedy(3, priority=priority)) for i, priority in enumerate((2, 1, 0, 1, -1))]
     order: list[Request] = []
     while len(order) < 6:
         order += engine.step()
@@ -156,8 +152,7 @@ def test_no_more_have_to_go_than_an_urgent_request_needs() -> None:
     """The last in rank had most of its prompt to come: what was promised to it is free again when it has gone."""
     engine = engine_with(208, max_batch_size=3, prefill_chunk_tokens=16, prefix_caching=False)
     running = [engine.add([i + 1] * 20, greedy(20, draft="none")) for i in range(2)]
-    while not all(request.report.num_steps for request in running):
-        engine.step()
+    at_work(engine, *running)
     last = engine.add([3] * 100, greedy(5))
     engine.step()
     assert last in engine.scheduler.running

@@ -28,10 +28,9 @@ def folder(tmp_path: Path) -> Path:
 TINY = named.NamedModel("tiny-one", "random", "llama", 1, "bfloat16", "none", 1, "in these tests")
 
 
-def name_it(monkeypatch: pytest.MonkeyPatch, folder: Path, auto: str) -> None:
-    """From here on `tiny-one` is the name of this folder, and states what drafts for it."""
-    model = replace(TINY, folder=str(folder), auto=auto)
-    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": model})
+def name_it(monkeypatch: pytest.MonkeyPatch, **fields: str) -> None:
+    """From here on `tiny-one` is the name of a model with these fields, which state what drafts for it."""
+    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": replace(TINY, **fields)})
 
 
 def test_without_more_it_is_the_shipped_draft_or_needs_nothing(folder: Path) -> None:
@@ -42,27 +41,24 @@ def test_without_more_it_is_the_shipped_draft_or_needs_nothing(folder: Path) -> 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_named_model_states_it(monkeypatch: pytest.MonkeyPatch, folder: Path, by_name: bool) -> None:
     """By its name and by its place; what a caller chooses comes first."""
-    name_it(monkeypatch, folder, "lookup:max_n=2")
+    name_it(monkeypatch, folder=str(folder), auto="lookup:max_n=2")
     target = "tiny-one" if by_name else str(folder)
     assert LLM(target).engine.drafter.main == "lookup"
     assert LLM(target, draft="ngram").engine.drafter.main == "ngram"
 
 
 def test_the_hub_knows_it_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = replace(TINY, hub="org/tiny-one", auto="lookup")
-    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": model})
+    name_it(monkeypatch, hub="org/tiny-one", auto="lookup")
     assert auto_draft("org/tiny-one") == "lookup"
     assert auto_draft("org/tiny-two") == WITHOUT_MODEL
 
 
 def test_the_hubs_weights_may_have_a_drafter_of_their_own(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """A head pays beside weights of 16 bits, and may not beside a file of 4: docs/methods/eagle.md."""
-    both = replace(TINY, folder=str(folder), hub="org/tiny", auto="ngram", hub_auto="lookup")
-    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": both})
+    name_it(monkeypatch, folder=str(folder), hub="org/tiny", auto="ngram", hub_auto="lookup")
     assert auto_draft("tiny-one") == auto_draft(str(folder)) == "ngram"
     assert auto_draft("org/tiny") == "lookup"
-    absent = replace(both, folder=None, wheel="no-such-wheel==1", file="no")
-    monkeypatch.setattr(named, "named_models", lambda: {"tiny-one": absent})
+    name_it(monkeypatch, hub="org/tiny", auto="ngram", hub_auto="lookup", wheel="no-such-wheel==1", file="no")
     assert auto_draft("tiny-one") == "lookup"
 
 
@@ -70,8 +66,7 @@ def head_of_another_width(target: Path, folder: Path) -> str:
     """A head whose small files fit the target, and whose rows do not."""
     loaded = load_checkpoint(target, with_tokenizer=True)
     tokenizer = loaded.text_tokenizer
-    known = target_for(loaded.model, tokenizer)
-    path = str(random_eagle(known, folder)["path"])
+    path = str(random_eagle(target_for(loaded.model, tokenizer), folder)["path"])
     config = {**head_files.read_config(path, "eagle"), "hidden_size": 2 * loaded.model.config.hidden_size}
     fingerprint = artifacts.fingerprint(tokenizer, tokenizer.num_ids)
     weights = head_files.tensors(Path(path) / head_files.WEIGHTS)
@@ -83,7 +78,7 @@ def test_what_cannot_serve_is_replaced_where_nobody_chose_it(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = head_of_another_width(folder, tmp_path / "heads")
-    name_it(monkeypatch, folder, head)
+    name_it(monkeypatch, folder=str(folder), auto=head)
     with caplog.at_level(logging.WARNING):
         assert LLM("tiny-one").generate([[5, 6, 7]])[0].report.draft == "suffix"
     assert "name a head of this target" in caplog.text
@@ -94,7 +89,7 @@ def test_what_cannot_serve_is_replaced_where_nobody_chose_it(
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_loaded_target_is_what_it_was_opened_as(monkeypatch: pytest.MonkeyPatch, folder: Path, by_name: bool) -> None:
     """The caller names it when it is loaded; what the environment names is another target."""
-    name_it(monkeypatch, folder, "lookup")
+    name_it(monkeypatch, folder=str(folder), auto="lookup")
     loaded = load_checkpoint("tiny-one" if by_name else folder)
     monkeypatch.setenv("FORERUN_TARGET", "shipped")
     assert LLM(loaded).opened.auto == "lookup"

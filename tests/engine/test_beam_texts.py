@@ -9,6 +9,7 @@ import pytest
 from forerun import LLM, BadOption, RequestOutput, SamplingParams
 from forerun.text.detokenizer import Detokenizer
 from forerun.text.tokenizer import Tokenizer
+from support import heard
 
 pytestmark = pytest.mark.once("beam searches choose their drafters and levels themselves")
 PROMPTS = ["def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return", "import os\nimport", "class Stack:\n"]
@@ -113,13 +114,9 @@ def test_beams_are_not_streamed(llm: LLM) -> None:
 
 
 def test_a_listener_sees_steps_levels_and_trees(llm: LLM) -> None:
-    rounds: list[Any] = []
-    reports: list[Any] = []
-    end = llm.listen(lambda report: (rounds.extend(report.rounds), reports.append(report)), detail=True)
-    try:
-        (best,) = llm.generate(PROMPTS[2], search(n=1, draft="model", spec_length=2))
-    finally:
-        end()
+    reports = heard(llm, detail=True)
+    (best,) = llm.generate(PROMPTS[2], search(n=1, draft="model", spec_length=2))
+    rounds = [detail for report in reports for detail in report.rounds]
     decoding = [report for report in reports if report.num_decoding]
     assert sum(report.num_emitted for report in decoding) == best.report.num_emitted
     assert sum(report.num_drafted for report in decoding) == best.report.num_drafted > 0

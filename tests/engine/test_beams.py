@@ -55,8 +55,7 @@ def drafts_of(model: ToyModel) -> dict[str, ToyModel]:
 
 
 def runner_of(model: ToyModel, num_tokens: int | None, backend: str = "paged") -> Runner:
-    cache = BlockCache.of(model, backend, max_batch_size=24, max_seq_len=64, num_tokens=num_tokens)
-    return Runner(model, cache)
+    return Runner(model, BlockCache.of(model, backend, max_batch_size=24, max_seq_len=64, num_tokens=num_tokens))
 
 
 def engine_of(model: ToyModel, num_tokens: int | None = None, backend: str = "paged", **options: Any) -> Engine:
@@ -86,8 +85,7 @@ def searched(model: ToyModel, prompt: Seq[int], params: SamplingParams, end: int
         candidates = []
         for place, (score, tokens) in enumerate(live):
             row = model.logits_after([*prompt, *tokens])
-            top = row.max()
-            log_mass = float(top) + float(arithmetic.log(arithmetic.mass_of_logits(row)))
+            log_mass = float(row.max()) + float(arithmetic.log(arithmetic.mass_of_logits(row)))
             ids = [i for i in range(V) if row[i] > -np.inf and not (i == end and length <= params.min_tokens)]
             candidates += [(-(score + (float(row[i]) - log_mass)), place, i, tokens) for i in ids]
         candidates.sort()
@@ -245,8 +243,7 @@ def test_a_lost_tree_is_fed_in_parts() -> None:
 
 
 def test_an_ended_search_gives_everything_back() -> None:
-    model = target(3)
-    engine = engine_of(model)
+    engine = engine_of(target(3))
     free = engine.scheduler.free_kv_tokens
     first = engine.add_all([1, 2, 3], search(n=3, max_tokens=30, draft="good", ignore_eos=True))
     other = engine.add([1, 2, 3], GREEDY)
@@ -345,8 +342,7 @@ def test_what_does_not_go_together_is_refused_in_a_sentence(sentence: str) -> No
 
 def test_options_of_draws_say_nothing_to_a_search_and_the_drafter_goes_on() -> None:
     model = target(1)
-    draws = Draws(draft_temperature=0.5, draft_top_k=2)
-    drafter = ModelDrafter(runner_of(drafts_of(model)["good"], None), draws)
+    drafter = ModelDrafter(runner_of(drafts_of(model)["good"], None), Draws(draft_temperature=0.5, draft_top_k=2))
     router = Router({"model": drafter})
     engine = Engine(runner_of(model, None), router, FixedPacing(2), end_ids=frozenset([END]), max_seq_len=64)
     outputs = engine.add_all([1, 2, 3], search(n=3))

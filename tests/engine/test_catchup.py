@@ -2,13 +2,13 @@
 
 import pytest
 
-from engine.load import DRAFT, MODEL, alone, engine_with, heard, run, runner_with
+from engine.load import DRAFT, MODEL, alone, engine_with, greedy, heard, run, runner_with
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.catchup import FIRST_TOKENS, LEAST_TOKENS, SHARE, CatchUp
 from forerun.engine.engine import Engine
 from forerun.engine.router import Router
 from forerun.pacing.fixed import FixedPacing
-from forerun.types import DraftStep, SamplingParams, Sequence, StepReport
+from forerun.types import DraftStep, Sequence, StepReport
 
 pytestmark = pytest.mark.once("about draft models")
 
@@ -24,10 +24,6 @@ def late_engine(catchup_tokens: int) -> Engine:
     router = Router({name: ModelDrafter(runner_with(DRAFT, 1024)) for name in "ab"})
     options = {"max_seq_len": 128, "prefill_chunk_tokens": 512, "catchup_tokens": catchup_tokens}
     return Engine(runner_with(MODEL, 1024), router, Late(3), **options)
-
-
-def greedy(max_tokens: int, draft: str) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, draft=draft)
 
 
 def report(step_s: float, num_prefill: int = 0, **caught_up: tuple[int, float]) -> StepReport:
@@ -92,19 +88,19 @@ def test_drafters_share_what_a_step_allows(names: str) -> None:
     """Two prompts that no draft model has read when they decode, of one draft model or of one each."""
     engine = late_engine(catchup_tokens=16)
     reports = heard(engine)
-    wanted = [([i] * 80, greedy(30, name)) for i, name in enumerate(names)]
+    wanted = [([i] * 80, greedy(30, draft=name)) for i, name in enumerate(names)]
     outputs = run(engine, requests := [engine.add(*one) for one in wanted])
     caught_up = [sum(draft.num_catchup_tokens for draft in report.drafts.values()) for report in reports]
     assert max(caught_up) == 16
     assert sum(num == 16 for num in caught_up) >= 2 * 80 // 16
     assert all(request.report.num_drafted for request in requests)
-    assert outputs == alone([(prompt, greedy(30, "none")) for prompt, _ in wanted])
+    assert outputs == alone([(prompt, greedy(30, draft="none")) for prompt, _ in wanted])
 
 
 def test_a_sequence_that_is_ready_does_not_wait_for_one_that_is_behind() -> None:
     engine = late_engine(catchup_tokens=16)
     reports = heard(engine)
-    behind, ready = engine.add([1] * 90, greedy(20, "a")), engine.add([2, 3], greedy(20, "a"))
+    behind, ready = engine.add([1] * 90, greedy(20, draft="a")), engine.add([2, 3], greedy(20, draft="a"))
     run(engine, [behind, ready])
     drafted: dict[int, list[int]] = {behind.seq.id: [], ready.seq.id: []}
     for report in reports:
@@ -120,13 +116,12 @@ def test_the_engine_paces_catching_up_by_what_it_takes() -> None:
     own = CatchUp(512)
 
     def check(report: StepReport) -> None:
-        caught_up = sum(draft.num_catchup_tokens for draft in report.drafts.values())
-        assert caught_up <= own.tokens("a")
+        assert sum(draft.num_catchup_tokens for draft in report.drafts.values()) <= own.tokens("a")
         own.observe(report)
         reports.append(report)
 
     engine.listen(check)
-    run(engine, [engine.add([i] * 90, greedy(30, "a")) for i in range(4)])
+    run(engine, [engine.add([i] * 90, greedy(30, draft="a")) for i in range(4)])
     numbers = [sum(draft.num_catchup_tokens for draft in report.drafts.values()) for report in reports]
     assert next(num for num in numbers if num) == FIRST_TOKENS
     assert sum(numbers) >= 4 * 90
@@ -136,12 +131,11 @@ def test_what_prompts_take_is_not_there_for_others_in_the_same_step() -> None:
     options = {"prefill_chunk_tokens": 40, "catchup_tokens": 48, "prefix_caching": False}
     engine = engine_with(policy="fixed", spec_length=3, **options)
     reports = heard(engine)
-    first = engine.add([1] * 80, greedy(40, "model"))
+    first = engine.add([1] * 80, greedy(40, draft="model"))
     while first.seq.num_output_tokens < 2:
         engine.step()
     engine.drafter.end(first.seq)  # its drafter has to run everything anew
     engine.drafter.begin(first.seq)
     reports.clear()
-    run(engine, [first, engine.add([2] * 81, greedy(5, "model"))])
-    beside = [report.drafts["model"].num_catchup_tokens for report in reports if report.num_prefill_tokens]
-    assert beside == [48, 48]
+    run(engine, [first, engine.add([2] * 81, greedy(5, draft="model"))])
+    assert [report.drafts["model"].num_catchup_tokens for report in reports if report.num_prefill_tokens] == [48, 48]

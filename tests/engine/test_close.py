@@ -12,8 +12,7 @@ from tiny import write_tiny
 
 
 def test_a_closed_llm_has_ended_its_requests_and_let_go_of_its_weights(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "tiny")
-    with LLM(folder, draft="none") as llm:
+    with LLM(write_tiny(tmp_path / "tiny"), draft="none") as llm:
         (request,) = llm.submit([5, 6, 7], SamplingParams(max_tokens=None, ignore_eos=True))
         weights = weakref.ref(llm.checkpoint.model)
         cache = llm.engine.runner.cache

@@ -101,8 +101,7 @@ def test_what_is_kept_on_disk_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_certificate_compares_with_the_same_cache() -> None:
-    cache = Plain(make(draft="lookup"))._runner.cache
-    assert cache.dtype == "int8"  # type: ignore[attr-defined]
+    assert Plain(make(draft="lookup"))._runner.cache.dtype == "int8"  # type: ignore[attr-defined]
 
 
 def planned(*options: str) -> dict[str, int]:

@@ -36,16 +36,21 @@ SMALL: dict[str, Any] = {
 COUNTS = {"layers": 2, "ffn_dim": 48, "attention_heads": 4}
 
 
+def written(module: Any, folder: Path, noise: float = 0.05) -> Any:
+    """Move the weights of a module of transformers a little, write it with a tokenizer of bytes, and return it."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data += noise * torch.randn_like(parameter)
+    module.save_pretrained(folder)
+    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
+    return module
+
+
 def write_t5(folder: Path, seed: int, **sizes: Any) -> Any:
     """Write a T5 of random weights over bytes, and return transformers' module."""
     torch.manual_seed(seed)
     config = transformers.T5Config(**{**SMALL, "num_layers": 2, "num_decoder_layers": 2, **sizes})
-    module = transformers.T5ForConditionalGeneration(config).eval()
-    for parameter in module.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    module.save_pretrained(folder)
-    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
-    return module
+    return written(transformers.T5ForConditionalGeneration(config).eval(), folder)
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +70,12 @@ def write_other(folder: Path, name: str, **generation: Any) -> Any:
     torch.manual_seed(2)
     sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in COUNTS.items()}
     ids = {"pad_token_id": 1, "bos_token_id": 4, "eos_token_id": 0, "decoder_start_token_id": 2}
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=257, d_model=32, max_position_embeddings=128, **sizes, **ids
-    )
+    sizes |= {"vocab_size": 257, "d_model": 32, "max_position_embeddings": 128}
+    config = getattr(transformers, f"{name}Config")(**sizes, **ids)
     classes = {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}
     module = getattr(transformers, classes[name])(config).eval()
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn_like(parameter)
     module.generation_config.update(**generation)
-    module.save_pretrained(folder)
-    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
-    return module
+    return written(module, folder)
 
 
 def generated(module: Any, source: list[int], num: int, **more: Any) -> list[int]:
@@ -92,11 +91,21 @@ def sources(num: int, longest: int = 60) -> list[list[int]]:
     return [[rng.randrange(1, 257) for _ in range(rng.randrange(1, longest))] for _ in range(num)]
 
 
+def opened(folder: Path, **options: Any) -> LLM:
+    """Open an engine with room for a source and an answer of 96 tokens."""
+    return LLM(folder, **{"max_seq_len": 96, "dtype": "float32", **options})
+
+
+def num_sources(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that fills with how many sources each call of a model's encoder reads."""
+    counts, begin = list[int](), model.begin
+    monkeypatch.setattr(model, "begin", lambda sources, cache: counts.append(len(sources)) or begin(sources, cache))
+    return counts
+
+
 @pytest.fixture(scope="module")
 def llm(published: tuple[Any, Path, Path]) -> Iterator[LLM]:
-    _, target, draft = published
-    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 4, "dtype": "float32"}
-    with LLM(target, draft="suffix", extra_drafts=f"model:path={draft}", **options) as made:
+    with opened(published[1], draft="suffix", extra_drafts=f"model:path={published[2]}", max_batch_size=4) as made:
         yield made
 
 
@@ -114,7 +123,7 @@ def test_the_texts_of_others(tmp_path: Path, name: str, more: dict[str, Any]) ->
     """A token that is forced behind the start is what the answer begins with, and no part of it."""
     module, asked = write_other(tmp_path, name, **more), sources(12)
     num_begun = 1 + len(more)
-    with LLM(tmp_path, draft="suffix", max_seq_len=96, dtype="float32") as made:
+    with opened(tmp_path, draft="suffix") as made:
         outs = made.generate(asked, SamplingParams(max_tokens=20, temperature=0))
     for source, out in zip(asked, outs, strict=True):
         wanted = generated(module, source, 19 + num_begun, forced_eos_token_id=None)
@@ -125,7 +134,7 @@ def test_the_texts_of_others(tmp_path: Path, name: str, more: dict[str, Any]) ->
 def test_a_cut_answer_ends_as_transformers_ends_it(tmp_path: Path, name: str) -> None:
     """With forced_eos_token_id, of a greedy text and of beams; it counts, and is not in the text."""
     module, asked = write_other(tmp_path, name, forced_eos_token_id=0), sources(8)
-    with LLM(tmp_path, draft="suffix", max_seq_len=96, dtype="float32") as made:
+    with opened(tmp_path, draft="suffix") as made:
         assert made.params().forced_eos_token_id == 0
         for source, num in itertools.product(asked, (1, 2, 9)):
             wanted = generated(module, source, num)
@@ -177,14 +186,7 @@ def test_beams_are_those_of_transformers(published: tuple[Any, Path, Path], llm:
 
 def test_equal_sources_are_run_once(llm: LLM, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """At once, and later; under another salt again. What differs behind the same beginning is run for itself."""
-    runner, num_run = llm.engine.runner, list[int]()
-    begin = runner.model.begin  # type: ignore[attr-defined]
-
-    def counted(sources: Any, cache: Any) -> None:
-        num_run.append(len(sources))
-        begin(sources, cache)
-
-    monkeypatch.setattr(runner.model, "begin", counted)
+    num_run = num_sources(llm.engine.runner.model, monkeypatch)
     fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "draft": "none"}
     source, params = [*range(40, 75)], SamplingParams(**fields, cache_salt=request.node.name)  # new here
     first = llm.generate([source] * 3, params)
@@ -217,9 +219,8 @@ def test_equal_sources_without_a_prefix_cache(published: tuple[Any, Path, Path],
     """Those that begin together share rows all the same; their rows go when the last of them ends."""
     params = SamplingParams(max_tokens=8, temperature=0)
     wanted = [out.token_ids for out in llm.generate(sources(3), params)]
-    with LLM(published[1], max_seq_len=96, max_batch_size=6, dtype="float32", prefix_caching=False) as made:
-        found = made.generate([*sources(3), *sources(3)], params)
-        assert [out.token_ids for out in found] == [*wanted, *wanted]
+    with opened(published[1], max_batch_size=6, prefix_caching=False) as made:
+        assert [out.token_ids for out in made.generate([*sources(3), *sources(3)], params)] == [*wanted, *wanted]
         assert_empty(made.engine.runner.cache)
 
 
@@ -244,18 +245,17 @@ def test_preempted_requests_say_the_same(published: tuple[Any, Path, Path], llm:
     asked = sources(60)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     wanted = [out.token_ids for out in llm.generate(asked, params)]
-    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 8, "dtype": "float32", "kv_cache_tokens": 144}
-    options["prefill_chunk_tokens"] = 16  # so that sources wait for others
-    with LLM(target, draft=f"model:path={draft}", **options) as small:
-        found = small.generate(asked, params)
-        assert [out.token_ids for out in found] == wanted
+    # The chunks are so small that sources wait for others.
+    options = {"max_batch_size": 8, "kv_cache_tokens": 144, "prefill_chunk_tokens": 16}
+    with opened(target, draft=f"model:path={draft}", **options) as small:
+        assert [out.token_ids for out in small.generate(asked, params)] == wanted
         assert small.engine.scheduler.num_preemptions > 0
         assert_empty(small.engine.runner.cache, small.drafters["model"].runner.cache)
 
 
 def test_sources_are_run_as_prompts_are(published: tuple[Any, Path, Path]) -> None:
     """No more tokens in a step than prompts may have, but one source at least; the others' texts go on."""
-    with LLM(published[1], max_seq_len=96, max_batch_size=6, dtype="float32", prefill_chunk_tokens=40) as made:
+    with opened(published[1], max_batch_size=6, prefill_chunk_tokens=40) as made:
         reports = heard(made)
         made.generate([[7] * n for n in (30, 31, 9, 50, 8, 8)], SamplingParams(max_tokens=20, temperature=0))
     assert [report.num_prefill_tokens for report in reports if report.num_prefill_tokens] == [30, 40, 50, 16]
@@ -341,8 +341,7 @@ def test_published_heads_run_on_the_decoder(published: tuple[Any, Path, Path], t
 def test_other_ways_to_run(published: tuple[Any, Path, Path], options: dict[str, Any]) -> None:
     """Each says with every draft what it says with none: with one of a part of its layers, too."""
     asked = sources(5)
-    drafts = "lookup", "bigram", "recycle", "early_exit:layers=2", f"model:path={published[2]}"
-    more = ";".join(drafts)
+    more = ";".join(("lookup", "bigram", "recycle", "early_exit:layers=2", f"model:path={published[2]}"))
     with LLM(published[1], draft="none", extra_drafts=more, max_seq_len=96, **options) as made:
         texts = []
         for draft in ("none", *made.drafters):
@@ -357,16 +356,8 @@ def test_a_draft_reads_sources_when_it_is_to_draft(
 ) -> None:
     """Those of a batch in few calls, as its steps have room; never, where nothing is drafted."""
     _, target, draft = published
-    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 6, "dtype": "float32", "pacing": "fixed"}
-    with LLM(target, draft=f"model:path={draft},search=none", **options) as made:
-        runner: Any = made.drafters["model"].runner
-        begin, num_run = runner.model.begin, list[int]()
-
-        def counted(sources: Any, cache: Any) -> None:
-            num_run.append(len(sources))
-            begin(sources, cache)
-
-        monkeypatch.setattr(runner.model, "begin", counted)
+    with opened(target, draft=f"model:path={draft},search=none", max_batch_size=6, pacing="fixed") as made:
+        num_run = num_sources(made.drafters["model"].runner.model, monkeypatch)
         asked = [[7 + i] * 20 for i in range(6)]
         plain = made.generate(asked, SamplingParams(max_tokens=1, temperature=0))  # the last token has no draft
         assert num_run == []
@@ -378,14 +369,13 @@ def test_a_draft_reads_sources_when_it_is_to_draft(
 
 def test_a_draft_reads_sources_however_few_tokens_a_step_has_for_that(published: tuple[Any, Path, Path]) -> None:
     """Where a step's first source has taken them all, the others wait; what a source takes is no drafting."""
-    options: dict[str, Any] = {"max_seq_len": 96, "max_batch_size": 4, "dtype": "float32", "pacing": "fixed"}
     _, target, draft = published
-    with LLM(target, draft=f"model:path={draft},search=none", draft_catchup_tokens=1, **options) as made:
+    options = {"max_batch_size": 4, "pacing": "fixed", "draft_catchup_tokens": 1}
+    with opened(target, draft=f"model:path={draft},search=none", **options) as made:
         reports = heard(made)
         asked = [[7 + i] * 20 for i in range(4)]
         params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, decoder_prompt=[9, 8, 7, 6])
-        outs = made.generate(asked, params)
-        assert [len(out.token_ids) for out in outs] == [16] * 4
+        assert [len(out.token_ids) for out in made.generate(asked, params)] == [16] * 4
     read = [step.num_catchup_tokens for report in reports for step in report.drafts.values()]
     assert sum(num >= 20 for num in read) == 4
     assert max(read) < 40

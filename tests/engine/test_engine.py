@@ -14,6 +14,11 @@ from support import VOCAB, engine_for, random_decoder
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
 
+def with_each_draft(test):
+    """Run a test with each of three drafters, with fixed lengths and with auto."""
+    return pytest.mark.speculation("fixed", "auto")(pytest.mark.parametrize("draft", ["none", "model", "lookup"])(test))
+
+
 def serve(engine, *requests):
     while any(r.seq.finish_reason is None for r in requests):
         engine.step()
@@ -73,8 +78,7 @@ def test_prefill_stops_one_short_so_that_the_first_decode_step_speculates():
     assert reports[1].num_drafted == 4
 
 
-@pytest.mark.speculation("fixed", "auto")
-@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+@with_each_draft
 def test_max_tokens_is_exact_and_never_overdrafted(draft):
     engine = engine_for(random_decoder(1), draft, spec_length=8)
     for n in range(1, 12):
@@ -83,8 +87,7 @@ def test_max_tokens_is_exact_and_never_overdrafted(draft):
         assert request.seq.finish_reason == "length"
 
 
-@pytest.mark.speculation("fixed", "auto")
-@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+@with_each_draft
 def test_an_end_id_inside_a_round_cuts_the_rest_and_is_kept_in_the_ids(draft):
     (plain,) = serve(engine := engine_for(random_decoder(1)), engine.add([5, 6], GREEDY))
     for end in sorted(set(plain)):
@@ -97,8 +100,7 @@ def test_an_end_id_inside_a_round_cuts_the_rest_and_is_kept_in_the_ids(draft):
         assert serve(engine, engine.add([5, 6], ignored)) == [plain]
 
 
-@pytest.mark.speculation("fixed", "auto")
-@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+@with_each_draft
 def test_min_tokens_keeps_end_ids_out_of_the_first_tokens(draft):
     (plain,) = serve(engine := engine_for(random_decoder(1)), engine.add([5, 6], GREEDY))
     params = SamplingParams(max_tokens=20, min_tokens=7, temperature=0.0, stop_token_ids=(plain[0],))
@@ -152,8 +154,7 @@ def test_without_listeners_no_detail_is_made():
     assert sum(r.num_committed for r in reports) == 20
 
 
-@pytest.mark.speculation("fixed", "auto")
-@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+@with_each_draft
 def test_aborting_at_any_time_leaks_no_block(draft):
     engine = engine_for(random_decoder(1), draft, max_batch_size=2)
     caches = [engine.runner.cache] + ([engine.drafter.first.runner.cache] if draft == "model" else [])
@@ -175,8 +176,7 @@ def test_a_pool_too_small_for_all_requests_makes_some_wait_and_loses_none():
     spare.open(999)
     spare.reserve(999, spare.free_tokens() - 48)
     spare.num_blocks, blocks = 3, spare.num_blocks
-    requests = [engine.add([1, 2], GREEDY) for _ in range(5)]
-    assert serve(engine, *requests) == alone * 5
+    assert serve(engine, *[engine.add([1, 2], GREEDY) for _ in range(5)]) == alone * 5
     spare.num_blocks = blocks
 
 
@@ -225,8 +225,7 @@ def test_the_draft_model_stops_at_its_own_last_position():
         assert r.position + len(r.tokens) - 1 <= 30 if r.tokens else r.position + 1 > 29
 
 
-@pytest.mark.speculation("fixed", "auto")
-@pytest.mark.parametrize("draft", ["none", "model", "lookup"])
+@with_each_draft
 def test_a_request_that_may_emit_nothing_fails_alone(draft):
     (alone,) = serve(engine := engine_for(random_decoder(1)), engine.add([1, 2], GREEDY))
     engine = engine_for(random_decoder(1), draft)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.load import alone, assert_empty, caches, check, engine_with, mixed, run
+from engine.load import alone, assert_empty, caches, check, engine_with, mixed, plain, run
 from forerun.engine.engine import philox_coins
 from forerun.engine.request import Request
 from forerun.errors import CapacityError
@@ -18,11 +18,9 @@ from forerun.kv.disk import Folder, Shelf
 from forerun.kv.keeping import Fetch
 from forerun.types import Coins, SamplingParams, Sequence
 
+pytestmark = pytest.mark.once("its requests choose their drafters")
+
 PROMPT = [i % 13 for i in range(40)]  # two blocks and a half
-
-
-def greedy(max_tokens: int, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "draft": "none", **more})
 
 
 @pytest.fixture
@@ -50,71 +48,66 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
 def kept(tmp_path: Path) -> Iterator[Folder]:
     """A folder that has the blocks of PROMPT."""
     folder = Folder(tmp_path / "kv", 1 << 30)
-    run(engine := engine_with(folder=folder), [engine.add(PROMPT, greedy(1, draft="model"))])
+    run(engine := engine_with(folder=folder), [engine.add(PROMPT, plain(1, draft="model"))])
     folder.close()
     yield (folder := Folder(tmp_path / "kv", 1 << 30))
     folder.close()
 
 
-@pytest.mark.once("its requests choose their drafters")
 @pytest.mark.parametrize("draft", ["none", "model"])
 def test_a_request_that_grows_takes_the_blocks_of_what_is_fetched_for_another(
     kept: Folder, disk: threading.Semaphore, draft: str
 ) -> None:
     """Eight blocks: one request fills them all, while two of them are on their way from a disk that never answers."""
     engine = engine_with(128, folder=kept)
-    first = engine.add([1] * 60, greedy(60, draft=draft))
+    first = engine.add([1] * 60, plain(60, draft=draft))
     engine.step()
-    late = engine.add(PROMPT, greedy(4, draft=draft))
+    late = engine.add(PROMPT, plain(4, draft=draft))
     engine.step()
     assert late.num_fetching == 1 + (draft == "model")
     run(engine, [first])
     assert (first.error, first.report.num_preemptions) == (None, 0)
     assert late.num_fetching == 0, "its fetch was given up"
-    outputs = run(engine, [first, late])
-    assert outputs == alone([([1] * 60, greedy(60)), (PROMPT, greedy(4))])
+    assert run(engine, [first, late]) == alone([([1] * 60, plain(60)), (PROMPT, plain(4))])
     assert_empty(*caches(engine))
 
 
-@pytest.mark.once("its requests choose their drafters")
 def test_who_comes_later_gives_way_to_what_is_fetched_for_an_earlier_one(
     kept: Folder, disk: threading.Semaphore
 ) -> None:
     engine = engine_with(128, folder=kept)
-    worse = engine.add([1] * 60, greedy(60, priority=1))
+    worse = engine.add([1] * 60, plain(60, priority=1))
     engine.step()
-    late = engine.add(PROMPT, greedy(4))
+    late = engine.add(PROMPT, plain(4))
     engine.step()
     while not worse.report.num_preemptions:
         assert late.num_fetching == 1
         engine.step()
     outputs = run(engine, [worse, late])
     assert late.report.num_disk_tokens == 32
-    assert outputs == alone([([1] * 60, greedy(60)), (PROMPT, greedy(4))])
+    assert outputs == alone([([1] * 60, plain(60)), (PROMPT, plain(4))])
 
 
-@pytest.mark.once("its requests choose their drafters")
 def test_who_comes_before_does_not_wait_for_what_is_fetched_for_a_later_one(
     kept: Folder, disk: threading.Semaphore
 ) -> None:
     """Eight blocks: one runs, and may grow by one; two are on their way; the urgent prompt takes six."""
     engine = engine_with(128, folder=kept)
-    running = engine.add([1], greedy(20))
+    running = engine.add([1], plain(20))
     engine.step()
-    late = engine.add(PROMPT, greedy(4))
+    late = engine.add(PROMPT, plain(4))
     engine.step()
     assert late.num_fetching == 1
-    urgent = engine.add([2] * 90, greedy(2, priority=-1))
+    urgent = engine.add([2] * 90, plain(2, priority=-1))
     engine.step()
     assert engine.scheduler.running == [urgent, running]
-    assert run(engine, [running, urgent, late])[0] == alone([([1], greedy(20))])[0]
+    assert run(engine, [running, urgent, late])[0] == alone([([1], plain(20))])[0]
 
 
-@pytest.mark.once("its requests choose their drafters")
 def test_an_aborted_request_leaves_nothing_of_its_fetch(kept: Folder, disk: threading.Semaphore) -> None:
     engine = engine_with(128, folder=kept)
-    other = engine.add([1], greedy(9))
-    late = engine.add(PROMPT, greedy(4))
+    other = engine.add([1], plain(9))
+    late = engine.add(PROMPT, plain(4))
     engine.step()
     assert late.num_fetching == 1
     engine.abort(late)
@@ -122,14 +115,13 @@ def test_an_aborted_request_leaves_nothing_of_its_fetch(kept: Folder, disk: thre
     assert_empty(*caches(engine))
 
 
-@pytest.mark.once("its requests choose their drafters")
 def test_a_preempted_request_is_sought_on_disk_again(kept: Folder) -> None:
     """What it had run is written there, and what takes its place pushes it out of memory."""
     engine = engine_with(128, folder=kept, max_batch_size=1)
-    late = engine.add([5] * 40, greedy(30, priority=1))
+    late = engine.add([5] * 40, plain(30, priority=1))
     while late.seq.num_output_tokens < 9:
         engine.step()
-    urgent = engine.add([7] * 100, greedy(20))
+    urgent = engine.add([7] * 100, plain(20))
     engine.step()
     keeper = caches(engine)[0].keeper
     while keeper is not None and len(keeper.shelf) < 2 + 3:  # those of PROMPT, and what the request had filled
@@ -137,10 +129,9 @@ def test_a_preempted_request_is_sought_on_disk_again(kept: Folder) -> None:
     outputs = run(engine, [late, urgent])
     assert late.report.num_preemptions == 1
     assert late.num_fetched == 48
-    assert outputs == alone([([5] * 40, greedy(30)), ([7] * 100, greedy(20))])
+    assert outputs == alone([([5] * 40, plain(30)), ([7] * 100, plain(20))])
 
 
-@pytest.mark.once("its requests choose their drafters")
 def test_a_pass_that_has_less_room_than_was_counted_ends_nobody() -> None:
     """Something takes all blocks between the plan and the pass, once; who gave way is let in behind the next step."""
     taken = list[int]()
@@ -154,7 +145,7 @@ def test_a_pass_that_has_less_room_than_was_counted_ends_nobody() -> None:
         return philox_coins(seq)
 
     engine = engine_with(coins=coins, prefix_caching=False)
-    wanted = [([1] * 17, greedy(20)), ([2] * 20, greedy(20))]
+    wanted = [([1] * 17, plain(20)), ([2] * 20, plain(20))]
     first, second = (engine.add(*one) for one in wanted)
     while not taken:
         assert second.report.num_preemptions == 0
@@ -167,10 +158,9 @@ def test_a_pass_that_has_less_room_than_was_counted_ends_nobody() -> None:
     assert run(engine, [first, second]) == alone(wanted)
 
 
-@pytest.mark.once("its requests choose their drafters")
 def test_a_request_for_which_nobody_could_make_room_fails_by_itself() -> None:
     engine = engine_with()
-    request = engine.add([1] * 17, greedy(20))
+    request = engine.add([1] * 17, plain(20))
     while request.seq.num_output_tokens < 16:
         engine.step()
     engine.runner.cache.open(SCRATCH_SLOT)
@@ -185,10 +175,11 @@ def test_a_request_for_which_nobody_could_make_room_fails_by_itself() -> None:
 def arrivals(seed: int, num: int) -> list[tuple[list[int], SamplingParams]]:
     """Mixed requests, a fifth of which are beam searches."""
     random_, made = random.Random(seed), mixed(seed, num)
-    search = greedy(20, num_beams=3, ignore_eos=False)
+    search = plain(20, num_beams=3, ignore_eos=False)
     return [(prompt, search if random_.random() < 0.2 else params) for prompt, params in made]
 
 
+@pytest.mark.speculation("off", "auto")
 @pytest.mark.parametrize(("seed", "num"), [(0, 40), pytest.param(1, 1000, marks=pytest.mark.parity)])
 def test_random_arrivals_and_aborts_on_a_slow_disk_end_nobody_else(
     tmp_path: Path, disk: threading.Semaphore, seed: int, num: int

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from engine.load import run
+from engine.load import caches, run
 from forerun import pacing
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
@@ -163,37 +163,34 @@ def expected(prompt: list[int]) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def runner_of(model: LlamaForCausalLM) -> tuple[Runner, ForeignCache]:
-    cache = ForeignCache()
-    stands_behind: KVCache = cache
-    return Runner(ForeignModel(model), stands_behind), cache
+def runner_of(model: LlamaForCausalLM) -> Runner:
+    stands_behind: KVCache = ForeignCache()
+    return Runner(ForeignModel(model), stands_behind)
 
 
 @pytest.mark.once("asks for its own drafters, and for fixed lengths")
 @pytest.mark.parametrize("draft", ["none", "lookup", "model"])
 def test_the_engine_says_what_generate_says(draft: str) -> None:
     """Three requests in one batch, prompts in chunks; the draft model is the target's like, with another cache."""
-    runner, cache = runner_of(TARGET)
-    caches = [cache]
+    runner = runner_of(TARGET)
     if draft == "model":
         near = copy.deepcopy(TARGET)
         near.lm_head.weight.data += 0.05 * torch.randn(near.lm_head.weight.shape, dtype=torch.float64)
-        draft_runner, draft_cache = runner_of(near)
-        drafter = ModelDrafter(draft_runner)
-        caches.append(draft_cache)
+        drafter = ModelDrafter(runner_of(near))
     else:
         drafter = drafter_for(draft, runner.model)
     engine = Engine(runner, drafter, pacing.make("fixed", 4), max_seq_len=128, prefill_chunk_tokens=4)
     requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
     assert run(engine, requests) == [expected(prompt) for prompt in PROMPTS]
     assert (sum(request.report.num_accepted for request in requests) > 0) == (draft != "none")
-    assert all(c.free_tokens() == CAPACITY_TOKENS for c in caches)
+    assert [c.free_tokens() for c in caches(engine)] == [CAPACITY_TOKENS] * (2 if draft == "model" else 1)
 
 
 @pytest.mark.once("no engine runs")
 @torch.inference_mode()
 def test_a_fork_goes_on_alone() -> None:
-    runner, cache = runner_of(TARGET)
+    runner = runner_of(TARGET)
+    cache = runner.cache
     cache.open(0)
     runner.forward([Run(0, PROMPTS[2])])
     cache.keep({0: range(6)})

@@ -9,7 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from engine.load import named
 from forerun import LLM, BadOption, SamplingParams, StepReport
+from forerun.engine.request import Request
 from forerun.testing import engines
 from support import heard, needed
 from tiny import write_tiny
@@ -73,7 +75,7 @@ def test_texts_are_those_of_plain_decoding_beside_requests_without_a_grammar(llm
     params = [own for own in requests() for _ in PROMPTS]
     by_draft = {}
     for draft in DRAFTS:
-        name = next(known for known in llm.drafters if known.startswith(draft.partition(":")[0]))
+        name = named(llm, draft.partition(":")[0])
         outs = llm.generate(prompts, [dataclasses.replace(own, draft=name) for own in params], raw=True)
         by_draft[draft] = [(out.token_ids, out.finish_reason, out.logprobs) for out in outs]
         if draft != "none":
@@ -131,15 +133,21 @@ def test_a_beam_search_keeps_to_the_grammar(llm: LLM) -> None:
     assert [(out.token_ids, out.score) for out in drafted] == [(out.token_ids, out.score) for out in outs]
 
 
+def with_one_that_fails(llm: LLM, good: SamplingParams, bad: SamplingParams) -> list[Request]:
+    """Run three requests, of which the second one alone is bad and fails."""
+    requests = llm.submit(["x", "x", "x"], [good, bad, good], raw=True)
+    while any(request.seq.finish_reason is None for request in requests):
+        pass
+    assert [request.seq.finish_reason for request in requests] == ["stop", "abort", "stop"]
+    return requests
+
+
 def test_a_request_that_has_no_token_left_ends_alone(llm: LLM) -> None:
     a = llm.tokenizer.encode("a")[0]
     good = SamplingParams(regex="a{5}", temperature=0)
     bad = SamplingParams(regex="b{3}a{5}", temperature=0, logit_bias={a: -float("inf")})
-    made = llm.submit(["x", "x", "x"], [good, bad, good], raw=True)
-    while any(request.seq.finish_reason is None for request in made):
-        pass
+    made = with_one_that_fails(llm, good, bad)
     assert [request.text for request in made] == ["aaaaa", "bbb", "aaaaa"]
-    assert [request.seq.finish_reason for request in made] == ["stop", "abort", "stop"]
     assert isinstance(made[1].error, BadOption)
     assert "the grammar forbid every id" in str(made[1].error)
 
@@ -147,15 +155,12 @@ def test_a_request_that_has_no_token_left_ends_alone(llm: LLM) -> None:
 @pytest.mark.parametrize("draft", ["none", "suffix", "model"])
 def test_a_grammar_that_takes_too_much_on_the_way_ends_its_request_alone(llm: LLM, draft: str) -> None:
     """However it is found out: as a token is committed, behind which the grammar has too many ways to go on."""
-    name = next(known for known in llm.drafters if known.startswith(draft))
+    name = named(llm, draft)
     # Further away than what is tried when it is compiled.
     many = 'start: /[abc]{60}/ "," rest\nrest: ' + " ".join(["a"] * 3000) + '\na: "x"?'
     good = SamplingParams(regex="a{5}", temperature=0, draft=name)
     bad = SamplingParams(grammar=many, temperature=0, draft=name)
-    made = llm.submit(["x", "x", "x"], [good, bad, good], raw=True)
-    while any(request.seq.finish_reason is None for request in made):
-        pass
-    assert [request.seq.finish_reason for request in made] == ["stop", "abort", "stop"]
+    made = with_one_that_fails(llm, good, bad)
     assert [made[0].text, made[2].text] == ["aaaaa", "aaaaa"]
     assert re.fullmatch("[abc]{60},", made[1].text)
     assert "grammar cannot be honoured" in str(made[1].error)
@@ -202,8 +207,7 @@ def test_what_is_forced_is_drafted_first_and_never_refused(llm: LLM) -> None:
     plain, seen = rounds_of(llm, dataclasses.replace(FORM, draft="none"))
     assert {own.draft for own in seen} == {"none"}
     for draft in ("forced", "lookup", "model"):
-        name = next(known for known in llm.drafters if known.startswith(draft))
-        out, seen = rounds_of(llm, dataclasses.replace(FORM, draft=name))
+        out, seen = rounds_of(llm, dataclasses.replace(FORM, draft=named(llm, draft)))
         assert out.token_ids == plain.token_ids
         assert all(own.tests[node] for own in seen for node in own.forced if node in own.tests), draft
         assert all(own.draft == "forced" for own in seen if own.forced and len(own.forced) == own.num_nodes)
@@ -221,8 +225,7 @@ def test_what_is_forced_is_drafted_first_and_never_refused(llm: LLM) -> None:
 @pytest.mark.parametrize("draft", ["suffix", "lookup", "model", "recycle"])
 def test_a_drafter_goes_on_behind_what_is_forced(llm: LLM, draft: str, speculation: Any) -> None:
     """In the same pass, and what is forced behind its guess is read in that pass, too."""
-    name = next(known for known in llm.drafters if known.startswith(draft))
-    params = dataclasses.replace(FORM, temperature=0.0, seed=None, draft=name)
+    params = dataclasses.replace(FORM, temperature=0.0, seed=None, draft=named(llm, draft))
     out, seen = rounds_of(llm, dataclasses.replace(params, spec_length=40), PROMPTS[0])
     plain, _ = rounds_of(llm, dataclasses.replace(params, draft="none"), PROMPTS[0])
     assert out.token_ids == plain.token_ids
@@ -234,10 +237,12 @@ def test_a_drafter_goes_on_behind_what_is_forced(llm: LLM, draft: str, speculati
     assert later or draft != "model", "what is forced behind a guess, and accepted with it"
 
 
+CHOICES = SamplingParams(max_tokens=6, temperature=0.0, choice=("abacba", "abacbb", "abbcca", "abbccb"))
+
+
 def test_what_is_forced_stands_before_and_behind_a_guess() -> None:
     """A draft model that is the target guesses one token: with what is forced around it that is a whole text."""
-    params = SamplingParams(max_tokens=6, temperature=0.0, choice=("abacba", "abacbb", "abbcca", "abbccb"))
-    case = engines.Case("model", params, near=engines.TARGET, forced=True, gamma=1)
+    case = engines.Case("model", CHOICES, near=engines.TARGET, forced=True, gamma=1)
     ((_, (output, (report, *_))),) = engines.every_way(case)
     (step,) = report.sequences
     assert (step.num_drafted, step.forced, step.num_accepted) == (5, {0, 1, 3, 4}, 5)
@@ -248,8 +253,7 @@ def test_what_is_forced_stands_before_and_behind_a_guess() -> None:
 @pytest.mark.parametrize("name", ["lookahead", "medusa", "pass"])
 def test_a_drafter_that_cannot_draft_behind_what_is_forced_is_not_asked(name: str) -> None:
     """Its rounds would count as ones in which it found nothing, and take its time."""
-    params = SamplingParams(max_tokens=6, temperature=0.0, choice=("abacba", "abacbb", "abbcca", "abbccb"))
-    case = engines.Case(name, params, forced=True, needs=needed)
+    case = engines.Case(name, CHOICES, forced=True, needs=needed)
     assert not engines.drafter_for(case).drafts_behind
     ((_, (output, reports)),) = engines.every_way(case)
     assert len(output) == 6
@@ -262,8 +266,8 @@ def test_what_is_forced_teaches_pacing_nothing(llm: LLM, monkeypatch: pytest.Mon
     observe = pacing.observe
     monkeypatch.setattr(pacing, "observe", lambda report: (taught.append(report), observe(report)))
     reports = heard(llm)
-    name = next(known for known in llm.drafters if known.startswith("model"))
-    llm.generate(PROMPTS[0], dataclasses.replace(FORM, temperature=0.0, draft=name, spec_length=40), raw=True)
+    params = dataclasses.replace(FORM, temperature=0.0, draft=named(llm, "model"), spec_length=40)
+    llm.generate(PROMPTS[0], params, raw=True)
     told = [
         (one, own)
         for report, of_all in zip(taught, reports, strict=True)
@@ -282,7 +286,7 @@ def test_what_is_forced_teaches_pacing_nothing(llm: LLM, monkeypatch: pytest.Mon
 def test_a_draft_model_reads_what_was_forced_with_its_round(llm: LLM) -> None:
     """Not before it, as what it lacks of a prompt, which takes a pass more."""
     reports = heard(llm)
-    name = next(known for known in llm.drafters if known.startswith("model"))
+    name = named(llm, "model")
     llm.generate("xy", dataclasses.replace(FORM, draft=name, spec_length=40), raw=True)
     steps = [report.drafts[name] for report in reports if name in report.drafts]
     assert sum(step.num_nodes for step in steps) > 10

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from engine.load import greedy
 from forerun import LLM, BadOption, CapacityError, SamplingParams
 from forerun.drafters import Drafter, Target
 from forerun.engine.opened import SHIPPED_DRAFT, SHIPPED_TARGET
@@ -30,10 +31,6 @@ def made(**options) -> LLM:
 def llm(draft: str | None = None) -> LLM:
     """The shipped model, drafting as the mode of the test says where it does not say so itself."""
     return made(**({} if draft == "none" else llm_options()) | ({} if draft is None else {"draft": draft}))
-
-
-def greedy(max_tokens: int, **options) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)
 
 
 @pytest.mark.once("about the draft model")
@@ -219,8 +216,7 @@ def test_a_draft_model_need_not_know_every_id(tmp_path, sampling):
     assert max(drafted) < 2048
     assert known.report.num_drafted > 0
     assert unknown.report.num_drafted == 0
-    expected = llm("none").generate(prompts, params)
-    assert [known.token_ids, unknown.token_ids] == [out.token_ids for out in expected]
+    assert [known.token_ids, unknown.token_ids] == [out.token_ids for out in llm("none").generate(prompts, params)]
 
 
 def test_without_a_limit_an_output_goes_as_far_as_the_cache():

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.load import assert_empty
-from engine.test_encoder_decoders import sources, write_other, write_t5
+from engine.load import assert_empty, at_work, run
+from engine.test_encoder_decoders import sources, write_other, write_t5, written
 from forerun import LLM, SamplingParams
 from forerun.engine.request import Request, RequestOutput
-from tiny import byte_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,13 +36,7 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         module = write_t5(folder, 1, **more)
     else:
         module = write_other(folder, request.param)
-    other = copy.deepcopy(module)
-    for parameter in other.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.02 * torch.randn_like(parameter)
-    for file in folder.iterdir():
-        (near / file.name).write_bytes(file.read_bytes())
-    other.save_pretrained(near)
+    written(copy.deepcopy(module), near, noise=0.02)
     options: dict[str, Any] = {"max_seq_len": 96, "dtype": "float32", "ops": "reference", "spec_length": 3}
     with LLM(folder, draft="suffix", extra_drafts=f"model:path={near}", **options) as llm:
         yield module, folder, llm
@@ -56,12 +49,7 @@ def write_t5gemma(folder: Path) -> Any:
     ids = {"bos_token_id": 3, "eos_token_id": 0, "pad_token_id": 1}
     side |= {"num_key_value_heads": 2, "vocab_size": 257, "sliding_window": 6, "max_position_embeddings": 128, **ids}
     config = transformers.T5GemmaConfig(vocab_size=257, encoder=side, decoder=side)
-    module = transformers.T5GemmaForConditionalGeneration(config).eval()
-    for parameter in module.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    module.save_pretrained(folder)
-    byte_tokenizer("<|end|>").save(str(folder / "tokenizer.json"))
-    return module
+    return written(transformers.T5GemmaForConditionalGeneration(config).eval(), folder, noise=0.1)
 
 
 def by_transformers(module: Any, asked: list[list[int]], **options: Any) -> list[list[int]]:
@@ -127,7 +115,7 @@ def test_beams_are_those_of_transformers(kind: Kind) -> None:
 # ---------------------------------------------------------------------------------------------------------------- bits
 
 
-def written(num: int) -> list[tuple[list[int], dict[str, Any]]]:
+def asked_of(num: int) -> list[tuple[list[int], dict[str, Any]]]:
     """Sources, some of them equal or of one beginning, with every kind of sampling and drafter."""
     rng = random.Random(11)
     heads = [[rng.randrange(1, 257) for _ in range(17)] for _ in range(3)]
@@ -166,7 +154,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_no_neighbour_and_no_preemption_moves_a_bit(small: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """300 requests in a cache of three, where texts that are being decoded are preempted, beside each of them alone."""
-    asked, drafts = written(300), ("none", "suffix", "lookup", "model", "bigram", "prediction", "recycle")
+    asked, drafts = asked_of(300), ("none", "suffix", "lookup", "model", "bigram", "prediction", "recycle")
     options: dict[str, Any] = {"ops": "reference_row_by_row", "dtype": "float32", "max_seq_len": 64}
     with LLM(small[0], draft="none", max_batch_size=1, prefix_caching=False, **options) as llm:
         alone = [told(llm.generate(source, SamplingParams(**fields))[0]) for source, fields in asked]
@@ -207,15 +195,12 @@ def test_the_source_of_who_gives_way_is_room_for_another(small: tuple[Path, Path
             return request
 
         equal, worse = asked(10, 16, 0), asked(40, 48, 1)
-        while not (equal.report.num_steps and worse.report.num_steps):
-            engine.step()
+        at_work(engine, equal, worse)
         late = asked(100, 48, 0)
         engine.step()
         assert engine.scheduler.running == [equal, late]
         assert [request.report.num_preemptions for request in (equal, worse, late)] == [0, 1, 0]
-        while not all(request.seq.finish_reason for request in (equal, worse, late)):
-            engine.step()
-        engine.runner.cache.check_integrity()
+        run(engine, [equal, worse, late])
 
 
 def test_a_text_that_copies_its_source_does_not_take_its_rows(kind: Kind) -> None:

@@ -1,8 +1,6 @@
 """The memory plan against what is really allocated: exact to the byte where it says so, else within a band."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 
 from engine.memory_cases import (
     BF16,
-    ENVIRONMENT,
     F32,
     HAS_NATIVE,
     LLAMA_1B,
@@ -23,6 +20,7 @@ from engine.memory_cases import (
     asked_cases,
     bytes_by_name,
     one_pass,
+    said_by_a_child,
     write_random,
 )
 from forerun.blocks import Block, Spec, resized
@@ -96,8 +94,7 @@ def test_pools_are_what_the_cache_allocates(backend: Any, max_seq_len: int, num_
 
     draft = resized(SMALL, num_layers=1, num_kv_heads=2)
     if backend == "contiguous" and num_tokens is not None and num_tokens < max_seq_len:
-        ours = refusal(BadOption, memory_plan, SMALL, draft, options, dtype=dtype)
-        assert ours == refusal(BadOption, real, SMALL)
+        assert refusal(BadOption, memory_plan, SMALL, draft, options, dtype=dtype) == refusal(BadOption, real, SMALL)
         return
     parts = bytes_by_name(memory_plan(SMALL, draft, options, dtype=dtype))
     assert parts["target KV cache"] == real(SMALL)
@@ -218,8 +215,7 @@ def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
     options = EngineConfig(draft="lookup", ops="reference", max_batch_size=4, max_seq_len=1024, **CHUNK)
     planned = bytes_by_name(memory_plan(SMALL, None, options, dtype=F32, num_taps=3))["activations"]
     without = bytes_by_name(memory_plan(SMALL, None, options, dtype=F32))["activations"]
-    num_rows = 512 + 3 * (options.longest_draft + 1)
-    assert planned - without == 3 * num_rows * SMALL.hidden_size * 4
+    assert planned - without == 3 * (512 + 3 * (options.longest_draft + 1)) * SMALL.hidden_size * 4
     three, none = (peak_bytes(one_pass(SMALL, options, F32, num), tmp_path / f"{num}.json") for num in (3, 0))
     assert three - none == pytest.approx(planned - without, abs=64), "bytes, and some of the lists around them"
 
@@ -284,10 +280,8 @@ def test_suggestions_fit_and_are_the_largest_that_do(backend: str, gigabytes: fl
 
 def test_one_short_sequence_is_suggested_where_no_option_alone_helps() -> None:
     options = EngineConfig(draft="none", max_batch_size=1024, max_seq_len=131072, kv_cache_backend="contiguous")
-    weights = weight_bytes(LLAMA_1B, BF16)
-    available = weights + 1000 * 10**6
-    plan = memory_plan(LLAMA_1B, None, options, dtype=BF16, available_bytes=available)
-    (found,) = plan.suggestions
+    available = weight_bytes(LLAMA_1B, BF16) + 1000 * 10**6
+    (found,) = memory_plan(LLAMA_1B, None, options, dtype=BF16, available_bytes=available).suggestions
     assert set(found) == {"max_batch_size", "max_seq_len"}
     fitting = memory_plan(LLAMA_1B, None, replace(options, **found), dtype=BF16, available_bytes=available)
     assert fitting.fits
@@ -435,10 +429,7 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if "smollm2" in cases:
         models = {"small": str(write_tiny_model(root / "tiny.gguf")), "target": "smollm2", "draft": "lookup"}
         cases["smollm2"] = {"ops": "native", "dtype": "auto", "max_seq_len": 160, **models}
-    command = [sys.executable, "-c", CHILD, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    return dict(json.loads(line) for line in said_by_a_child(CHILD, json.dumps(cases)).splitlines())
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")

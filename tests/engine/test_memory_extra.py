@@ -16,11 +16,7 @@ SECOND = resized(SMALL, num_layers=2, num_kv_heads=2, ffn_size=512)
 THIRD = resized(SMALL, num_layers=5)
 
 
-def plan(draft: Spec | None = SMALL, available: int | None = None, **extra: Spec) -> MemoryPlan:
-    return plan_with("reference", draft, available, **extra)
-
-
-def plan_with(ops: str, draft: Spec | None, available: int | None = None, **extra: Spec) -> Any:
+def plan(draft: Spec | None = SMALL, available: int | None = None, ops: Any = "reference", **extra: Spec) -> MemoryPlan:
     spec = "lookup" if draft is None else "./d"
     options = EngineConfig(draft=spec, extra_drafts=";".join(extra), ops=ops, max_batch_size=4, max_seq_len=512)
     dtype = F32 if ops == "reference" else BF16
@@ -30,8 +26,8 @@ def plan_with(ops: str, draft: Spec | None, available: int | None = None, **extr
 @pytest.mark.parametrize("ops", OPS)
 def test_a_second_draft_model_adds_what_it_takes_as_the_only_one(ops: str) -> None:
     """Weights, cache and buffers of its own; draft probabilities and activations belong to one model at a time."""
-    one, two = (bytes_by_name(plan_with(ops, SMALL, **extra)) for extra in ({}, {"b": SECOND}))
-    none, alone = (bytes_by_name(plan_with(ops, draft)) for draft in (None, SECOND))
+    one, two = (bytes_by_name(plan(ops=ops, **extra)) for extra in ({}, {"b": SECOND}))
+    none, alone = (bytes_by_name(plan(draft, ops=ops)) for draft in (None, SECOND))
     own = {"extra draft weights": alone["draft weights"], "extra draft KV cache": alone["draft KV cache"]}
     if "pass buffers" in alone:  # of all models together
         own["pass buffers"] = alone["pass buffers"] - none.get("pass buffers", 0)

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 import processes
-from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, needs_native
+from engine.memory_cases import BF16, ENVIRONMENT, F32, SMALL, bytes_by_name, needs_native, said_by_a_child
 from forerun import native, ops as operators
 from forerun.blocks import Spec, itemsize, resized, weight_shapes
 from forerun.config import EngineConfig
@@ -50,8 +49,7 @@ def native_decoder(config: Spec, dtype: str) -> CpuModel:
 @pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (16, 2), (17, 3), (32, 64), (33, 65), (257, 99)])
 def test_a_packed_matrix_has_the_bytes_of_its_panels(num_out: int, num_in: int, paired: bool, dtype: str) -> None:
     parts = [HostTensor.empty((num_out, num_in), dtype)] * (2 if paired else 1)
-    made = CpuOps().pack(parts, paired=paired)
-    assert packed_bytes(num_out, num_in, dtype, paired=paired) == made.nbytes
+    assert packed_bytes(num_out, num_in, dtype, paired=paired) == CpuOps().pack(parts, paired=paired).nbytes
 
 
 @pytest.mark.parametrize("sizes", [{}, ODD, ODD | BIASED, {"tied": False}, {"qk_norm": True}])
@@ -160,12 +158,9 @@ print(peak_resident(one_pass(config, options, dtype, num_taps)))
 
 def numbers_of_a_child(source: str, *args: str, **environment: str) -> list[int]:
     """What this code prints in a process of its own: nothing there was given back, or prepared, by another test."""
-    tests = Path(__file__).parents[1]
-    variables = ENVIRONMENT | {"PYTHONPATH": f"{tests}:{ENVIRONMENT['PYTHONPATH']}"} | environment
-    command = [sys.executable, "-c", source, *args]
-    done = processes.run(command, capture_output=True, text=True, timeout=120, env=variables)
-    assert done.returncode == 0, done.stderr
-    return [int(word) for word in done.stdout.split()]
+    path = f"{Path(__file__).parents[1]}:{ENVIRONMENT['PYTHONPATH']}"
+    said = said_by_a_child(source, *args, run=processes.run, PYTHONPATH=path, **environment)
+    return [int(word) for word in said.split()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
@@ -265,9 +260,7 @@ except CapacityError as error:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on addresses")
 def test_a_matrix_that_no_memory_can_hold() -> None:
     """1.07 GB to pack, and addresses for a quarter of that: refused with its size, before anything is given back."""
-    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (
+    assert said_by_a_child(REFUSED) == (
         "there is no memory to pack a matrix of 1.07 GB for the native operators: choose a smaller model, or "
         "dtype='bfloat16'; forerun plan says what fits\n"
     )

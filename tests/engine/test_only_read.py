@@ -4,6 +4,7 @@ import pytest
 
 from forerun import LLM, BadOption, SamplingParams
 from forerun.errors import PromptTooLong
+from refusals import refusal
 from speculation import llm_options
 
 CONTEXT = 64
@@ -24,13 +25,10 @@ def test_a_prompt_that_fills_the_context_is_scored(llm: LLM) -> None:
     assert (whole.token_ids, whole.text, whole.finish_reason) == ([], "", "length")
     (wanted,) = llm.generate([ids[:-1]], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2))
     assert whole.prompt_logprobs[:-1] == wanted.prompt_logprobs
-    last = whole.prompt_logprobs[-1]
-    assert last.token_id == ids[-1]
+    assert whole.prompt_logprobs[-1].token_id == ids[-1]
     assert len(wanted.token_ids) == 1
-    with pytest.raises(PromptTooLong, match="no room for an answer"):
-        llm.generate([ids], SamplingParams(max_tokens=1))
-    with pytest.raises(PromptTooLong, match="max_seq_len is 64"):
-        llm.generate([[*ids, 1]], scored)
+    assert "no room for an answer" in refusal(PromptTooLong, llm.generate, [ids], SamplingParams(max_tokens=1))
+    assert "max_seq_len is 64" in refusal(PromptTooLong, llm.generate, [[*ids, 1]], scored)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 24])
@@ -74,7 +72,5 @@ def test_several_outputs_of_one_prompt_and_streams(llm: LLM) -> None:
 
 @pytest.mark.once("refused before anything runs")
 def test_a_search_for_nothing_is_refused() -> None:
-    with pytest.raises(BadOption, match="nothing to search for"):
-        SamplingParams(max_tokens=0, num_beams=2, temperature=0)
-    with pytest.raises(BadOption, match="min_tokens=1 is not possible"):
-        SamplingParams(max_tokens=0, min_tokens=1)
+    assert "nothing to search for" in refusal(BadOption, SamplingParams, max_tokens=0, num_beams=2, temperature=0)
+    assert "min_tokens=1 is not possible" in refusal(BadOption, SamplingParams, max_tokens=0, min_tokens=1)

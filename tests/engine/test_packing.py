@@ -15,8 +15,7 @@ A, C, D, E, F, G, H = range(7)
 
 def test_the_known_answer() -> None:
     """Drafts (c,e) (c,f) (d,g) (d,h) need the rows c, e, f, d, g, h: 6 for 8 drafted tokens."""
-    any_probs = Probs.of_point(0)
-    draft = Draft([C, E, C, F, D, G, D, H], [-1, 0, -1, 2, -1, 4, -1, 6], [0, 8], [any_probs] * 8)
+    draft = Draft([C, E, C, F, D, G, D, H], [-1, 0, -1, 2, -1, 4, -1, 6], [0, 8], [Probs.of_point(0)] * 8)
     packed = draft.shared_rows(0)
     assert packed.tokens == [C, E, F, D, G, H]
     assert packed.parents == [-1, 0, 0, -1, 3, 3]
@@ -25,8 +24,7 @@ def test_the_known_answer() -> None:
 
 def test_only_what_is_equal_from_the_root_on_is_merged() -> None:
     """Equal tokens below different tokens have different rows; a second sequence is numbered from 0."""
-    any_probs = Probs.of_point(0)
-    draft = Draft([A, A, C, E, D, E, C], [-1, -1, -1, 2, -1, 4, -1], [0, 1, 7], [any_probs] * 7)
+    draft = Draft([A, A, C, E, D, E, C], [-1, -1, -1, 2, -1, 4, -1], [0, 1, 7], [Probs.of_point(0)] * 7)
     packed = draft.shared_rows(1)
     assert packed.tokens == [A, C, E, D, E]
     assert packed.parents == [-1, -1, 1, -1, 3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import DRAFT, MODEL, alone, engine_with, heard, interrupt, mixed, run, runner_with
+from engine.load import DRAFT, MODEL, alone, engine_with, greedy, heard, interrupt, mixed, run, runner_with
 from forerun.drafters.shared.model_drafter import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
@@ -47,10 +47,6 @@ class Told(Pacing):
 
     def end(self, seq: Sequence) -> None:
         self.ended.append(seq.id)
-
-
-def greedy(max_tokens: int, **more: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
@@ -100,8 +96,7 @@ def test_the_seconds_of_a_step_are_those_of_the_engine() -> None:
     run(engine, [engine.add([1, 2, 3], greedy(12)) for _ in range(2)])
     whole_s = time.perf_counter() - begun
     for report in pacing.heard:
-        drafts_s = sum(draft.seconds for draft in report.drafts.values())
-        assert report.draft_s >= 0.004 + drafts_s
+        assert report.draft_s >= 0.004 + sum(draft.seconds for draft in report.drafts.values())
     assert min(report.schedule_s for report in pacing.heard[1:]) >= 0.006
     parts = [r.schedule_s + r.draft_s + r.score_s + r.judge_s + r.commit_s for r in pacing.heard]
     assert 0.01 * len(parts) - 0.006 <= sum(parts) <= whole_s

@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.load import MODEL, alone, assert_empty, caches, check, engine_with, heard, mixed, run
-from forerun.engine.engine import Engine
-from forerun.engine.request import Request
+from engine.load import MODEL, alone, assert_empty, at_work, caches, check, engine_with, greedy, heard, mixed, run
 from forerun.errors import BadOption
 from forerun.types import SamplingParams
 
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+GREEDY = greedy(40)
 
 
 @pytest.mark.speculation("off", "fixed", "auto")
@@ -46,8 +44,7 @@ def test_a_preempted_request_goes_on_where_it_was() -> None:
 def test_who_wants_no_drafter_is_granted_nothing() -> None:
     engine = engine_with(spec_length=4, policy="fixed")
     requests = [engine.add([i] * 10, replace(GREEDY, draft=draft)) for i, draft in enumerate(("none", None, "none"))]
-    while not all(request.report.num_steps for request in requests):
-        engine.step()
+    at_work(engine, *requests)
     assert [limit > 0 for limit in engine.scheduler.plan().draft_limits] == [False, True, False]
 
 
@@ -71,7 +68,7 @@ def test_what_a_rejected_draft_held_is_free_before_the_next_plan() -> None:
 @pytest.mark.parametrize("tokens", [64, 80, 96, 128])
 def test_drafts_preempt_no_request(tokens: int) -> None:
     """A request is preempted only where the running ones have no room for one token each, drafts or not."""
-    wanted = [([i] * 10, SamplingParams(max_tokens=30, temperature=0.0)) for i in range(5)]
+    wanted = [([i] * 10, greedy(30)) for i in range(5)]
     engine = engine_with(tokens, spec_length=9, prefix_caching=False)
     requests = [engine.add(*one) for one in wanted]
     scheduler, cache, times = engine.scheduler, engine.runner.cache, 0
@@ -97,35 +94,27 @@ def test_a_pass_has_no_more_rows_than_the_budget() -> None:
         assert report.num_rows == report.num_prefill_tokens + report.num_decoding + report.num_drafted
 
 
-def at_work(engine: Engine, *requests: Request) -> None:
-    """Step until all of them decode."""
-    while not all(request.report.num_steps for request in requests):
-        engine.step()
-
-
 def test_no_place_is_taken_that_does_not_suffice() -> None:
     """10 blocks: 4 of an equal, 2 each of two worse ones; without these a prompt of 7 blocks would still not fit."""
     engine = engine_with(160, prefix_caching=False)
-    equal = engine.add([1] * 40, SamplingParams(max_tokens=24, temperature=0.0))
-    worse = [engine.add([i] * 10, SamplingParams(max_tokens=20, temperature=0.0, priority=1)) for i in (2, 3)]
+    equal = engine.add([1] * 40, greedy(24))
+    worse = [engine.add([i] * 10, greedy(20, priority=1)) for i in (2, 3)]
     at_work(engine, equal, *worse)
-    late = engine.add([4] * 100, SamplingParams(max_tokens=2, temperature=0.0))
+    late = engine.add([4] * 100, greedy(2))
     while equal.seq.finish_reason is None:
         engine.step()
         assert equal.seq.finish_reason or late in engine.scheduler.waiting
         assert engine.scheduler.num_preemptions == 0
     outputs = run(engine, [late, *worse])
-    wanted = [(r.seq.tokens[: r.seq.num_prompt_tokens], r.seq.params) for r in (late, *worse)]
-    assert outputs == alone(wanted)
+    assert outputs == alone([(r.seq.tokens[: r.seq.num_prompt_tokens], r.seq.params) for r in (late, *worse)])
 
 
 def test_no_more_places_are_taken_than_needed() -> None:
     """11 blocks, 3 each of three worse ones: a prompt of 3 blocks needs the place of the last alone."""
     engine = engine_with(176, prefix_caching=False)
-    params = SamplingParams(max_tokens=8, temperature=0.0, priority=1)
-    worse = [engine.add([i] * 40, params) for i in range(3)]
+    worse = [engine.add([i] * 40, greedy(8, priority=1)) for i in range(3)]
     engine.step()
-    urgent = engine.add([4] * 40, SamplingParams(max_tokens=4, temperature=0.0))
+    urgent = engine.add([4] * 40, greedy(4))
     engine.step()
     assert urgent in engine.scheduler.running
     assert [request.report.num_preemptions for request in worse] == [0, 0, 1]
@@ -135,12 +124,12 @@ def test_no_more_places_are_taken_than_needed() -> None:
 def test_what_running_requests_share_is_not_freed_by_one_of_them() -> None:
     """11 blocks: 4 that an equal and a worse one share, one more of each: without the worse one 6 are free, not 10."""
     engine, prompt = engine_with(176, prefill_chunk_tokens=128), [i % 7 for i in range(65)]
-    equal = engine.add(prompt, SamplingParams(max_tokens=15, temperature=0.0))
+    equal = engine.add(prompt, greedy(15))
     engine.step()
-    worse = engine.add(prompt, SamplingParams(max_tokens=15, temperature=0.0, priority=1))
+    worse = engine.add(prompt, greedy(15, priority=1))
     at_work(engine, worse)
     assert worse.report.num_cached_tokens == 64
-    late = engine.add([4] * 105, SamplingParams(max_tokens=2, temperature=0.0))
+    late = engine.add([4] * 105, greedy(2))
     assert equal.seq.finish_reason is None
     while equal.seq.finish_reason is None and worse.seq.finish_reason is None:
         assert engine.scheduler.num_preemptions == 0
@@ -182,8 +171,7 @@ def test_a_repeated_prompt_is_found_up_to_its_last_token(length: int) -> None:
 def test_nothing_is_shared_between_salts_or_with_sharing_switched_off() -> None:
     engine, prompt = engine_with(), list(range(40))
     for salt, found in ((None, 0), ("a", 0), ("a", 32), ("b", 0), (None, 32)):
-        params = SamplingParams(max_tokens=4, temperature=0.0, cache_salt=salt)
-        run(engine, [request := engine.add(prompt, params)])
+        run(engine, [request := engine.add(prompt, greedy(4, cache_salt=salt))])
         assert request.report.num_cached_tokens == found
     for options in ({"prefix_caching": False}, {"backend": "contiguous"}):
         engine = engine_with(**options)
@@ -210,8 +198,7 @@ def test_several_outputs_of_one_prompt_have_seeds_of_their_own_and_share_its_cac
     seeds = [request.seq.seed for request in requests]
     assert seeds[0] == 5
     assert len(set(seeds)) == len(set(map(tuple, outputs))) == 3
-    ones = [(prompt, SamplingParams(max_tokens=12, temperature=1.0, seed=seed)) for seed in seeds]
-    assert outputs == alone(ones)
+    assert outputs == alone([(prompt, SamplingParams(max_tokens=12, temperature=1.0, seed=seed)) for seed in seeds])
     with pytest.raises(BadOption, match="n=3"):
         engine.add(prompt, params)
 
@@ -234,10 +221,8 @@ def test_a_request_may_choose_only_what_the_engine_has() -> None:
 def test_methods_and_lengths_stand_side_by_side_in_one_pass() -> None:
     engine = engine_with(spec_length=4)
     reports = heard(engine)
-    choices = [("none", None), ("lookup", 3), ("model", None), ("model", 2)]
-    for draft, length in choices:
-        params = SamplingParams(max_tokens=30, temperature=0.0, draft=draft, spec_length=length)
-        engine.add([1, 2, 3, 1, 2, 3, 1, 2], params)
+    for draft, length in [("none", None), ("lookup", 3), ("model", None), ("model", 2)]:
+        engine.add([1, 2, 3, 1, 2, 3, 1, 2], greedy(30, draft=draft, spec_length=length))
     engine.step()
     engine.step()
     drafted = {(s.draft, s.num_drafted) for s in reports[-1].sequences}
@@ -251,7 +236,7 @@ def test_methods_and_lengths_stand_side_by_side_in_one_pass() -> None:
 def test_a_request_that_is_nearly_full_decodes_plainly_beside_others() -> None:
     engine = engine_with(spec_length=9)
     reports = heard(engine)
-    engine.add([1] * 126, SamplingParams(max_tokens=2, temperature=0.0))
+    engine.add([1] * 126, greedy(2))
     engine.add([2] * 5, GREEDY)
     while not any(len(report.sequences) == 2 for report in reports):
         engine.step()
@@ -265,7 +250,7 @@ def test_the_draft_model_runs_a_long_prompt_beside_the_target(catchup_tokens: in
     """As many tokens as the target, not ahead of it: its steps would be the longer for it."""
     engine = engine_with(prefill_chunk_tokens=16, catchup_tokens=catchup_tokens)
     reports = heard(engine)
-    run(engine, [request := engine.add([i % 9 for i in range(100)], SamplingParams(max_tokens=9, temperature=0.0))])
+    run(engine, [request := engine.add([i % 9 for i in range(100)], greedy(9))])
     prefill = [report for report in reports if report.num_prefill_tokens]
     assert [report.drafts["model"].num_catchup_tokens for report in prefill] == [16] * 6 + [3]
     decoding = [report for report in reports if report.num_decoding]

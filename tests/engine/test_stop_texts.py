@@ -33,8 +33,7 @@ def test_the_first_newline_of_a_run_of_byte_tokens_stops(llm: LLM) -> None:
 
 
 def test_a_stream_does_not_hold_back_a_run_of_byte_tokens(llm: LLM) -> None:
-    chunks = list(llm.stream("a", always(0x0A, max_tokens=4)))
-    assert [chunk.text for chunk in chunks] == ["\n"] * 4
+    assert [chunk.text for chunk in llm.stream("a", always(0x0A, max_tokens=4))] == ["\n"] * 4
 
 
 def test_a_stop_text_that_the_end_of_the_output_completes(llm: LLM) -> None:

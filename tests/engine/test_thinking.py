@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from engine.load import named
 from forerun import LLM, SamplingParams
 from tiny import write_thinking
 
@@ -40,8 +41,7 @@ def texts(llm: LLM, prompt: list[int], ways: list[SamplingParams]) -> list[tuple
     """The ids that plain decoding answers, and why each ends; every drafter must say the same."""
     said = []
     for draft in ("none", *DRAFTS):
-        name = next(known for known in llm.drafters if known.startswith(draft))
-        params = [dataclasses.replace(way, draft=name, spec_length=6) for way in ways]
+        params = [dataclasses.replace(way, draft=named(llm, draft), spec_length=6) for way in ways]
         outs = llm.generate([prompt] * len(ways), params)
         said.append([(out.token_ids, out.finish_reason) for out in outs])
         assert said[-1] == said[0], draft
@@ -52,10 +52,8 @@ def texts(llm: LLM, prompt: list[int], ways: list[SamplingParams]) -> list[tuple
 def test_a_chat_s_limit_is_held_whatever_drafts(llm: LLM, way: str) -> None:
     prompt = llm.apply_chat_template(ASKED, begins=True)
     params = SamplingParams(max_tokens=36, **WAYS[way])
-    answer_form = [llm.answer_form(max_thinking_tokens=most) for most in LIMITS]
-    said = texts(
-        llm, prompt, [one.constrained(params, llm.tokenizer, prompt) for one in answer_form if one is not None]
-    )
+    forms = [llm.answer_form(max_thinking_tokens=most) for most in LIMITS]
+    said = texts(llm, prompt, [form.constrained(params, llm.tokenizer, prompt) for form in forms if form is not None])
     (closing,) = llm.tokenizer.encode("</think>", add_special_tokens=False)
     lengths = [(ids.index(closing) if closing in ids else len(ids)) for ids, _ in said]
     assert all(length <= most for length, most in zip(lengths, LIMITS, strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.load import DRAFT, MODEL, heard, run, runner_with
+from engine.load import DRAFT, MODEL, greedy, heard, run, runner_with
 from forerun import LLM, BadOption, SamplingParams, drafters, registry
 from forerun.drafters import Drafter, Seen
 from forerun.engine.engine import Engine
@@ -107,12 +107,10 @@ def test_extra_rows_are_scored_shown_and_never_kept() -> None:
     """What stands behind 1, 2 and 1, 2, 3 is what the model says of a text that ends so."""
     watcher = Watcher()
     engine = Engine(runner_with(MODEL, 400), Router({"watcher": watcher}), make("fixed", 3))
-    request = engine.add([1, 2, 3, 4], SamplingParams(max_tokens=8, temperature=0))
-    other = engine.add([4, 3], SamplingParams(max_tokens=8, temperature=0, draft="none"))
+    request, other = engine.add([1, 2, 3, 4], greedy(8)), engine.add([4, 3], greedy(8, draft="none"))
     outputs = run(engine, [request, other])
     plain = Engine(runner_with(MODEL, 400), Router({"none": Drafter()}), make("fixed", 3))
-    greedy = SamplingParams(max_tokens=8, temperature=0)
-    assert outputs == run(plain, [plain.add([1, 2, 3, 4], greedy), plain.add([4, 3], greedy)])
+    assert outputs == run(plain, [plain.add([1, 2, 3, 4], greedy(8)), plain.add([4, 3], greedy(8))])
     assert {seq for seq, _, _ in watcher.seen} == {request.seq.id}, "its own sequences only"
     decoded = [(tokens, one) for _, tokens, one in watcher.seen if len(one.scored) == 4]
     assert decoded
@@ -176,12 +174,11 @@ def test_a_drafter_whose_draft_is_no_tree_is_done_without(
             rest = Draft.empty(len(seqs) - 1).node_starts[1:]
             return Draft([1, 1], parents, [0, 2, *[2 for _ in rest]], [Probs.of_point(1)] * 2)
 
-    params = SamplingParams(max_tokens=6, temperature=0)
     texts = []
     for drafter in (Broken(), Drafter()):
         engine = Engine(runner_with(MODEL, 400), Router({"broken": drafter}), make("fixed", 3))
-        own = params if isinstance(drafter, Broken) else SamplingParams(max_tokens=6, temperature=0, draft="none")
-        texts.append(run(engine, [engine.add([1, 2, 3 + i], own) for i in range(num_sequences)]))
+        params = greedy(6, draft=None if isinstance(drafter, Broken) else "none")
+        texts.append(run(engine, [engine.add([1, 2, 3 + i], params) for i in range(num_sequences)]))
     assert texts[0] == texts[1]
     assert [record.message.split(" failed")[0] for record in caplog.records] == ["the drafter 'broken'"]
 
@@ -189,7 +186,6 @@ def test_a_drafter_whose_draft_is_no_tree_is_done_without(
 def test_a_drafter_hears_of_its_own_sequences_only() -> None:
     first, second = Watcher(), Watcher()
     engine = Engine(runner_with(DRAFT, 400), Router({"first": first, "second": second}), make("fixed", 1))
-    greedy = {"max_tokens": 5, "temperature": 0.0}
-    requests = [engine.add([1, 2], SamplingParams(**greedy, draft=name)) for name in ("first", "second")]
+    requests = [engine.add([1, 2], greedy(5, draft=name)) for name in ("first", "second")]
     run(engine, requests)
     assert [{seq for seq, _, _ in watcher.seen} for watcher in (first, second)] == [{r.seq.id} for r in requests]

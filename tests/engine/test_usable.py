@@ -21,8 +21,7 @@ CONFIG = EngineConfig(target="shipped", max_batch_size=2, max_seq_len=256)
 def test_all_of_them_can_be_had() -> None:
     """Of the shipped model: an engine starts with all; each of the others is named already, or refused."""
     found = usable_drafts(Opened.of(CONFIG))
-    llm = LLM.from_config(replace(CONFIG, extra_drafts=";".join(found)))
-    assert set(llm.drafters) == {"model", *found}
+    assert set(LLM.from_config(replace(CONFIG, extra_drafts=";".join(found))).drafters) == {"model", *found}
     refused = set(names("forerun.drafters")) - {"model", *found}
     assert refused
     for method in refused:
