@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import processes
-from drafters.toys import check_drafts, drafts_of
+from drafters.toys import check_drafts, drafts_of, members_of
 from forerun import LLM, BadOption, SamplingParams, drafters, native
 from forerun.config import EngineConfig, Quantization
 from forerun.drafters.assistant import AssistantDrafter
@@ -191,8 +191,7 @@ def test_it_is_found_beside_its_target(
     """By the name of its folder; one that does not fit or is broken is not taken, nor one of another name."""
     target = tmp_path / "some-it"
     target.symlink_to(folders["target"])
-    with LLM(str(target), max_seq_len=64) as llm:
-        assert "assistant" not in llm.engine.drafter.members
+    assert "assistant" not in members_of(target)
     beside = folders["target"].with_name("target-assistant")
     beside.symlink_to(folders["ordered"])
     try:
@@ -203,21 +202,20 @@ def test_it_is_found_beside_its_target(
         loaded = load_checkpoint(folders["target"], with_tokenizer=True)
         with LLM(loaded, max_seq_len=64) as llm:
             assert isinstance(llm.engine.drafter.first, AssistantDrafter)
-        with LLM(str(folders["target"]), draft="suffix", max_seq_len=64) as llm:
-            assert "assistant" not in llm.engine.drafter.members
+        assert "assistant" not in members_of(folders["target"], draft="suffix")
         config = json.loads((folders["ordered"] / "config.json").read_text(encoding="utf-8"))
         beside.unlink()
         shutil.copytree(folders["ordered"], beside)
         (beside / "model.safetensors").write_bytes((beside / "model.safetensors").read_bytes()[:5000])
-        with caplog.at_level("WARNING"), LLM(str(folders["target"]), max_seq_len=64) as llm:
-            assert "assistant" not in llm.engine.drafter.members
+        with caplog.at_level("WARNING"):
+            assert "assistant" not in members_of(folders["target"])
         assert "was found for the target, and cannot draft for it" in caplog.text
         shutil.rmtree(beside)
         beside.mkdir()
         (beside / "config.json").write_text(json.dumps({**config, "backbone_hidden_size": 61}))
         caplog.clear()
-        with caplog.at_level("WARNING"), LLM(str(folders["target"]), max_seq_len=64) as llm:
-            assert "assistant" not in llm.engine.drafter.members
+        with caplog.at_level("WARNING"):
+            assert "assistant" not in members_of(folders["target"])
         assert "was found" not in caplog.text
     finally:
         if beside.is_symlink():

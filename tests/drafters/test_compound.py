@@ -51,6 +51,26 @@ def test_a_spec_holds_specs_in_parentheses() -> None:
         ("switch:of=(lookup:max=3)+model", "did you mean 'max_n'"),
         ("cascade:of=lookup", "must be a draft model"),
         ("cascade:inner=(mixed:of=nothing)", "there is no drafter 'nothing'"),
+        ("datastore:max_match=2,min_match=3", "at most max_match=2"),
+        ("datastore:shape=star", "must be path or tree"),
+        ("dflash:draws=point", "add shape=tree"),
+        ("dflash:shape=tree,draws=independent", "distinct or point"),
+        ("dflash:shape=2x1", "dflash:shape='2x1' is not possible"),
+        ("hydra:shape=0x2", "hydra:shape='0x2' is not possible"),
+        ("ngram:max_n=4,min_n=5", "ngram:min_n=5 is not possible"),
+        ("recycle:shape=star", "recycle:shape='star' is not possible: it must be path or tree"),
+        ("stand:shape=star", "stand:shape='star' is not possible: it must be path or tree"),
+        ("suffix:shape=star", "must be path or tree"),
+        ("translated:how=ids", "how='ids' is not possible: it must be tokens or text"),
+        ("translated:how=text,draft_temperature=0.5", "leave draft_temperature and draft_top_k out"),
+        ("tree:shape=4x0", "as in 4x2x1"),
+        ("tree:shape=wide", "as in 4x2x1"),
+        ("tree:shape=best_first", "add that"),
+        ("tree:shape=sequoia", "belong together"),
+        ("tree:draws=all", "distinct, independent or point"),
+        ("tree:of=lookup", "must be a draft model"),
+        ("unigram:draws=best", "unigram:draws='best' is not possible: it must be point or sampled"),
+        ("bigram:draws=best", "bigram:draws='best' is not possible: it must be point or sampled"),
     ],
 )
 def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
@@ -62,14 +82,12 @@ def test_a_wrong_spec_is_refused_at_the_door(spec: str, words: str) -> None:
 
 def test_models_inside_are_planned_for() -> None:
     config = EngineConfig.make(target="shipped", draft="mixed:of=lookup+(cascade:inner=model)")
-    found = fitting.Outlines.of(Opened.of(config))
-    assert list(found.models) == ["target", "draft", "draft, model 2"]
+    assert list(fitting.Outlines.of(Opened.of(config)).models) == ["target", "draft", "draft, model 2"]
 
 
 def test_models_inside_that_are_made_of_the_target_are_planned_for() -> None:
     spec = "mixed:of=model+(early_exit:layers=2,draft_vocab=100)+self"
-    config = EngineConfig.make(target="shipped", draft=spec, dtype="float32")
-    found = fitting.Outlines.of(Opened.of(config))
+    found = fitting.Outlines.of(Opened.of(EngineConfig.make(target="shipped", draft=spec, dtype="float32")))
     assert set(found.models) == {"target", "draft", "draft, model 2", "draft, model 3"}
     assert [found.models[name].is_made for name in ("draft", "draft, model 2", "draft, model 3")] == [False, True, True]
 
@@ -201,10 +219,8 @@ def switched(right: Seq[int], members: Seq[Drafter], num_rounds: int) -> list[in
 
 def test_switch_takes_a_free_member_that_is_right_and_leaves_one_that_is_wrong() -> None:
     ones = [1] * 400
-    good = switched(ones, [Fixed([2] * 4), Fixed([1] * 4)], 40)
-    assert good[-10:] == [4] * 10
-    bad = switched(ones, [Fixed([2] * 4), Fixed([3] * 4)], 40)
-    assert bad[-10:] == [0] * 10, "plain decoding is a choice, too"
+    assert switched(ones, [Fixed([2] * 4), Fixed([1] * 4)], 40)[-10:] == [4] * 10
+    assert switched(ones, [Fixed([2] * 4), Fixed([3] * 4)], 40)[-10:] == [0] * 10, "plain decoding is a choice, too"
 
 
 def test_a_member_that_costs_something_is_probed_after_pauses_that_double() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun.drafters.dflash import Guess, Options, draw_tree
+from forerun.drafters.dflash import Guess, draw_tree
 from forerun.engine.engine import philox_coins
-from forerun.errors import BadOption
 from forerun.sampling import History, probs
 from forerun.testing.engines import HORIZON, drafter_for
 from forerun.types import Budget, Draft, SamplingParams, Sequence
@@ -161,12 +160,3 @@ def test_a_round_of_siblings_and_levels_says_what_the_target_says(draws: str, ru
         rounds = check_first_round(partial(drafter_for, case), params)
         assert any(round.parents.count(-1) > 1 for round in rounds), "siblings"
         assert any(max(round.parents) >= 0 for round in rounds), "levels"
-
-
-def test_draws_belong_to_a_tree() -> None:
-    with pytest.raises(BadOption, match="add shape=tree"):
-        Options(draws="point")
-    with pytest.raises(BadOption, match="distinct or point"):
-        Options(shape="tree", draws="independent")
-    with pytest.raises(BadOption, match="dflash:shape='2x1' is not possible"):
-        Options(shape="2x1")

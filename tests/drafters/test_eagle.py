@@ -41,7 +41,6 @@ class Asked(Stopped):
         return True
 
 
-@pytest.mark.once("compares two ways of drafting")
 @pytest.mark.parametrize("least", [None, 0.3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_made_at_once_is_the_one_that_is_made_step_by_step(
@@ -91,7 +90,6 @@ class Searching(FixedPacing):
 
 
 @needs_native
-@pytest.mark.once("compares with plain decoding")
 def test_the_text_is_searched_before_the_head_is_run(tmp_path: Path) -> None:
     """The head goes on where a search has found nothing, with what the target has computed meanwhile."""
     spec = f"eagle:path={random_head(LLM('shipped', draft='none'), tmp_path)}"
@@ -115,7 +113,6 @@ def test_the_text_is_searched_before_the_head_is_run(tmp_path: Path) -> None:
 
 
 @needs_native
-@pytest.mark.once("about one binding")
 def test_rows_of_layers_must_be_those_that_a_head_joins(tmp_path: Path) -> None:
     llm = LLM("shipped", draft=f"eagle:path={random_head(LLM('shipped', draft='none'), tmp_path)}", max_seq_len=64)
     runner: Any = llm.drafters["eagle"].runner

@@ -13,6 +13,7 @@ from torch import Tensor
 from drafters import published as they
 from drafters.published import DRAFT_IDS, EAGLE_3, EPS, FFN, HEAD_DIM, HEADS, KV_HEADS, WIDTH
 from drafters.test_published_blocks import DFLASH, dflash_weights, published
+from drafters.toys import members_of
 from forerun import LLM, BadOption, SamplingParams
 from forerun.drafters.shared import head_gguf
 from forerun.errors import UnsupportedModel, UserError
@@ -175,13 +176,10 @@ def test_a_head_is_found_beside_a_target_in_a_file(tmp_path: Path) -> None:
     spec = replace(tiny_config("llama", num_layers=8), vocab_size=258)
     target = tmp_path / "some-model-Q8_0.gguf"
     write_model(target, spec, random_weights(spec))
-    with LLM(str(target), max_seq_len=64) as llm:
-        assert "eagle" not in llm.engine.drafter.members
+    assert "eagle" not in members_of(target)
     write_eagle(tmp_path / "another-eagle3.gguf", eagle_weights(), target_hidden_size=48)
-    with LLM(str(target), max_seq_len=64) as llm:
-        assert "eagle" not in llm.engine.drafter.members
+    assert "eagle" not in members_of(target)
     write_eagle(tmp_path / "some-model-eagle3.gguf", eagle_weights(), vocabulary=byte_vocabulary())
     with LLM(str(target), max_seq_len=64) as llm:
         assert type(llm.engine.drafter.first).__name__ == "EagleDrafter"
-    with LLM(str(target), draft="suffix", max_seq_len=64) as llm:
-        assert "eagle" not in llm.engine.drafter.members
+    assert "eagle" not in members_of(target, draft="suffix")

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.requests import drafted, request
+from drafters.requests import drafted, request, seen_of
 from drafters.toys import V, crowded, engine_of, likeliest, spoken
 from engine.load import run
-from forerun.drafters import Seen
 from forerun.drafters.logitspec import LogitSpecDrafter, Options
 from forerun.drafters.lookup import LookupDrafter, Options as LookupOptions
-from forerun.models.runner import Run, Scores
-from forerun.types import Draft, SamplingParams, Sequence
+from forerun.models.runner import Run
+from forerun.types import SamplingParams, Sequence
 
 
 def drafter(**options: Any) -> LogitSpecDrafter:
@@ -36,18 +35,23 @@ def see(
 
     tokens: empty = the sequence's last but one alone. kept: rows of the text itself; others are of rejected guesses.
     """
-    run_ = Run(0, list(tokens) or [seq.tokens[-2]])
     rows_of_logits = torch.stack([logits(*best) for best in rows])
-    scores = Scores(torch.empty(len(rows), 1), [range(len(rows))], [rows_of_logits], [[]], 0.0, runs=[run_])
-    made.observe([seq], [Seen(len(seq.tokens) - 1 - len(kept), list(kept), range(len(rows)), 0, scores)])
+    start = len(seq.tokens) - 1 - len(kept)
+    made.observe([seq], [seen_of(Run(0, list(tokens) or [seq.tokens[-2]]), rows_of_logits, start=start, kept=kept)])
 
 
-def tree(made: LogitSpecDrafter, seq: Sequence, most: int = 8) -> list[tuple[int, ...]]:
+def begun(
+    tokens: Seq[int], rows: Seq[Seq[int]], ran: Seq[int] = (), end_ids: Seq[int] = (), **options: Any
+) -> tuple[LogitSpecDrafter, Sequence]:
+    """Return a drafter that has seen a pass, as `see` shows it, and the sequence that has these tokens behind it."""
+    drafting, seq = drafter(**options), request(tokens, end_ids=frozenset(end_ids))
+    see(drafting, seq, rows, ran)
+    return drafting, seq
+
+
+def tree(made: LogitSpecDrafter, seq: Sequence, most: int = 8, go_on: Any = None) -> list[tuple[int, ...]]:
     """The path down to each node of what is drafted, in the order of the nodes."""
-    return paths(drafted(made, seq, most))
-
-
-def paths(draft: Draft) -> list[tuple[int, ...]]:
+    draft = drafted(made, seq, most, go_on)
     found: list[tuple[int, ...]] = []
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         found.append((*(found[parent] if parent >= 0 else ()), token))
@@ -72,9 +76,7 @@ def test_what_nearly_came_is_a_candidate_where_the_text_says_nothing() -> None:
 @pytest.mark.parametrize(("num_behind", "chain"), [(0, [4]), (1, [4, 0]), (3, [4, 0, 1, 2]), (9, [4, 0, 1, 2, 3])])
 def test_a_candidate_is_followed_where_the_text_went_on_with_it(num_behind: int, chain: list[int]) -> None:
     """Behind "3 9" came 8, and the search finds nothing else. The second best id, 4, came behind "9"."""
-    seq = request([9, 4, 0, 1, 2, 3, 9, 8, 7, 6, 5, 3, 9])
-    made = drafter(num_behind=num_behind, top=1)
-    see(made, seq, [[9, 4]])
+    made, seq = begun([9, 4, 0, 1, 2, 3, 9, 8, 7, 6, 5, 3, 9], [[9, 4]], num_behind=num_behind, top=1)
     nodes = tree(made, seq, 64)
     behind_four = [path for path in nodes if path[0] == 4]
     assert behind_four[: len(chain)] == [tuple(chain[: i + 1]) for i in range(len(chain))]
@@ -85,19 +87,15 @@ def test_a_candidate_is_followed_where_the_text_went_on_with_it(num_behind: int,
 
 def test_the_longest_suffix_that_a_candidate_followed_says_how_it_goes_on() -> None:
     """4 5 stands behind "2 3" early, and 4 6 behind "3" alone, later."""
-    seq = request([2, 3, 4, 5, 0, 1, 3, 4, 6, 0, 1, 2, 3, 7, 0, 1, 2, 3])
-    made = drafter(num_behind=1, top=1)
-    see(made, seq, [[3, 4]])
+    made, seq = begun([2, 3, 4, 5, 0, 1, 3, 4, 6, 0, 1, 2, 3, 7, 0, 1, 2, 3], [[3, 4]], num_behind=1, top=1)
     assert [path for path in tree(made, seq, 64) if path[0] == 4] == [(4,), (4, 5)]
 
 
 def test_unseen_candidates_can_be_left_out() -> None:
     """Behind 7 came 8 alone, and then 7 again; of the candidates 7, which was chosen, is none, and 8 is there."""
-    seq = request([*NEW, 7])
     searched = [(8,), (8, 7), (8, 7, 8), (8, 7, 8, 7)]
     for unseen, wanted in ((True, [*searched, (3,), (2,)]), (False, searched)):
-        made = drafter(unseen=unseen, top=3)
-        see(made, seq, [[3, 7, 8, 2]])
+        made, seq = begun([*NEW, 7], [[3, 7, 8, 2]], unseen=unseen, top=3)
         assert tree(made, seq, 64) == wanted
 
 
@@ -112,9 +110,7 @@ def test_only_the_row_of_the_last_token_counts() -> None:
 
 
 def test_an_end_is_followed_by_nothing() -> None:
-    seq = request([7, 8, 3, 4, 6, 7, 8, 5, 1, 2, 0, 6, 7, 8], end_ids=frozenset({3}))
-    made = drafter(top=2)
-    see(made, seq, [[8, 3, 9]])
+    made, seq = begun([7, 8, 3, 4, 6, 7, 8, 5, 1, 2, 0, 6, 7, 8], [[8, 3, 9]], end_ids=[3], top=2)
     assert [path for path in tree(made, seq, 64) if path[0] == 3] == [(3,)]
 
 
@@ -123,9 +119,7 @@ def test_an_end_is_followed_by_nothing() -> None:
 
 def test_what_the_target_said_behind_the_token_before_comes_first() -> None:
     """Also where it was run as a guess that was rejected; the row of the text itself counts more."""
-    seq = request([1, 2, 3, 4])
-    made = drafter(top=1, recycled=2)
-    see(made, seq, [[4, 0], [9, 8, 7]], tokens=[3, 5])  # 5 was guessed, and 4 came
+    made, seq = begun([1, 2, 3, 4], [[4, 0], [9, 8, 7]], ran=[3, 5], top=1, recycled=2)  # 5 was guessed, and 4 came
     assert tree(made, seq) == [(0,)]
     seq.tokens.append(5)
     see(made, seq, [[5, 6]])
@@ -136,20 +130,15 @@ def test_what_the_target_said_behind_the_token_before_comes_first() -> None:
 
 
 def test_recycling_can_be_left_out() -> None:
-    seq = request([1, 2, 3, 5])
-    made = drafter(top=1, recycled=0)
-    see(made, seq, [[4, 0], [9, 8, 7]], tokens=[3, 5])
+    made, seq = begun([1, 2, 3, 5], [[4, 0], [9, 8, 7]], ran=[3, 5], top=1, recycled=0)
     assert not made._likely[seq.id].behind.rows
 
 
 # --------------------------------------------------------------------------------------------- the order and the limits
 
 
-def grown(most: int, **options: Any) -> list[tuple[int, ...]]:
-    seq = request([1, 2, 3, 4, 5, 0, 2, 6, 7, 8, 1, 2])
-    made = drafter(top=4, **options)
-    see(made, seq, [[2, 9, 6, 3, 11]])
-    return tree(made, seq, most)
+def grown(most: int, go_on: Any = None) -> list[tuple[int, ...]]:
+    return tree(*begun([1, 2, 3, 4, 5, 0, 2, 6, 7, 8, 1, 2], [[2, 9, 6, 3, 11]], top=4), most, go_on)
 
 
 def test_the_search_comes_first_then_candidates_by_rank_and_each_path_once() -> None:
@@ -162,11 +151,7 @@ def test_the_search_comes_first_then_candidates_by_rank_and_each_path_once() -> 
 
 
 def test_a_node_that_pacing_refuses_has_no_descendants() -> None:
-    seq = request([1, 2, 3, 4, 5, 0, 2, 6, 7, 8, 1, 2])
-    made = drafter(top=4)
-    see(made, seq, [[2, 9, 6, 3, 11]])
-    draft = drafted(made, seq, 64, lambda b, depth, probs: depth < 1)
-    assert paths(draft) == [(3,), (9,), (6,), (11,)]
+    assert grown(64, lambda b, depth, probs: depth < 1) == [(3,), (9,), (6,), (11,)]
 
 
 # ----------------------------------------------------------------------------------------------------- in the engine
@@ -191,9 +176,8 @@ def nearly_came(token: int) -> bool:
 def test_forks_of_one_prompt_know_only_their_own_rows() -> None:
     made = drafter(recycled=4)
     engine = engine_of(made, 4)
-    requests = engine.add_all(
-        [5, 2, 7], SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=3, acceptance="match")
-    )
+    params = SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=3, acceptance="match")
+    requests = engine.add_all([5, 2, 7], params)
     for _ in range(5):
         engine.step()
     places = [(made._likely[request.seq.id].place, len(request.seq.tokens) - 1) for request in requests]
@@ -201,8 +185,7 @@ def test_forks_of_one_prompt_know_only_their_own_rows() -> None:
     assert len({id(made._likely[request.seq.id].behind) for request in requests}) == 3
     outputs = run(engine, requests)
     plain = engine_of(drafter(top=1, recycled=0, unseen=False), 1)
-    again = plain.add_all([5, 2, 7], SamplingParams(max_tokens=12, n=3, temperature=1.0, seed=3, acceptance="match"))
-    assert outputs == run(plain, again)
+    assert outputs == run(plain, plain.add_all([5, 2, 7], params))
     assert len({tuple(output) for output in outputs}) > 1
 
 

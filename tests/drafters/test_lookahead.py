@@ -4,13 +4,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-import torch
 
+from drafters.requests import seen_of
 from drafters.toys import crowded, engine_of, engine_with, likeliest, spoken
 from engine.load import MODEL, run, runner_with
 from forerun.drafters import Seen
 from forerun.drafters.lookahead import LookaheadDrafter, Options, Pool, Window
-from forerun.models.runner import NO_NUMBERS, Run, Scores
+from forerun.models.runner import NO_NUMBERS, Run
 from forerun.types import Budget, Draft, SamplingParams, Sequence
 
 END = 60
@@ -35,8 +35,7 @@ def test_the_window_begins_with_tokens_of_the_text() -> None:
 
 def test_levels_attend_diagonally() -> None:
     """W = 3, N = 4: figure 2 of the paper. Behind two nodes, rows of the pass are 0 (root), 1, 2, then these."""
-    window = Window([[0, 10, 20], [1, 11, 21], [2, 12, 22]])
-    rows, ends = window.rows(3, 2)
+    rows, ends = Window([[0, 10, 20], [1, 11, 21], [2, 12, 22]]).rows(3, 2)
     assert rows.tokens == [1, 2, 10, 11, 12, 20, 21, 22]
     assert rows.parents == [-1, 2, -1, 2, 3, 4, 5, 6]
     own = [parent if parent < 0 else parent - 2 for parent in rows.parents]  # among the extra rows
@@ -227,8 +226,7 @@ def test_logits_that_are_no_numbers_do_not_enter_the_window() -> None:
     draft = made.propose([seq], Budget([7], 0), [])
     run = Run(0, [seq.tokens[-1], *draft.tokens, *draft.extra[0].tokens])
     columns = [list(column) for column in made._states[0].window.columns]
-    scores = Scores(torch.empty(8, 1), [range(8)], [torch.empty(0, 1)], [[1] * 7 + [NO_NUMBERS]], 0.0, runs=[run])
-    made.observe([seq], [Seen(2, [0], range(8), 0, scores)])
+    made.observe([seq], [seen_of(run, best=[1] * 7 + [NO_NUMBERS], start=2)])
     assert made._states[0].window.columns == columns
 
 
@@ -241,6 +239,5 @@ def test_rows_of_another_drafter_teach_the_window_nothing() -> None:
     for row, moves in (([7, 1, 1, 1, 1], False), (tokens, True)):
         before = [list(column) for column in own._states[seq.id].window.columns]
         own.propose([seq], Budget([8], 0), [])
-        scores = Scores(torch.empty(0), [range(len(row))], [], [[3] * len(row)], 0.0, runs=[Run(0, row)])
-        own.observe([seq], [Seen(2, [0], range(len(row)), 0, scores)])
+        own.observe([seq], [seen_of(Run(0, row), best=[3] * len(row), start=2)])
         assert (own._states[seq.id].window.columns != before) is moves

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from drafters.requests import seen_of
 from drafters.toys import V, crowded, engine_with
 from engine.load import MODEL, run, runner_with
-from forerun.drafters import Seen
-from forerun.models.runner import NO_NUMBERS, Run, Scores
+from forerun.models.runner import NO_NUMBERS, Run
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Budget, SamplingParams, Sequence
 from support import rounds_of
@@ -50,8 +50,7 @@ def test_no_other_share_gives_more(budget: int) -> None:
 def test_a_draft_is_what_the_target_computes_behind_the_vectors() -> None:
     """As in the paper: a pass of its own over the text, and the vectors in place of the last token and what follows."""
     vectors = torch.randn(3, MODEL.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    made = passing.PassDrafter(vectors)
-    engine = engine_with(made, 9, max_seq_len=64)
+    engine = engine_with(passing.PassDrafter(vectors), 9, max_seq_len=64)
     rounds = rounds_of(engine)
     params = SamplingParams(max_tokens=24, temperature=0)
     requests = [engine.add(prompt, params) for prompt in ([1, 2, 3, 4, 1, 2], [4, 3])]
@@ -84,8 +83,6 @@ def test_logits_that_are_no_numbers_are_not_drafted() -> None:
         made.begin(seq)
         asked = made.propose([seq], Budget([2], 0), COINS)
         tokens = [seq.tokens[-1], *asked.extra[0].tokens]
-        best = [[4, NO_NUMBERS if spoiled else 1, 1]]
-        scores = Scores(torch.empty(0), [range(3)], [torch.empty(0)], best, 0.0, runs=[Run(0, tokens)])
-        made.observe([seq], [Seen(2, [0], range(3), 0, scores)])
+        made.observe([seq], [seen_of(Run(0, tokens), best=[4, NO_NUMBERS if spoiled else 1, 1], start=2)])
         seq.tokens.append(4)
         assert len(made.propose([seq], Budget([6], 0), COINS).tokens) == 2 * (not spoiled)

@@ -62,8 +62,7 @@ def test_one_token_is_enough_where_the_option_says_so() -> None:
 
 
 def test_the_next_occurrence_counts_and_then_the_last_before() -> None:
-    text = [1, 2, 3, 1, 2, 4, 9, 1, 2, 5]
-    ids = np.array(text)
+    ids = np.array([1, 2, 3, 1, 2, 4, 9, 1, 2, 5])
     assert [behind(ids, [1, 2], place) for place in (0, 2, 3, 5, 6, 9)] == [2, 2, 5, 5, 9, 9]
     assert behind(ids, [1, 2], 10) == 9
     assert behind(ids, [2, 5], 0) is None  # nothing follows it
@@ -126,9 +125,7 @@ def greedy(**fields: Any) -> SamplingParams:
 
 def plain(prompt: list[int]) -> list[int]:
     engine = engine_with(none=NoDrafter())
-    request = engine.add(prompt, greedy())
-    run(engine, [request])
-    return request.seq.output_ids
+    return run(engine, [engine.add(prompt, greedy())])[0]
 
 
 PROMPT = [5, 9, 2, 44, 17]
@@ -181,8 +178,7 @@ def test_which_requests_it_serves() -> None:
     assert some.add(PROMPT, greedy(draft="none", **text)).seq.draft == "none"
     assert some.add(PROMPT, greedy(prediction=[])).seq.draft == "lookup"
     assert some.add(PROMPT, greedy(draft="prediction")).seq.draft == "prediction"
-    off = engine_with(none=NoDrafter())
-    assert off.add(PROMPT, greedy(**text)).seq.draft == "none"
+    assert engine_with(none=NoDrafter()).add(PROMPT, greedy(**text)).seq.draft == "none"
 
 
 def test_what_is_refused() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig
-from forerun.drafters import medusa
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, UnsupportedModel
 from forerun.models.runner import Run
@@ -128,11 +127,6 @@ def test_other_heads_are_refused(folder: Path, tmp_path: Path, changed: dict[str
     path = published(tmp_path / "hydra", {**HYDRA, **changed}, hydra_weights(3, 2))
     with pytest.raises(UnsupportedModel, match=said):
         LLM(str(folder), draft=f"hydra:path={path}", ops="reference")
-
-
-def test_shapes_are_read() -> None:
-    with pytest.raises(BadOption, match="hydra:shape='0x2' is not possible"):
-        medusa.widths("0x2", "hydra")
 
 
 # ------------------------------------------------------------------------------------------------------------ dflash

@@ -4,8 +4,8 @@ import itertools
 import json
 import operator
 import pickle
-from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from forerun.drafters import Drafter, eagle
 from forerun.drafters.shared.converting import convert_head
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.host_tensor import Floats
-from forerun.types import Budget, Coins, Draft, Sequence
+from forerun.types import Budget, Coins, Draft, Probs, Sequence
 from tiny import write_tiny
 
 NUM_LAYERS = 8
@@ -87,7 +87,7 @@ def eagle_3(config: Mapping[str, Any] | None = None, inner: Inner = DEFAULT, **o
 def headed() -> Case:
     """EAGLE-1 with an LM head, of small logits: nothing norms what the last steps read, in float32."""
     case = eagle_1(fc__bias=(WIDTH,), lm_head__weight=(NUM_VOCAB, WIDTH))
-    return Case(case.config, {**case.weights, "lm_head.weight": case.weights["lm_head.weight"] / 8})
+    return replace(case, weights={**case.weights, "lm_head.weight": case.weights["lm_head.weight"] / 8})
 
 
 def wrapped(case: Case) -> Case:
@@ -96,10 +96,9 @@ def wrapped(case: Case) -> Case:
     return Case({**config, "truncated_vocab_size": NUM_VOCAB}, case.weights)
 
 
-def without_tables(case: Case, config: Mapping[str, Any], *names: str) -> Case:
-    """The same head without these tensors."""
-    weights = {name: weight for name, weight in case.weights.items() if name not in names}
-    return Case({**case.config, **config}, weights, case.inner, case.options)
+def changed(case: Case, drop: Seq[str] = (), add: Mapping[str, Tensor] | None = None, **config: Any) -> Case:
+    weights = {name: weight for name, weight in case.weights.items() if name not in drop}
+    return replace(case, config={**case.config, **config}, weights={**weights, **(add or {})})
 
 
 def of_speculators(
@@ -126,8 +125,8 @@ CASES = {
     "EAGLE-3 with the target's number of layers": eagle_3({"num_hidden_layers": 40}),
     "EAGLE-3 with embeddings": eagle_3(more={"embed_tokens.weight": (NUM_VOCAB, WIDTH)}),
     "EAGLE-3 with biases": eagle_3(more={name.replace("__", "."): shape for name, shape in QKV_BIASES.items()}),
-    "EAGLE-3 with the target's LM head": without_tables(eagle_3(), {}, "lm_head.weight"),
-    "EAGLE-3 over all ids": without_tables(eagle_3(), {"draft_vocab_size": None}, "d2t", "t2d", "lm_head.weight"),
+    "EAGLE-3 with the target's LM head": changed(eagle_3(), drop=["lm_head.weight"]),
+    "EAGLE-3 over all ids": changed(eagle_3(), drop=["d2t", "t2d", "lm_head.weight"], draft_vocab_size=None),
     "EAGLE-3 norm_before_residual": eagle_3({"norm_before_residual": True}, before_residual=True),
     "EAGLE-3 ids of vLLM": eagle_3({IDS: [1, 3, 6]}, inputs_of(1, 3, 6)),
     "EAGLE-3 ids of SGLang": eagle_3(
@@ -169,6 +168,12 @@ def llm_with(target_folder: Path, spec: str, **options: Any) -> LLM:
     return LLM(str(target_folder), draft=spec, **{"spec_length": 3, "ops": "reference", "max_seq_len": 128, **options})
 
 
+def eagle_of(case: Case, target_folder: Path, folder: Path, **options: Any) -> LLM:
+    """Write a head into a folder, and open an engine that drafts with it."""
+    they.write(folder, case.config, case.weights)
+    return llm_with(target_folder, f"eagle:path={folder}", **options)
+
+
 def drafts_of(llm: LLM, temperature: float, num_tokens: int = 6) -> list[tuple[list[int], Draft]]:
     made = recorded(llm)
     llm.generate([PROMPT], SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=3, ignore_eos=True))
@@ -176,20 +181,23 @@ def drafts_of(llm: LLM, temperature: float, num_tokens: int = 6) -> list[tuple[l
     return made
 
 
+def described(llm: LLM, case: Case, target: they.Target) -> Iterator[tuple[int, Probs, Tensor]]:
+    """Yield each token of several drafts, what the drafter states of it, and what the description says."""
+    for text, draft in drafts_of(llm, temperature=1.0):
+        wanted = they.chain(case.step(target), case.features(target, text[:-1]), text, draft.tokens)
+        yield from zip(draft.tokens, draft.probs, wanted, strict=True)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_draft_is_what_the_description_says(
     name: str, target: they.Target, target_folder: Path, tmp_path: Path
 ) -> None:
     """Every row of several drafts, of the first token and of those behind, whose features are the head's own."""
-    case = CASES[name]
-    they.write(tmp_path, case.config, case.weights)
-    llm = llm_with(target_folder, f"eagle:path={tmp_path}")
-    for text, draft in drafts_of(llm, temperature=1.0):
-        wanted = they.chain(case.step(target), case.features(target, text[:-1]), text, draft.tokens)
-        for probs, row in zip(draft.probs, wanted, strict=True):
-            found = torch.zeros(NUM_VOCAB, dtype=torch.float64)
-            found[: len(probs.weights)] = torch.from_numpy(probs.weights)
-            assert torch.allclose(found, row, rtol=3e-3, atol=1e-30)  # of a probability: 0.003 of its logit
+    llm = eagle_of(CASES[name], target_folder, tmp_path)
+    for _, probs, row in described(llm, CASES[name], target):
+        stated = torch.zeros(NUM_VOCAB, dtype=torch.float64)
+        stated[: len(probs.weights)] = torch.from_numpy(probs.weights)
+        assert torch.allclose(stated, row, rtol=3e-3, atol=1e-30)  # of a probability: 0.003 of its logit
 
 
 @pytest.mark.parametrize(
@@ -236,15 +244,11 @@ def test_texts_are_those_of_plain_decoding(ops: str, target_folder: Path, tmp_pa
 @pytest.mark.parametrize("name", CASES)
 def test_native_operators_compute_the_same(name: str, target: they.Target, target_folder: Path, tmp_path: Path) -> None:
     """Each pass of a head is one native call, as its target's is."""
-    case = CASES[name]
-    they.write(tmp_path, case.config, case.weights)
-    llm = llm_with(target_folder, f"eagle:path={tmp_path}", ops="native", dtype="float32")
+    llm = eagle_of(CASES[name], target_folder, tmp_path, ops="native", dtype="float32")
     drafter: Any = llm.engine.drafter.first
     assert type(drafter.model) is type(llm.engine.runner.model)
-    for text, draft in drafts_of(llm, temperature=1.0):
-        wanted = they.chain(case.step(target), case.features(target, text[:-1]), text, draft.tokens)
-        for token, probs, row in zip(draft.tokens, draft.probs, wanted, strict=True):
-            assert probs.at(token) == pytest.approx(float(row[token]), abs=1e-4)
+    for token, probs, row in described(llm, CASES[name], target):
+        assert probs.at(token) == pytest.approx(float(row[token]), abs=1e-4)
 
 
 def test_a_head_of_another_width_than_the_target(target: they.Target, target_folder: Path, tmp_path: Path) -> None:
@@ -253,19 +257,15 @@ def test_a_head_of_another_width_than_the_target(target: they.Target, target_fol
     shapes = {**they.eagle_3_shapes(width=width), "embed_tokens.weight": (NUM_VOCAB, width)}
     config = {**EAGLE_3, "hidden_size": width, "head_dim": they.HEAD_DIM, "target_hidden_size": WIDTH}
     case = Case(config, they.with_ids(they.random_weights(shapes)), DEFAULT)
-    they.write(tmp_path, config, case.weights)
-    for text, draft in drafts_of(llm_with(target_folder, f"eagle:path={tmp_path}"), temperature=1.0):
-        wanted = they.chain(case.step(target), case.features(target, text[:-1]), text, draft.tokens)
-        for token, probs, row in zip(draft.tokens, draft.probs, wanted, strict=True):
-            assert probs.at(token) == pytest.approx(float(row[token]), abs=2e-5)
+    for token, probs, row in described(eagle_of(case, target_folder, tmp_path), case, target):
+        assert probs.at(token) == pytest.approx(float(row[token]), abs=2e-5)
 
 
 def test_the_targets_own_embeddings_are_kept_once(target: they.Target, target_folder: Path, tmp_path: Path) -> None:
     case = CASES["EAGLE-3 with embeddings"]
     own = {**case.weights, "embed_tokens.weight": target.embeddings.float()}
     for i, (weights, is_kept) in enumerate(((case.weights, True), (own, False))):
-        they.write(tmp_path / str(i), case.config, weights)
-        drafter = llm_with(target_folder, f"eagle:path={tmp_path / str(i)}").engine.drafter.first
+        drafter = eagle_of(replace(case, weights=weights), target_folder, tmp_path / str(i)).engine.drafter.first
         assert isinstance(drafter, eagle.EagleDrafter)
         assert (drafter.model._embedding is not None) == is_kept
 
@@ -305,8 +305,7 @@ TOKEN_MAP = torch.tensor([200, 3, 77, 9, 120, 250, 31, 64])
 
 
 def medusa_case(names: tuple[str, str], sizes: tuple[int, int], config: Mapping[str, Any], **more: Any) -> MedusaCase:
-    weights = they.random_weights(they.medusa_shapes(*names, *sizes))
-    return MedusaCase(config, weights, names, sizes, **more)
+    return MedusaCase(config, they.random_weights(they.medusa_shapes(*names, *sizes)), names, sizes, **more)
 
 
 def mapped(case: MedusaCase, num_rows: int) -> MedusaCase:
@@ -370,11 +369,6 @@ def test_one_lm_head_for_all(target: they.Target, target_folder: Path, tmp_path:
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
-def changed(case: Case, drop: Seq[str] = (), add: Mapping[str, Tensor] | None = None, **config: Any) -> Case:
-    weights = {name: weight for name, weight in case.weights.items() if name not in drop}
-    return Case({**case.config, **config}, {**weights, **(add or {})}, case.inner)
-
-
 def some(*shape: int) -> Tensor:
     return torch.zeros(shape)
 
@@ -418,9 +412,8 @@ REFUSED: dict[str, tuple[Case, type, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_files_are_refused(name: str, target_folder: Path, tmp_path: Path) -> None:
     case, error, said = REFUSED[name]
-    they.write(tmp_path, case.config, case.weights)
     with pytest.raises(error, match=said):
-        llm_with(target_folder, f"eagle:path={tmp_path}")
+        eagle_of(case, target_folder, tmp_path)
 
 
 MEDUSA_REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, Tensor], type, str]] = {
@@ -455,9 +448,7 @@ def test_pickles_are_refused_with_the_way_out(method: str, file: str, target_fol
 
 
 def test_a_key_that_changes_nothing_may_be_ignored(target_folder: Path, tmp_path: Path) -> None:
-    case = changed(E3, residual_scale=2.0)
-    they.write(tmp_path, case.config, case.weights)
-    llm = llm_with(target_folder, f"eagle:path={tmp_path}", ignore_config_keys="residual_scale")
+    llm = eagle_of(changed(E3, residual_scale=2.0), target_folder, tmp_path, ignore_config_keys="residual_scale")
     assert llm.generate([PROMPT], SamplingParams(max_tokens=4))[0].token_ids
 
 

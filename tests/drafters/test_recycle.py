@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from drafters import requests
+from drafters.requests import request
 from drafters.toys import V, check_salts_never_share, crowded, engine_of, first_drafted, likeliest, spoken
-from forerun.drafters import Seen
 from forerun.drafters.recycle import Matrix, Options, RecycleDrafter
-from forerun.errors import BadOption
-from forerun.models.runner import Run, Scores
-from forerun.types import Budget, SamplingParams, Sequence
+from forerun.models.runner import Run
+from forerun.types import Sequence
 
 END = 11
 
@@ -19,14 +19,9 @@ def drafter(**options: Any) -> RecycleDrafter:
     return RecycleDrafter(Options(**options))
 
 
-def sequence(tokens: list[int], id_: int = 0, salt: str | None = None) -> Sequence:
-    params = SamplingParams(max_tokens=20, cache_salt=salt)
-    return Sequence(id_, tokens, len(tokens), params, 0, 64, end_ids=frozenset({END}))
-
-
 def begun(tokens: list[int], **options: Any) -> tuple[RecycleDrafter, Sequence, Matrix]:
     """A drafter that serves one sequence, the sequence, and its empty matrix."""
-    made, seq = drafter(**options), sequence(tokens)
+    made, seq = drafter(**options), request(tokens, end_ids=frozenset({END}))
     made.begin(seq)
     return made, seq, made._matrices.of(seq)
 
@@ -37,13 +32,12 @@ def begun(tokens: list[int], **options: Any) -> tuple[RecycleDrafter, Sequence, 
 ROWS = {1: [2, 3], 2: [4, 5], 3: [6], 4: [1], 6: [END, 1], END: [7]}
 
 
-def drafted(most: int, **options: Any) -> tuple[list[int], list[int]]:
+def drafted(most: int, go_on: Any = None, **options: Any) -> tuple[list[int], list[int]]:
     """Tokens and parents of what is drafted behind token 1 from ROWS."""
     made, seq, matrix = begun([9, 1], **options)
     for token, row in ROWS.items():
         matrix.put(token, row)
-    draft = made.propose([seq], Budget([most], 0), [])
-    draft.check(0)
+    draft = requests.drafted(made, seq, most, go_on)
     return draft.tokens, draft.parents
 
 
@@ -67,16 +61,7 @@ def test_a_path_takes_the_likeliest_tokens() -> None:
 
 
 def test_a_node_that_pacing_refuses_has_no_descendants() -> None:
-    made, seq, matrix = begun([9, 1])
-    for token, row in ROWS.items():
-        matrix.put(token, row)
-    draft = made.propose([seq], Budget([7], 0, lambda b, depth, probs: depth < 1), [])
-    assert (draft.tokens, draft.parents) == ([2, 3], [-1, -1])
-
-
-def test_another_shape_is_refused() -> None:
-    with pytest.raises(BadOption, match="recycle:shape='star' is not possible: it must be path or tree"):
-        drafter(shape="star")
+    assert drafted(7, lambda b, depth, probs: depth < 1) == ([2, 3], [-1, -1])
 
 
 # -------------------------------------------------------------------------------------------------------- the matrix
@@ -105,28 +90,23 @@ def test_the_matrix_holds_what_the_target_said_behind_each_token_rejected_ones_t
 def test_the_row_of_the_text_counts_where_a_token_was_run_twice() -> None:
     made, seq, matrix = begun([8, 3, 3, 4], top=1)
     logits = torch.nn.functional.one_hot(torch.tensor([1, 2, 5]), V).float()
-    scores = Scores(torch.empty(3, 1), [range(3)], [logits], [[]], 0.0, runs=[Run(0, [3, 4, 3])])
-    made.observe([seq], [Seen(2, [0], range(3), 0, scores)])  # the last two rows are of a rejected draft
+    # The last two rows are of a rejected draft.
+    made.observe([seq], [requests.seen_of(Run(0, [3, 4, 3]), logits, start=2)])
     assert {token: row.tolist() for token, row in matrix.rows.items()} == {3: [1], 4: [2]}
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 64])
 def test_the_prompt_seeds_the_matrix(chunk: int) -> None:
     """With each token's followers, the latest first, however the prompt is cut into chunks."""
-    prompt = [1, 2, 3, 1, 2, 4, 1, 2, 4, 1]
-    made, seq, matrix = begun(prompt, top=2)
-    for start in range(0, len(prompt) - 1, chunk):
-        rows = range(min(chunk, len(prompt) - 1 - start))
-        run = Run(0, prompt[start : start + len(rows)], "none")
-        scores = Scores(torch.empty(len(rows), 1), [rows], [torch.empty(0, V)], [[]], 0.0, runs=[run])
-        made.observe([seq], [Seen(start, rows, rows, 0, scores)])
+    made, seq, matrix = begun([1, 2, 3, 1, 2, 4, 1, 2, 4, 1], top=2)
+    requests.read_prompt(made, seq, chunk)
     assert {token: row.tolist() for token, row in matrix.rows.items()} == {1: [2], 2: [4, 3], 3: [1], 4: [1]}
 
 
 @pytest.mark.parametrize(("from_prompt", "rows"), [(True, {1: [3, 2], 2: [1]}), (False, {})])
 def test_a_source_seeds_the_matrix(from_prompt: bool, rows: dict[int, list[int]]) -> None:
     """That of an encoder-decoder is the prompt; its last token is followed by nothing."""
-    made, seq = drafter(from_prompt=from_prompt), sequence([0])
+    made, seq = drafter(from_prompt=from_prompt), request([0])
     seq.source_ids = (1, 2, 1, 3)
     made.begin(seq)
     assert {token: row.tolist() for token, row in made._matrices.of(seq).rows.items()} == rows

@@ -66,8 +66,7 @@ def test_it_is_what_a_dense_head_is_rounded_to(model: Path, tmp_path: Path, caps
     assert all(np.array_equal(first[name], second[name]) for name in first)
     outs = [llm.generate("abc abc", GREEDY)[0] for llm in llms]
     assert outs[0].report.num_accepted == outs[1].report.num_accepted
-    known = llms[0].opened
-    counted = [head_files.own_weights(str(path), known, all_rows=False) for path in (dense, rounded)]
+    counted = [head_files.own_weights(str(path), llms[0].opened, all_rows=False) for path in (dense, rounded)]
     assert sorted(map(str, counted[0].matrices)) == sorted(map(str, counted[1].matrices))
     plain = LLM(str(model), draft=f"eagle:path={rounded},quantization=none", dtype="float32", **options)
     stood_for = head_files.stored(rounded)

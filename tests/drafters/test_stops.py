@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from drafters.requests import proposed
 from forerun import LLM, BadOption, SamplingParams
 from forerun.drafters.shared.continuations import Guess
 from forerun.engine.engine import philox_coins
@@ -36,9 +37,7 @@ def test_a_stopped_draft_is_the_beginning_of_one_that_is_not(llm: LLM, temperatu
         found = []
         for stop in (Stop.never(8), Stop(SHARES, [0.25] * 8)):
             seq = Sequence(1000 + seed, list(ids), len(ids), params, seed, 500, draft="model")
-            drafter.begin(seq)
-            draft = drafter.propose([seq], Budget([8], 64, stops={0: stop}), [philox_coins(seq)])
-            drafter.end(seq)
+            draft = proposed(drafter, seq, Budget([8], 64, stops={0: stop}))
             assert len(stop.confidences) == len(draft.tokens)
             found.append((draft.tokens, stop.confidences))
         (whole, all_sure), (cut, sure) = found
@@ -78,11 +77,9 @@ def test_the_search_must_promise_more_than_the_model(llm: LLM, bar: float, is_sh
     drafter = llm.drafters["model"]
     ids = llm.tokenizer.encode(TEXT * 3)
     seq = Sequence(2000, list(ids), len(ids), SamplingParams(temperature=0), 0, 500, draft="model")
-    drafter.begin(seq)
     search = Stop(SHARES, [0.05] * 8)
     stop = dataclasses.replace(Stop.never(3), search=search, bar=bar, is_shut=is_shut)
-    draft = drafter.propose([seq], Budget([3], 500, stops={0: stop}), [philox_coins(seq)])
-    drafter.end(seq)
+    draft = proposed(drafter, seq, Budget([3], 500, stops={0: stop}))
     assert search.gain > 0
     assert drafter.num_passes == passes
     assert drafter.num_found == len(draft.tokens) - passes

@@ -385,10 +385,6 @@ def test_the_cache_holds_the_committed_text_after_every_step(how, tmp_path):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(BadOption, match="how='ids' is not possible: it must be tokens or text"):
-        translated.Options(how="ids")
-    with pytest.raises(BadOption, match="leave draft_temperature and draft_top_k out"):
-        translated.Options(how="text", draft_temperature=0.5)
     target = target_for(TARGET, num_ids=3, max_batch_size=2, max_seq_len=32, loaded_draft=checkpoint_of(near(3)))
     with pytest.raises(BadOption, match="needs the tokenizers of both models"):
         translated.build(translated.Options(how="text"), target)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.load import MODEL, run, runner_with
+from engine.load import MODEL, greedy, run, runner_with
 from forerun import LLM
 from forerun.drafters import Drafter
 from forerun.engine.engine import Engine
@@ -29,13 +29,18 @@ def likeliest(token: int, num: int = 1) -> list[int]:
 def engine_of(drafter: Drafter, spec_length: int, num_tokens: int | None = None) -> Engine:
     """An engine on the toy. num_tokens: of its cache."""
     cache = BlockCache.of(TOY, "paged", max_batch_size=3, max_seq_len=SPACE_TOKENS, num_tokens=num_tokens)
-    pacing = FixedPacing(spec_length)
-    return Engine(Runner(TOY, cache), drafter, pacing, max_seq_len=SPACE_TOKENS, max_batch_size=3)
+    return Engine(Runner(TOY, cache), drafter, FixedPacing(spec_length), max_seq_len=SPACE_TOKENS, max_batch_size=3)
 
 
 def engine_with(drafter: Drafter, spec_length: int, **options: Any) -> Engine:
     """An engine on a decoder of random weights."""
     return Engine(runner_with(MODEL, 1024), drafter, FixedPacing(spec_length), **{"max_seq_len": 128, **options})
+
+
+def members_of(target: Any, **options: Any) -> dict[str, Drafter]:
+    """Return the drafters of an engine that is opened with these options, by their names."""
+    with LLM(target, max_seq_len=64, **options) as llm:
+        return dict(llm.engine.drafter.members)
 
 
 def drafts_of(llm: LLM, kind: type) -> list[tuple[list[int], list[int]]]:
@@ -106,8 +111,7 @@ def spoken(engine: Engine, prompt: list[int], max_tokens: int = 20, **params: ob
 def crowded(drafter: Drafter, spec_length: int = 5) -> int:
     """Serve more requests than the cache has room for, abort one, and return how many were preempted."""
     engine = engine_of(drafter, spec_length, num_tokens=64)
-    wanted = SamplingParams(max_tokens=42, temperature=0.0)
-    requests = [engine.add([i, 3, i, 3], wanted) for i in range(5)]
+    requests = [engine.add([i, 3, i, 3], greedy(42)) for i in range(5)]
     for _ in range(6):
         engine.step()
     engine.abort(requests[0])
