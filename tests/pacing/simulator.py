@@ -153,8 +153,7 @@ class World:
             present = range(self.num_sequences) if self.batch is None else self.batch(step)
             for b in [b for b in self.seqs if b not in present]:
                 pacing.end(self.seqs.pop(b))
-            seqs = [self.sequence(b) for b in present]
-            self.one(pacing, seqs, step, track)
+            self.one(pacing, [self.sequence(b) for b in present], step, track)
         return track
 
     def run_prompts(self, pacing: Pacing) -> None:

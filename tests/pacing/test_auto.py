@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.errors import BadOption
 from forerun.pacing import auto, make
 from forerun.pacing.cost import Costs
@@ -104,19 +104,10 @@ def test_unknown_options_are_refused():
         make("cost", None)
 
 
-def test_the_shipped_pair_drafts_and_says_the_same():
-    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
-    plain = LLM("shipped", draft="none").generate("def fib(n):", params)[0]
-    fast = LLM("shipped", calibrate=False).generate("def fib(n):", params)[0]
-    assert fast.token_ids == plain.token_ids
-    assert fast.report.num_accepted > 0
-
-
 def test_a_step_that_could_not_draft_counts_no_grant_of_an_earlier_one():
     """The last token of a request leaves no room for a draft: that is no drafter that found nothing."""
     policy = auto.build(auto.Options(), None, Costs())
-    world = World(lambda step, b: 0.9, machine=Machine(CPU))
-    seq = world.sequence(0, spec_length=4)
+    seq = World(lambda step, b: 0.9, machine=Machine(CPU)).sequence(0, spec_length=4)
     assert policy.budget([seq], [8]) == [4]
     policy.observe(StepReport(num_decoding=1, sequences=[SequenceStep(seq.id, seq.draft, 4, 3, (0, 1))]))
     found = policy._of(seq).found_share

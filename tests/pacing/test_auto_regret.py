@@ -28,16 +28,14 @@ def test_one_request():
     cases = [(CPU, 0.3, 0.006), (CPU, 0.6, 0.002), (CPU, 0.8, 0.002), (CPU, 0.95, 0.002), (PER_ROW, 0.3, 0.0003)]
     cases += [(PER_ROW, 0.8, 0.002), (GPU, 0.8, 0.0003), (GPU, 1.0, 0.002), (COMPUTE_BOUND, 0.6, 0.002)]
     worlds = [constant(1, *case, seed) for case in cases for seed in range(2)]
-    ratios = [world.paced(STEPS).rate() / oracle(world, 0, 1) for world in worlds]
-    check(ratios, mean=0.985, least=0.95)
+    check([world.paced(STEPS).rate() / oracle(world, 0, 1) for world in worlds], mean=0.985, least=0.95)
 
 
 def test_batches():
     """The same over 800 rounds, of which the first 200 are for learning what wide passes cost."""
     cases = [(2, PER_ROW, 0.8), (4, CPU, 0.8), (8, CPU, 0.5), (8, GPU, 0.5), (16, PER_ROW, 0.5), (32, GPU, 0.8)]
     worlds = [constant(*case, seed=seed) for case in cases for seed in range(1 if case[0] == 32 else 2)]
-    ratios = [world.paced(800).rate(200) / oracle(world, 0, 1) for world in worlds]
-    check(ratios, mean=0.98, least=0.93)
+    check([world.paced(800).rate(200) / oracle(world, 0, 1) for world in worlds], mean=0.98, least=0.93)
 
 
 @pytest.mark.parametrize(("num", "curve"), [(1, CPU), (1, COMPUTE_BOUND), (8, CPU), (16, GPU)])
@@ -103,8 +101,7 @@ def test_prompts_beside_decoding():
     """Every third step also runs a chunk of 256 prompt rows, in which rows are dear."""
     world = World(lambda step, b: 0.7, 4, Machine(CPU, pass_s=0.002))
     world.num_prompt_rows = lambda step: 256 if step % 3 == 0 else 0
-    track = world.paced(1000)
-    assert track.rate() >= 0.95 * oracle(world, 0, 999)
+    assert world.paced(1000).rate() >= 0.95 * oracle(world, 0, 999)
 
 
 def test_the_same_reports_give_the_same_lengths():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.load import assert_empty, greedy, run
 from forerun import LLM, SamplingParams
 from forerun.errors import CapacityError
 from forerun.pacing.cost import Costs
@@ -86,8 +87,7 @@ def test_measured_once_and_kept_in_a_file(folder, caplog):
         LLM("shipped", max_seq_len=256).measure_passes()
     files = sorted(folder.glob("passes-*.json"))
     assert len(files) == 2, "one of the target, one of the draft model"
-    said = [r for r in caplog.records if "once" in r.getMessage()]
-    assert [r.levelno for r in said] == [logging.INFO] * 2
+    assert [r.levelno for r in caplog.records if "once" in r.getMessage()] == [logging.INFO] * 2
     widths, ratios, one_row_s, _ = json.loads(files[0].read_text())
     assert widths[0] == 1
     assert ratios == sorted(ratios)
@@ -100,9 +100,7 @@ def test_measured_once_and_kept_in_a_file(folder, caplog):
     assert "once" not in caplog.text
     assert {path: path.read_text() for path in folder.iterdir()} == texts
     assert llm.pass_times()[""].one_row_s in {json.loads(text)[2] for text in texts.values()}
-    cache = llm.engine.runner.cache
-    cache.check_integrity()
-    assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
+    assert_empty(llm.engine.runner.cache)
 
 
 def test_what_could_not_be_measured_is_not_kept(folder):
@@ -131,9 +129,7 @@ def test_passes_are_measured_when_no_request_comes(folder, monkeypatch):
 def test_a_request_that_comes_ends_the_measuring(folder):
     """Behind the pass that runs; it begins anew the next time, and nothing of it stays in the cache."""
     engine = LLM("shipped", max_seq_len=256, kv_cache_backend="contiguous", max_batch_size=1).engine
-    request = engine.add([1, 2, 3], SamplingParams(max_tokens=2, temperature=0))
-    while request.seq.finish_reason is None:
-        engine.step()
+    run(engine, [engine.add([1, 2, 3], greedy(2))])
     for num_passes in (0, 1, 7):
         asked = iter([True] * num_passes + [False])
         engine.rest(lambda asked=asked: next(asked))  # a call behind the one that says no would raise
@@ -160,8 +156,7 @@ def a_machine(name: str, machine: Machine, extra_row: float = 0.2) -> SimpleName
 def test_steps_correct_a_usual_curve(usual_slope: float, slope: float):
     """Whatever the machine: passes are noisy, the first one is cold, and another process holds one up."""
     noise = random.Random(1)
-    machine = a_machine("unknown", Machine(lambda n: 0.0), usual_slope)
-    costs = Costs.of({"": [machine]}, {}, measures=False)
+    costs = Costs.of({"": [a_machine("unknown", Machine(lambda n: 0.0), usual_slope)]}, {}, measures=False)
     assert costs.target.ratio([1, 4]).tolist() == pytest.approx([1.0, 1 + 3 * usual_slope])
     for i, rows in enumerate((1, 4, 2, 1, 8, 3) * 8):
         took = 0.01 * (1 + slope * (rows - 1)) * noise.uniform(0.97, 1.03) * {0: 5, 7: 20}.get(i, 1)
@@ -345,8 +340,7 @@ def test_a_curve_of_a_busy_moment_is_used_and_not_kept(folder, monkeypatch, is_b
 
 def test_a_model_that_fails_is_not_measured_again(folder):
     """One for which the cache has no room now is, another time."""
-    full = a_machine("full", Machine(lambda n: 0.001 * n, most_rows=0))
-    costs = Costs.of({"": [full]}, {}, measures=True)
+    costs = Costs.of({"": [a_machine("full", Machine(lambda n: 0.001 * n, most_rows=0))]}, {}, measures=True)
     costs.measure()
     assert set(costs.runners) == {""}
     costs.runners[""][0].try_pass = lambda num_rows, behind=0: 1 // 0

@@ -99,10 +99,8 @@ def test_entropy_maps_to_lengths_as_the_page_says():
     policy, seq = make("entropy:gamma_min=1,gamma_max=9,h_ref=0.5", None), sequence()
     lengths = []
     for share in (0.0, 0.125, 0.25, 0.5, 1.0):  # of a uniform distribution's entropy
-        logits = logits_of_entropy(share)
-        assert policy.go_on(seq, 0, POINT, logits)
-        drafted = next(depth for depth in range(1, 20) if not policy.go_on(seq, depth, POINT, SURE))
-        lengths.append(drafted)
+        assert policy.go_on(seq, 0, POINT, logits_of_entropy(share))
+        lengths.append(next(depth for depth in range(1, 20) if not policy.go_on(seq, depth, POINT, SURE)))
         facts = policy.facts(seq)
         assert facts["entropy_normalized"] == facts["entropy_smoothed"] == pytest.approx(share, abs=1e-6)
     assert lengths == [9, 7, 5, 1, 1]
@@ -148,6 +146,15 @@ def test_a_greedy_draft_model_is_asked_for_its_logits(spec):
     whole = [round_ for round_ in rounds if round_.granted == 8]
     assert whole
     assert any(len(round_.tokens) < 8 for round_ in whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"pacing": "utility"}], ids=["auto", "utility"])
+def test_the_shipped_pair_drafts_and_says_the_same(options):
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    plain = LLM("shipped", draft="none").generate("def fib(n):", params)[0]
+    fast = LLM("shipped", calibrate=False, **options).generate("def fib(n):", params)[0]
+    assert fast.token_ids == plain.token_ids
+    assert fast.report.num_accepted > 0
 
 
 def test_the_log_has_a_line_for_each_round(tmp_path: Path):

@@ -93,15 +93,14 @@ class Texts:
         return tokens / seconds
 
 
-KNOWING = (0.2, 0.4, 0.6, 0.8, 0.9, 0.97, 0.995)
 WORLDS = {
-    "a pair": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.25),
-    "a dear draft": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.5),
-    "a cheap draft": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.05),
-    "copies": Texts(KNOWING, (0, 0, 0, 0, 0, 1, 30), 0.25),
-    "rows that cost": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.1, 0.3),
+    "a pair": Texts(CONFIDENCES, (2, 1, 1, 1, 1, 1, 6), 0.25),
+    "a dear draft": Texts(CONFIDENCES, (2, 1, 1, 1, 1, 1, 6), 0.5),
+    "a cheap draft": Texts(CONFIDENCES, (2, 1, 1, 1, 1, 1, 6), 0.05),
+    "copies": Texts(CONFIDENCES, (0, 0, 0, 0, 0, 1, 30), 0.25),
+    "rows that cost": Texts(CONFIDENCES, (2, 1, 1, 1, 1, 1, 6), 0.1, 0.3),
     "a drafter that knows nothing of itself": Texts((0.7,) * 7, (1,) * 7, 0.2),
-    "four requests": Texts(KNOWING, (2, 1, 1, 1, 1, 1, 6), 0.25, num_sequences=4),
+    "four requests": Texts(CONFIDENCES, (2, 1, 1, 1, 1, 1, 6), 0.25, num_sequences=4),
 }
 ALIKE = ("a drafter that knows nothing of itself", "copies", "four requests")
 
@@ -168,8 +167,7 @@ def test_what_the_search_finds_does_not_make_probes_of_a_bad_model_denser() -> N
     pacing, seq = searching(10**6, 5)
     num_probes = 0
     for step in range(2000):
-        granted = pacing.budget([seq], [16])
-        stop = pacing.stops([seq], granted).get(0)
+        stop = pacing.stops([seq], pacing.budget([seq], [16])).get(0)
         if stop is not None and not stop.is_shut:  # the model is asked, and wrong
             stop.confidences.append(0.995)
             num_probes += step > 500
@@ -193,8 +191,7 @@ def test_probes_of_a_bad_model_read_few_prompts() -> None:
     for number in range(1, 101):
         seq = Sequence(number, [1] * 400, 400, SamplingParams(), 0, 10**6, draft="model")
         for _ in range(50):
-            granted = pacing.budget([seq], [16])
-            stop = pacing.stops([seq], granted).get(0)
+            stop = pacing.stops([seq], pacing.budget([seq], [16])).get(0)
             if stop is not None and not stop.is_shut:
                 num_read += not stop.confidences and not pacing._requests[number].reading.is_read
                 stop.confidences.append(0.995)
