@@ -123,11 +123,17 @@ def check_deepened(weights: dict[str, Tensor], shape: ModelShape, deep: ModelSha
     return grown
 
 
+def run_command(command: str) -> str:
+    """Run `forerun train` with these words, and return what it prints."""
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 def check_command(sizes: str, text: Path, out: Path, shape: ModelShape) -> None:
     """Assert that `forerun train lm` with these sizes writes a model of this shape."""
     run = f"--out {out} --text {text} --max-steps 1 --tokens-per-step 64 --seq-len-tokens 32 --quiet"
-    found = CliRunner().invoke(app, ["lm", *sizes.split(), "--vocab-size", "300", *run.split()])
-    assert found.exit_code == 0, found.output
+    run_command(f"lm {sizes} --vocab-size 300 {run}")
     assert read_shape(out / "model") == shape
 
 

@@ -3,20 +3,19 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from drafters.requests import drafted, request
 from forerun import drafters
 from forerun.cli.main import main
-from forerun.cli.train import app
 from forerun.drafters import Target
 from forerun.engine.opened import SHIPPED_TARGET
 from forerun.testing.engines import TARGET, target_for
 from forerun.text.tokenizer import Tokenizer
+from train.conftest import run_command
 
 TEXT = "def first(values):\n    return values[0]\n"
 
-STORE = ("datastore", "--target", "shipped", "--text")
+STORE = "datastore --target shipped --text"
 
 
 def shipped(tokenizer: Tokenizer) -> Target:
@@ -26,12 +25,11 @@ def shipped(tokenizer: Tokenizer) -> Target:
 def test_a_text_is_continued_from_the_file_of_it(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
     out = tmp_path / "store"
-    done = CliRunner().invoke(app, [*STORE, str(tmp_path / "text.py"), "--out", str(out), "--quiet"])
-    assert done.exit_code == 0, done.output
+    printed = run_command(f"{STORE} {tmp_path / 'text.py'} --out {out} --quiet")
     tokenizer = Tokenizer.load(SHIPPED_TARGET)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    assert done.output.startswith(f"{len(ids) + 1} tokens, ")
-    assert " s\n" in done.output
+    assert printed.startswith(f"{len(ids) + 1} tokens, ")
+    assert " s\n" in printed
     drafter = drafters.make(f"datastore:path={out}", shipped(tokenizer))
     assert drafted(drafter, request(ids[:4]), 5).tokens == ids[4:9]
 
@@ -44,7 +42,7 @@ def test_what_is_not_possible_is_refused_with_one_sentence(
     text = tmp_path / ("missing.txt" if wrong == "no text" else "empty.txt")
     out = tmp_path if wrong == "out is a folder" else tmp_path / "store"
     with pytest.raises(SystemExit) as end:
-        main(["train", *STORE, str(text), "--out", str(out), "--quiet"])
+        main(["train", *STORE.split(), str(text), "--out", str(out), "--quiet"])
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "store").exists()

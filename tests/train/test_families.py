@@ -12,6 +12,7 @@ from forerun.train import lm, losses
 from forerun.train.config import TrainConfig
 from forerun.train.model import initial_weights, run_windows
 from forerun.train.shape import ModelShape
+from refusals import refusal
 from train.conftest import (
     Interrupt,
     check_command,
@@ -104,10 +105,8 @@ def test_what_is_not_possible_is_refused() -> None:
         replace(HYBRID, num_layers=3)
     with pytest.raises(BadOption, match="give --experts 8 --experts-per-token 2"):
         ModelShape(32, 2, 4, 2, 32, 300, family="qwen3_moe")
-    with pytest.raises(BadOption, match="not 5 of 4"):
-        replace(MIXTURE, num_chosen=5)
-    with pytest.raises(BadOption, match="say --family qwen3_moe"):
-        ModelShape(32, 2, 4, 2, 32, 300, num_experts=4, num_chosen=2)
+    assert "not 5 of 4" in refusal(BadOption, replace, MIXTURE, num_chosen=5)
+    assert "say --family qwen3_moe" in refusal(BadOption, ModelShape, 32, 2, 4, 2, 32, 300, num_experts=4, num_chosen=2)
 
 
 @either

@@ -18,6 +18,7 @@ from forerun.train import lm
 from forerun.train.config import TrainConfig
 from forerun.train.model import initial_weights
 from forerun.train.shape import ModelShape
+from refusals import refusal
 from train.conftest import (
     Interrupt,
     check_command,
@@ -101,8 +102,7 @@ def test_drafts_learn_their_teacher_one_after_another(tiny: Make, trained: Train
     first = tiny("first", **small)
     numbers = lm.train(first, quiet=True)
     assert numbers["alpha"] > read_log(first)[0]["alpha"] + 0.2
-    second = tiny("second", **{**small, "seed": 1}, after=(str(first.out / "model"),))
-    numbers = lm.train(second, quiet=True)
+    numbers = lm.train(tiny("second", **{**small, "seed": 1}, after=(str(first.out / "model"),)), quiet=True)
     assert numbers["coverage"] > numbers["coverage_before"]
     llama = tiny("llama", **{**small, "shape": ModelShape(16, 1, 2, 1, 32, 300), "steps": 2})
     lm.train(llama, quiet=True)
@@ -113,13 +113,11 @@ def test_what_is_not_possible_is_refused(tiny: Make, trained: TrainConfig) -> No
     model = trained.out / "model"
     with pytest.raises(BadOption, match="--family 'gpt3' is not possible: it must be one of llama, gpt2"):
         replace(SHAPE, family="gpt3")
-    with pytest.raises(BadOption, match="leave --kv-heads out"):
-        replace(SHAPE, num_kv_heads=2)
+    assert "leave --kv-heads out" in refusal(BadOption, replace, SHAPE, num_kv_heads=2)
     with pytest.raises(BadOption, match="--seq-len-tokens 33 is more than the 32 positions"):
         tiny(shape=SHAPE, seq_len_tokens=33)
     longer = tiny("other", teacher=str(model), loss="kl", seq_len_tokens=40)
-    with pytest.raises(BadOption, match="reads 32 tokens at most: give --seq-len-tokens 32, or fewer"):
-        lm.prepare(longer)
+    assert "reads 32 tokens at most: give --seq-len-tokens 32, or fewer" in refusal(BadOption, lm.prepare, longer)
     with pytest.raises(BadOption, match="only layers can be added"):
         lm.prepare(tiny("other", shape=ModelShape(32, 2, 4, 4, 64, 300), init_from=model))
     with pytest.raises(BadOption, match="only layers can be added"):

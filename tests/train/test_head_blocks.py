@@ -39,8 +39,7 @@ def made(method: str, folder: Path, out: Path) -> Path:
     assert all(w.grad is not None and bool(w.grad.isfinite().all()) for w in head.weights.values())
     weights, sizes = head.files()
     tokenizer = artifacts.fingerprint(checkpoint.tokenizer, 257)
-    tensors = HostWeights(weights | {head_files.PROBE: teacher.probe})
-    head_files.save(out, method, tensors, sizes, tokenizer)
+    head_files.save(out, method, HostWeights(weights | {head_files.PROBE: teacher.probe}), sizes, tokenizer)
     return out
 
 
@@ -63,8 +62,7 @@ def test_a_head_is_made_for_a_family_and_drafts_for_it(tmp_path: Path, method: s
     """Its weights all learn; the drafter reads the folder, and the text stays the target's."""
     folder = write_tiny(tmp_path / "target", model_type)
     path = made(method, folder, tmp_path / "head")
-    kind = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"]
-    assert kind == model_type
+    assert json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"] == model_type
     options: dict[str, Any] = {"dtype": "float32", "pacing": "fixed", "spec_length": 3}
     prompts = [[5, 80, 3, 200, 17], list(range(40, 60))]
     plain = LLM(str(folder), draft="none", **options).generate(prompts, PARAMS)

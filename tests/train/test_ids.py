@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from typer.testing import CliRunner
 
 from forerun import LLM, SamplingParams
-from forerun.cli.train import app
 from forerun.errors import BadOption, NotFound, UnsupportedModel
 from forerun.train import batches, lm
 from forerun.train.config import TrainConfig
 from forerun.train.model import read_shape
 from forerun.train.samples import HELD_OUT_EVERY
 from forerun.train.shape import ModelShape
+from train.conftest import run_command
 
 NUM_IDS, LENGTH = 12, 8
 SHAPE = ModelShape(32, 2, 4, 2, 64, NUM_IDS)
@@ -61,8 +60,7 @@ def test_the_checkpoint_runs_without_a_tokenizer(trained: TrainConfig) -> None:
 def test_a_draft_learns_from_its_target(trained: TrainConfig, tmp_path: Path) -> None:
     options = {"shape": ModelShape(16, 1, 2, 1, 32, NUM_IDS), "teacher": trained.out / "model", "loss": "kl"}
     options["steps"] = 80
-    numbers = lm.train(config_for(tmp_path / "draft", ids=trained.ids, **options), quiet=True)
-    assert numbers["alpha"] > 0.9
+    assert lm.train(config_for(tmp_path / "draft", ids=trained.ids, **options), quiet=True)["alpha"] > 0.9
 
 
 def test_each_epoch_has_every_row_once_and_none_that_is_held_out() -> None:
@@ -111,9 +109,7 @@ def test_the_command(tmp_path: Path) -> None:
     sizes = "--hidden-size 16 --layers 1 --heads 2 --kv-heads 1 --ffn-size 32 --seq-len-tokens 8 --tokens-per-step 64"
     command = f"lm --ids {tmp_path}/rows.npy {sizes} --max-steps 3 --quiet --out {tmp_path}"
     for more in ("/run --vocab-size 12", f"/draft --teacher {tmp_path}/run/model --loss kl"):
-        done = CliRunner().invoke(app, f"{command}{more}".split(), catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        assert done.stdout.startswith("validation_loss=")
+        assert run_command(f"{command}{more}").startswith("validation_loss=")
     for name in ("run", "draft"):
         assert read_shape(tmp_path / name / "model").vocab_size == 12
 

@@ -45,8 +45,7 @@ def made(target: Path, out: Path, num_tokens: int = 3000, **options: Any) -> Hea
     sizes: dict[str, Any] = {"steps": 60, "tokens_per_step": 256, "seq_len_tokens": 64, "lr": 5e-3, "warmup_steps": 2}
     own: dict[str, Any] = {"method": "mtp:steps=3", "autocast": "off", "fit_tokens": num_tokens, **sizes, **options}
     config = HeadConfig(out=out, samples=out / "samples", **own)
-    checkpoint = Opened.of(EngineConfig(target=str(target), ops=ops)).load()
-    training.train(config, checkpoint, quiet=True)
+    training.train(config, Opened.of(EngineConfig(target=str(target), ops=ops)).load(), quiet=True)
     return config
 
 
@@ -61,12 +60,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Path:
 
 def texts(target: Path, draft: str, prompts: Seq[list[int]], **options: Any) -> tuple[list[Any], float]:
     """What is written, by every kind of request, and the tokens of a pass."""
-    given = {"dtype": "float32", "max_seq_len": 128, "draft": draft, **options}
-    with LLM(str(target), **given) as llm:
+    with LLM(str(target), **{"dtype": "float32", "max_seq_len": 128, "draft": draft, **options}) as llm:
         outs = [out for params in PARAMS for out in llm.generate(list(prompts), params)]
         llm.engine.runner.cache.check_integrity()
-    said = [(out.token_ids, out.finish_reason) for out in outs]
-    return said, sum(out.report.num_accepted for out in outs)
+    return [(out.token_ids, out.finish_reason) for out in outs], sum(out.report.num_accepted for out in outs)
 
 
 def some_prompts() -> list[list[int]]:
@@ -139,8 +136,7 @@ def test_a_target_that_has_a_block_gets_another(hybrid: Path, tmp_path: Path) ->
     assert [bool(block) for block in blocks] == [False, True]
     assert next_tokens.find(OpenedCheckpoint.of(tmp_path / "again" / "model")) is not None
     index = json.loads((tmp_path / "again" / "model" / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    size = sum(tensor.nbytes for own in files for tensor in own.values())
-    assert index["metadata"]["total_size"] == size
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for own in files for tensor in own.values())
     joined = shutil.copytree(target, tmp_path / "joined")
     whole = {name: tensor for path in joined.glob("*.safetensors") for name, tensor in load_file(path).items()}
     for path in [*joined.glob("*.safetensors"), joined / "model.safetensors.index.json"]:
@@ -166,8 +162,7 @@ def test_a_block_is_read_as_it_was_written(hybrid: Path) -> None:
     checkpoint = Opened.of(EngineConfig(target=str(hybrid / "target" / "model"), ops="reference")).load()
     task = training.prepare(config, checkpoint)
     loop.load_state(loop.Run(config, task, loop.make_optimizer(config, task.weights)))
-    block = next_tokens.find(OpenedCheckpoint.of(hybrid / "mtp" / "head"))
-    assert block is not None
+    assert next_tokens.find(OpenedCheckpoint.of(hybrid / "mtp" / "head")) is not None
     head: Any = task.head
     found = head.read(str(hybrid / "mtp" / "head"))
     assert found.keys() == head.weights.keys()
