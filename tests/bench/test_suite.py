@@ -16,6 +16,7 @@ from forerun.bench.suite import Measuring, Run
 from forerun.cli.bench import app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption, InternalError, NotFound, PromptTooLong
+from refusals import refusal
 from tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
@@ -130,13 +131,11 @@ def test_what_is_no_question_is_refused(tmp_path: Path) -> None:
         file = written(tmp_path, LINES[name], line)  # type: ignore[arg-type]
         with pytest.raises(BadOption, match=f"line 2 of .* is no question of .* .{why}.: name its file with"):
             suites.read(name, file)
-    with pytest.raises(BadOption, match="holds no question of Spec-Bench"):
-        suites.read("spec-bench", written(tmp_path))
+    assert "holds no question of Spec-Bench" in refusal(BadOption, suites.read, "spec-bench", written(tmp_path))
     with pytest.raises(NotFound, match=r"cannot be read .No such file or directory.: name another"):
         suites.read("spec-bench", tmp_path / "absent")
     (tmp_path / "a.gz").write_bytes(b"no")
-    with pytest.raises(NotFound, match="cannot be read"):
-        suites.read("humaneval", tmp_path / "a.gz")
+    assert "cannot be read" in refusal(NotFound, suites.read, "humaneval", tmp_path / "a.gz")
     with pytest.raises(NotFound, match="the questions of SPEED-Bench are not here: name a file with --prompt-file"):
         suites.read("speed-bench")
     with pytest.raises(BadOption, match=r"there is no suite 'mtbench' .did you mean 'mt-bench'"):

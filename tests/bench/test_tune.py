@@ -102,8 +102,7 @@ def test_the_best_nodes_of_a_tree_come_first() -> None:
 
 
 def test_alpha_by_position() -> None:
-    texts = [[chain(3, 3), chain(3, 1), chain(0, 0)], [chain(3, 0)]]
-    assert alphas(texts) == [2 / 3, 1 / 2, 1.0]
+    assert alphas([[chain(3, 3), chain(3, 1), chain(0, 0)], [chain(3, 0)]]) == [2 / 3, 1 / 2, 1.0]
     assert alphas([[chain(0, 0)]]) == []
 
 
@@ -180,8 +179,7 @@ def by_round(*seconds: float) -> dict[int, float]:
 
 def test_a_prompt_that_is_slow_for_a_minute_cancels_out() -> None:
     plain = {0: by_round(1.0, 1.0, 10.0), 1: by_round(2.0, 2.0, 2.0)}
-    own = {0: by_round(0.5, 0.5, 5.0), 1: by_round(1.0, 9.0, 1.0)}
-    found = measured_of(own, plain)
+    found = measured_of({0: by_round(0.5, 0.5, 5.0), 1: by_round(1.0, 9.0, 1.0)}, plain)
     assert found.speedup == pytest.approx(2.0)
     assert (found.num_rounds, found.most) == (3, pytest.approx(2.0))
     assert found.least == pytest.approx(3 / (0.5 + 2 * 4.5))
@@ -249,8 +247,7 @@ def test_a_length_that_promises_more_than_all_that_were_measured_is_measured_too
     plain, first = contender(PLAIN, 1.0), contender(Way("a", 2), 0.5)
     guesses = {"a": predictions(1.2, 1.6, 1.7, 1.5), "b": predictions(9.0)}  # a turned out to be 2 / 1.6 times as fast
     assert further([plain, first], guesses) == [Way("a", 3)]
-    second = contender(Way("a", 3), 0.45)
-    assert further([plain, first, second], guesses) == []
+    assert further([plain, first, contender(Way("a", 3), 0.45)], guesses) == []
     assert further([plain], guesses) == []
 
 
@@ -338,8 +335,7 @@ def test_two_requests_at_once_and_sampled(tiny: Path, tmp_path: Path) -> None:
     assert "2 prompts, at most 8 tokens, temperature 0.8, 2 requests at a time" in " ".join(printed.split())
     record = json.loads(printed.splitlines()[-1])
     assert record["num_prompts"] == 2
-    options = tomllib.loads(out.read_text(encoding="utf-8"))
-    assert options == record["config"]
+    assert tomllib.loads(out.read_text(encoding="utf-8")) == record["config"]
     assert out.read_text(encoding="utf-8").startswith("# forerun tune. Nothing is certain: 2 prompts of at least 4 ")
 
 
@@ -379,8 +375,7 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_measured(tiny: Pa
 
 def test_candidates_of_a_model_without_a_draft_are_those_that_need_no_file(tiny: Path) -> None:
     opened = Opened.of(EngineConfig(target=str(tiny)))
-    found = candidates_of(opened, TunePlan())
-    assert found[:3] == ["suffix:shape=tree", "suffix", "lookup"]
+    assert candidates_of(opened, TunePlan())[:3] == ["suffix:shape=tree", "suffix", "lookup"]
     assert candidates_of(Opened.of(EngineConfig(target="shipped")), TunePlan())[:2] == ["model", "tree"]
     assert candidates_of(opened, TunePlan(drafts=("none", "lookup"), only=True)) == ["lookup"]
     with pytest.raises(BadOption, match="no drafter is left"):
