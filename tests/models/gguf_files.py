@@ -18,6 +18,7 @@ from forerun.models.families import names_of
 from forerun.models.naming import Place, places
 from forerun.models.source import STACKED
 from forerun.ops.rotary import attention_factor, inverse_frequencies
+from models.conftest import random_weights
 from saved import published
 
 DENSE = ("F32", "F16", "BF16")
@@ -55,8 +56,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: floa
         data[..., at : at + 2] = halves[..., None].view(np.uint8)
     if kind == "MXFP4":  # powers of two; with zeros, whose exponent may be the lowest, as that of no other block
         data[..., 0] = generator.integers(120, 128, data.shape[:2])
-        is_zero = generator.random(data.shape[:2]) < 0.05
-        data[is_zero] = np.array([0] + [0x80] * 8 + [8] * 8, np.uint8)
+        data[generator.random(data.shape[:2]) < 0.05] = np.array([0] + [0x80] * 8 + [8] * 8, np.uint8)
     if kind == "NVFP4" and scale < 1:
         data[..., :4] &= 0x1F
     return data.reshape(rows, -1)
@@ -231,6 +231,12 @@ def write_model(
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(found, np.float32))
     finish(writer)
     return {ours: _held(kept[place.name], place) for ours, place in places(names, config, kept).items()}
+
+
+def write_random(path: Path, config: Spec, *given: Any, **options: Any) -> Path:
+    """Write a model of random weights with what `write_model` takes besides, and return the file."""
+    write_model(path, config, random_weights(config), *given, **options)
+    return path
 
 
 def _held(tensor: torch.Tensor, place: Place) -> torch.Tensor:

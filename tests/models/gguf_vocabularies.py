@@ -95,8 +95,7 @@ def pairs() -> dict[str, Any]:
     merges = [f"{first} {second}" for first in used for second in used]
     random.Random(3).shuffle(merges)
     tokens = ["<|end|>", *chars.values(), *(merge.replace(" ", "") for merge in merges)]
-    types = [3] + [1] * (len(tokens) - 1)
-    made = {"model": "gpt2", "tokens": tokens, "token_type": types, "merges": merges}
+    made = {"model": "gpt2", "tokens": tokens, "token_type": [3] + [1] * (len(tokens) - 1), "merges": merges}
     made |= {"bos_token_id": 0, "eos_token_id": 0}
     return {f"tokenizer.ggml.{key}": value for key, value in made.items()}
 

@@ -324,5 +324,4 @@ class Client:
     def asked(self, call: str | dict[str, Any], **options: Any) -> tuple[Found, list[str]]:
         """`find`, and the files whose contents were asked for meanwhile."""
         before = len(self.hub.fetched())
-        found = self.find(call, **options)
-        return found, self.hub.fetched()[before:]
+        return self.find(call, **options), self.hub.fetched()[before:]

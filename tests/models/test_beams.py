@@ -54,8 +54,7 @@ class Both:
         self.oracle = oracle_of(folder)
 
     def found(self, prompt: list[int], **given: Any) -> list[Text]:
-        params = SamplingParams(temperature=0.0, max_tokens=MOST, **given)
-        requests = self.engine.add_all(prompt, params)
+        requests = self.engine.add_all(prompt, SamplingParams(temperature=0.0, max_tokens=MOST, **given))
         while any(request.seq.finish_reason is None for request in requests):
             self.engine.step()
         outputs = [request.output() for request in requests]

@@ -226,8 +226,7 @@ def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
 def test_kernels_of_narrow_types(published: tuple[Any, Path], dtype: str, bits: str, tolerance: float) -> None:
     """Queries, keys and values that are rounded change little, in encoder and decoder."""
     module, folder = published
-    ops = CpuOps()
-    model: Any = load_checkpoint(folder, dtype="float32" if bits else dtype, ops=ops).model
+    model: Any = load_checkpoint(folder, dtype="float32" if bits else dtype, ops=CpuOps()).model
     model = model.rounded(Quantization.parse(bits)) if bits else model
     sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 64, "dtype": model.cache_dtype}
     runner = reading(Runner(model, BlockCache.of(model, "paged", **sizes)), SOURCES)

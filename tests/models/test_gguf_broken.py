@@ -18,8 +18,7 @@ from forerun.errors import UserError
 from forerun.models.loading import load_checkpoint
 from forerun.ops.cpu import CpuOps
 from forerun.ops.reference import ReferenceOps
-from models.conftest import random_weights
-from models.gguf_files import ARCHITECTURES, MIXED, split, write_model
+from models.gguf_files import ARCHITECTURES, MIXED, split, write_random
 from models.test_gguf import CONFIG, OTHERS as FAMILIES, cache  # noqa: F401  (a fixture for every test)
 
 HUGE = (1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -30,8 +29,7 @@ MOST_BYTES, MOST_S = 300 << 20, 5.0
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "whole.gguf"
     config = resized(CONFIG, num_layers=1, head_dim=64, rope=Rope(500000.0, "llama3", 32.0, 1.0, 4.0, 8192))
-    write_model(path, config, random_weights(config), lambda name: "Q8_0" if "mlp" in name else "F16")
-    return path
+    return write_random(path, config, lambda name: "Q8_0" if "mlp" in name else "F16")
 
 
 def refused(path: Path, dtype: str = "float32", ops: ReferenceOps | None = None) -> str | None:
@@ -139,7 +137,7 @@ def test_300_broken_pieces(whole: Path, tmp_path: Path) -> None:
 def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
     """Each count, length, dimension and value of the architecture in turn: it is understood, or refused."""
     path, config = tmp_path / "broken.gguf", FAMILIES[case]
-    write_model(path, config, random_weights(config))
+    write_random(path, config)
     good, chance, num_refused = path.read_bytes(), random.Random(3), 0
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     fields = gguf.GGUFReader(path).fields.values()
@@ -159,8 +157,7 @@ def test_numbers_of_families_with_states(tmp_path: Path, case: str) -> None:
 
 def test_files_that_end_too_early(whole: Path, tmp_path: Path) -> None:
     data, path = whole.read_bytes(), tmp_path / "short.gguf"
-    ends = [*range(40), *(len(data) * i // 40 for i in range(40)), len(data) - 33]
-    for end in ends:
+    for end in [*range(40), *(len(data) * i // 40 for i in range(40)), len(data) - 33]:
         path.write_bytes(data[:end])
         check_sentence(refused(path), end)
     needed = f"has {end:,} bytes and its tensors need {len(data):,}, as where a download was cut short"
@@ -186,7 +183,7 @@ def test_300_broken_files_of_types_with_tables(tmp_path: Path) -> None:
     """Bytes of headers and of blocks, types that change places, files cut short: read or refused in a sentence."""
     config = resized(CONFIG, num_layers=1, hidden_size=256, ffn_size=256, head_dim=16)
     whole, path, chance = tmp_path / "whole.gguf", tmp_path / "broken.gguf", random.Random(7)
-    write_model(whole, config, random_weights(config), lambda name: MIXED.get(name.split(".")[-2], "Q4_0"))
+    write_random(whole, config, lambda name: MIXED.get(name.split(".")[-2], "Q4_0"))
     data, reader = whole.read_bytes(), gguf.GGUFReader(whole)
     types = [tensor.field.offset + sum(p.nbytes for p in tensor.field.parts[:-2]) for tensor in reader.tensors]
     kinds = [int(gguf.GGMLQuantizationType[kind]) for kind in (*MIXED.values(), "Q8_K", "IQ2_XS")]

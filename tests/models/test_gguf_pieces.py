@@ -15,8 +15,7 @@ from forerun.blocks import resized
 from forerun.errors import NotFound, UnsupportedModel
 from forerun.models.loading import load_checkpoint
 from forerun.models.source import open_source
-from models.conftest import random_weights
-from models.gguf_files import split, write_model
+from models.gguf_files import split, write_random
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
 from ops.native_cases import needs_native
 from refusals import refusal
@@ -24,8 +23,7 @@ from refusals import refusal
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    write_model(tmp_path / "a.gguf", CONFIG, random_weights(CONFIG), lambda name: "Q8_0" if "mlp" in name else "F16")
-    return tmp_path / "a.gguf"
+    return write_random(tmp_path / "a.gguf", CONFIG, lambda name: "Q8_0" if "mlp" in name else "F16")
 
 
 @pytest.mark.parametrize("named", [0, 1, 2])
@@ -57,9 +55,7 @@ def test_kernels_read_the_blocks_of_pieces_themselves(whole: Path) -> None:
 
 def test_a_file_that_was_joined_keeps_the_keys_of_pieces(tmp_path: Path) -> None:
     """As llama-gguf-split leaves them."""
-    config = resized(CONFIG, num_layers=1)
-    write_model(tmp_path / "a.gguf", config, random_weights(config), split__count=0, split__no=0)
-    load_checkpoint(tmp_path / "a.gguf")
+    load_checkpoint(write_random(tmp_path / "a.gguf", resized(CONFIG, num_layers=1), split__count=0, split__no=0))
 
 
 def rewritten(piece: Path, values: dict[str, Any]) -> None:
@@ -115,8 +111,7 @@ def test_a_tensor_in_two_pieces_is_refused(whole: Path) -> None:
 
 
 def test_a_piece_with_another_name_is_refused(whole: Path) -> None:
-    piece = split(whole, 8)[1]
-    piece.rename(whole.with_name("b.gguf"))
+    split(whole, 8)[1].rename(whole.with_name("b.gguf"))
     words = r"b\.gguf says that it is piece 2 of 3, and the others .* end with -00002-of-00003\.gguf: give it and them"
     with pytest.raises(UnsupportedModel, match=words):
         load_checkpoint(whole.with_name("b.gguf"))

@@ -29,8 +29,7 @@ from forerun.models.source import open_source
 from forerun.text.chat import ChatTemplate
 from forerun.text.small_files import SmallFiles
 from forerun.text.tokenizer import Tokenizer
-from models.conftest import random_weights
-from models.gguf_files import usual, write_model, write_tensors, write_vocabulary
+from models.gguf_files import usual, write_random, write_tensors, write_vocabulary
 from models.gguf_vocabularies import checksums, pairs, recorded, recorded_checksums, smollm2, texts, vocabularies
 from models.test_gguf import CONFIG, cache  # noqa: F401  (a fixture for every test)
 
@@ -181,8 +180,8 @@ def test_a_file_that_does_not_say_how_it_cuts_texts_is_warned_of(
     tmp_path: Path, is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In one sentence, whenever it is loaded with its tokenizer, and whatever is kept in the cache."""
-    path, config = tmp_path / "a.gguf", resized(CONFIG, num_layers=1)
-    write_model(path, config, random_weights(config), **({} if is_named else {"tokenizer__ggml__pre": None}))
+    more = {} if is_named else {"tokenizer__ggml__pre": None}
+    path = write_random(tmp_path / "a.gguf", resized(CONFIG, num_layers=1), **more)
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -210,8 +209,7 @@ def test_texts_come_back(tmp_path: Path) -> None:
 def test_end_ids_are_those_of_keys_and_of_known_texts(tmp_path: Path) -> None:
     """A chat model ends its answers with a token that its files do not always name."""
     metadata = vocabularies()["qwen2"]
-    tokens = metadata["tokenizer.ggml.tokens"]
-    known = {0, tokens.index("<|im_end|>")}  # <|endoftext|> is 0
+    known = {0, metadata["tokenizer.ggml.tokens"].index("<|im_end|>")}  # <|endoftext|> is 0
     assert end_ids_of(SmallFiles(folder_of(tmp_path / "a.gguf", metadata)), {}) == known
     more = {f"{KEY}{name}_token_id": id_ for name, id_ in (("eot", 77), ("eom", 78), ("eos", 79))}
     assert end_ids_of(SmallFiles(folder_of(tmp_path / "b.gguf", metadata | more)), {}) == known | {77, 78, 79}

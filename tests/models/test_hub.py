@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from forerun import LLM, SamplingParams
-from models.conftest import random_weights
-from models.gguf_files import split, write_model
+from models.gguf_files import split, write_random
 from models.hubserver import LOCATE, Client, HubServer, contents
 from saved import save_checkpoint
 from tiny import tiny_config, write_tiny
@@ -142,11 +141,10 @@ def test_a_folder_and_what_looks_like_one_never_reach_the_network(hub: HubServer
 
 @pytest.mark.parity
 def test_a_gguf_file_of_a_repository_by_its_name_or_its_type(hub: HubServer, client: Client, tmp_path: Path) -> None:
-    config = replace(tiny_config("llama"), vocab_size=258)
-    write_model(tmp_path / "a.gguf", config, random_weights(config))
-    data = (tmp_path / "a.gguf").read_bytes()
+    path = write_random(tmp_path / "a.gguf", replace(tiny_config("llama"), vocab_size=258))
+    data = path.read_bytes()
     files = {"tiny-Q4_K_M.gguf": data, "tiny-Q8_0.gguf": b"8", "sub/tiny-f16.gguf": b"16", "README.md": b"text"}
-    pieces = split(tmp_path / "a.gguf", 8)
+    pieces = split(path, 8)
     files |= {piece.name.replace("a-", "sub/tiny-BF16-"): piece.read_bytes() for piece in pieces}
     files |= {"tiny-F32-00002-of-00002.gguf": b"32"}
     commit = hub.publish("org/tiny-GGUF", files)

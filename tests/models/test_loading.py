@@ -18,6 +18,7 @@ from forerun.blocks import weight_shapes
 from forerun.errors import BadOption, NotFound, UnsupportedModel, UserError
 from forerun.models.loading import load_checkpoint
 from forerun.models.opened import read_config
+from refusals import refusal
 from saved import save_checkpoint
 
 Raw = dict[str, Any]
@@ -25,9 +26,7 @@ TOGETHER = "weights and config.json must be of one model, so fetch both again fr
 OPS = ["reference"] + (["native"] if native.isa() != "reference" else [])
 
 
-def test_round_trip_in_shards_and_through_transformers(
-    tmp_path: Path, llama_raw: Raw, weights_of: Any, write_checkpoint: Any
-) -> None:
+def test_round_trip_in_shards_and_through_transformers(tmp_path: Path, llama_raw: Raw, weights_of: Any) -> None:
     config, weights = read_config(llama_raw), weights_of(llama_raw)
     folder = tmp_path / "written"
     save_checkpoint(folder, config, weights, torch.float32, end_ids={3, 5}, shard_bytes=20_000)
@@ -58,8 +57,7 @@ def test_ties(write_checkpoint: Any, llama_raw: Raw, weights_of: Any) -> None:
     tied = llama_raw | {"tie_word_embeddings": True}
     weights = weights_of(tied)
     embedding = weights["model.embed_tokens.weight"]
-    model = load_checkpoint(write_checkpoint(tied, weights)).model
-    assert "lm_head.weight" not in model.weights
+    assert "lm_head.weight" not in load_checkpoint(write_checkpoint(tied, weights)).model.weights
     both = weights | {"lm_head.weight": embedding.clone()}
     assert "lm_head.weight" not in load_checkpoint(write_checkpoint(tied, both)).model.weights
     with pytest.raises(UnsupportedModel, match=r"tie_word_embeddings=True and holds a different lm_head\.weight"):
@@ -129,28 +127,23 @@ def test_end_ids_are_the_union(write_checkpoint: Any, llama_raw: Raw) -> None:
 def test_folders_that_are_not_checkpoints(tmp_path: Path, llama_raw: Raw, write_checkpoint: Any) -> None:
     with pytest.raises(NotFound, match=r"there is no folder .*nowhere: name a model of"):
         load_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(NotFound, match=r"no config\.json"):
-        load_checkpoint(tmp_path)
+    assert "no config.json" in refusal(NotFound, load_checkpoint, tmp_path)
     write_checkpoint(llama_raw)
     (tmp_path / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(UnsupportedModel, match="not a readable safetensors file"):
-        load_checkpoint(tmp_path)
+    assert "not a readable safetensors file" in refusal(UnsupportedModel, load_checkpoint, tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UnsupportedModel, match="not valid JSON"):
-        load_checkpoint(tmp_path)
+    assert "not valid JSON" in refusal(UnsupportedModel, load_checkpoint, tmp_path)
 
 
 def test_shards_that_are_missing(tmp_path: Path, llama_raw: Raw, weights_of: Any) -> None:
     save_checkpoint(tmp_path, read_config(llama_raw), weights_of(llama_raw), shard_bytes=20_000)
     (tmp_path / "model-00002-of-00003.safetensors").unlink(missing_ok=True)
     next(iter(sorted(tmp_path.glob("model-*-of-*.safetensors")))).unlink()
-    with pytest.raises(NotFound, match="fetch the whole checkpoint"):
-        load_checkpoint(tmp_path)
+    assert "fetch the whole checkpoint" in refusal(NotFound, load_checkpoint, tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
     save_file({"x": torch.ones(1)}, tmp_path.parent / "outside.safetensors")
-    with pytest.raises(NotFound, match="fetch the whole checkpoint"):
-        load_checkpoint(tmp_path)
+    assert "fetch the whole checkpoint" in refusal(NotFound, load_checkpoint, tmp_path)
 
 
 def test_an_index_that_is_no_index(tmp_path: Path, llama_raw: Raw) -> None:
@@ -185,8 +178,7 @@ def test_tensors_larger_than_a_block(
     head = embedding.clone()
     head[-1, -1] += 1  # in the last block
     write_checkpoint(tied, weights | {"lm_head.weight": head})
-    with pytest.raises(UnsupportedModel, match=r"holds a different lm_head\.weight"):
-        load_checkpoint(folder)
+    assert "holds a different lm_head.weight" in refusal(UnsupportedModel, load_checkpoint, folder)
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -202,8 +194,7 @@ def test_weights_that_are_no_numbers(
     tmp_path: Path, llama_raw: Raw, weights_of: Any, ops: str, value: float, dtype: str, found: str
 ) -> None:
     """In a matrix, a norm and the embedding, of a checkpoint in shards; in the last block of rows."""
-    name = "model.layers.1.mlp.up_proj.weight"
-    for bad in (name, "model.norm.weight", "model.embed_tokens.weight"):
+    for bad in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
         weights = weights_of(llama_raw)
         weights[bad].view(-1)[-1] = value
         save_checkpoint(tmp_path, read_config(llama_raw), weights, torch.float32, shard_bytes=20_000)
@@ -224,6 +215,5 @@ def test_saving_refuses_what_does_not_fit(tmp_path: Path, llama_raw: Raw, weight
     config = read_config(llama_raw)
     weights = weights_of(llama_raw)
     del weights["model.norm.weight"]
-    with pytest.raises(UnsupportedModel, match=r"no tensor model\.norm\.weight"):
-        save_checkpoint(tmp_path, config, weights)
+    assert "no tensor model.norm.weight" in refusal(UnsupportedModel, save_checkpoint, tmp_path, config, weights)
     assert set(weight_shapes(config)) - set(weights) == {"model.norm.weight"}

@@ -205,8 +205,7 @@ def compressed(kind: str, group: dict[str, Any]) -> Quantise:
     args = group["weights"]
 
     def quantise(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        size = args.get("group_size", weight.shape[1])
-        groups = weight.reshape(len(weight), -1, size)
+        groups = weight.reshape(len(weight), -1, args.get("group_size", weight.shape[1]))
         low, high = groups.amin(-1), groups.amax(-1)
         most = (1 << args["num_bits"]) - 1
         state = {"weight": weight, "weight_scale": (high - low) / most}
@@ -399,12 +398,10 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, monkeypatch: pyt
     write_mxfp4(tmp_path)
     how = Mxfp4Config(dequantize=True)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=how).state_dict()
-    loaded = load_checkpoint(tmp_path, dtype="float32")
-    weights = loaded.model.weights
+    weights = load_checkpoint(tmp_path, dtype="float32").model.weights
     for i in range(3):
         whole, down = (theirs[f"{EXPERTS}{part}_proj"][i].T for part in ("gate_up", "down"))
-        expected = {"gate": whole[::2], "up": whole[1::2], "down": down}
-        for part, weight in expected.items():
+        for part, weight in {"gate": whole[::2], "up": whole[1::2], "down": down}.items():
             assert torch.equal(weights[f"{EXPERTS}{i}.{part}_proj.weight"], weight), part
         bias = theirs[f"{EXPERTS}gate_up_proj_bias"][i]
         assert torch.equal(weights[f"{EXPERTS}{i}.up_proj.bias"], bias[1::2])

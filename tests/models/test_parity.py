@@ -276,9 +276,7 @@ class Pair:
 @pytest.fixture(params=[*(f"{case}/{generation}" for case in CASES for generation in (4, 5)), *WHOLE])
 def pair(request: pytest.FixtureRequest, write_checkpoint: Any, llama_raw: Raw) -> Pair:
     case, _, generation = request.param.partition("/")
-    if case in WHOLE:
-        return Pair(write_checkpoint(WHOLE[case]))
-    return Pair(write_checkpoint(spell(case, int(generation), llama_raw)))
+    return Pair(write_checkpoint(WHOLE[case] if case in WHOLE else spell(case, int(generation), llama_raw)))
 
 
 def tokens_of(num: int, seed: int) -> list[int]:
@@ -462,8 +460,7 @@ def test_gates_beyond_their_bounds(write_checkpoint: Any, weights_of: Any, ops: 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("native", marks=needs_native)])
 def test_longrope_has_one_list_of_factors_for_all_texts(write_checkpoint: Any, ops: str) -> None:
     """The long one where a text may be longer than those of training, as transformers has it for such a text."""
-    raw = WHOLE["phi3-long"] | {"original_max_position_embeddings": 16}
-    folder = write_checkpoint(raw)
+    folder = write_checkpoint(WHOLE["phi3-long"] | {"original_max_position_embeddings": 16})
     oracle = oracle_of(folder)
     assert load_checkpoint(folder).model.config.max_positions == 16
     operators = make_ops(ops, "cpu")
