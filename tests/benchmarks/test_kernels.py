@@ -10,6 +10,7 @@ from forerun.bench.widen import num_parameters
 from forerun.blocks import Plain
 from forerun.errors import BadOption
 from ops.native_cases import ISAS, needs_native
+from refusals import refusal
 
 TINY = Plain("llama", 300, 64, 2, 4, 2, 16, 96, 1e-5, 512, tied=True).spec
 PLAN = KernelsPlan(TINY, num_threads=1, num_repeats=2, rows=(1, 3), prefill_tokens=20, context=9, contexts=(5, 70))
@@ -86,10 +87,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
         with pytest.raises(BadOption, match=said):
             kernels.run(KernelsPlan(TINY, dtype=dtype))
     for isa in ("sse9", "reference"):
-        with pytest.raises(BadOption, match=f"isa='{isa}'"):
-            kernels.run(KernelsPlan(TINY, isa=isa))
-    with pytest.raises(BadOption, match=r"random-1\.24b"):
-        config_named("random-1.24")
+        assert f"isa='{isa}'" in refusal(BadOption, kernels.run, KernelsPlan(TINY, isa=isa))
+    assert "random-1.24b" in refusal(BadOption, config_named, "random-1.24")
 
 
 def test_shapes() -> None:

@@ -36,6 +36,7 @@ from forerun.models.widening import WideShape
 from forerun.types import SamplingParams
 from models.gguf_files import write_model, write_tiny_model
 from models.gguf_vocabularies import smollm2
+from refusals import refusal
 from small_hybrid import small_hybrid
 from tiny import tiny_config, write_tiny
 
@@ -115,8 +116,7 @@ def test_a_peer_takes_turns_fails_goes_on_and_dies(peer: PeerProcess, tmp_path: 
     busy_s = sum(outcome.seconds for outcomes in runs.values() for outcome in outcomes)
     assert own.idle_cpu_s + peer.idle_cpu_s < busy_s / 2
 
-    with pytest.raises(PeerError, match="IndexError: "):
-        peer.generate("plain", [100_000], 4)
+    assert "IndexError: " in refusal(PeerError, peer.generate, "plain", [100_000], 4)
     assert peer.generate("plain", prompts[0], 8).tokens == runs["transformers", "plain"][0].tokens
 
     os.kill(peer._process.pid, signal.SIGKILL)
@@ -213,8 +213,7 @@ def test_a_server_lives_for_one_answer(tmp_path: Path) -> None:
             assert (outcome.tokens, outcome.first_s, outcome.num_first) == ([5] * 6, 0.002, 1)
         with pytest.raises(PeerError, match="llama-server ended with exit code 1: error: no cache today"):
             peer.generate("ngram-cache", [4, 5], 6)
-        with pytest.raises(PeerError, match="RemoteDisconnected"):
-            peer.generate("plain", [6, 6], 6)
+        assert "RemoteDisconnected" in refusal(PeerError, peer.generate, "plain", [6, 6], 6)
         assert peer.generate("plain", [7], 2).tokens == [7, 7]
     finally:
         peer.close()
@@ -397,11 +396,9 @@ def test_a_real_peer_fails_goes_on_and_dies(tmp_path: Path) -> None:
     peer = PeerProcess("transformers", Path(sys.executable), asked)
     try:
         assert len(peer.forward(text[:20], text[20:25]).best) == 5
-        with pytest.raises(PeerError, match="IndexError: "):
-            peer.forward(text[:25], [100_000])
+        assert "IndexError: " in refusal(PeerError, peer.forward, text[:25], [100_000])
         os.kill(peer._process.pid, signal.SIGKILL)
-        with pytest.raises(PeerError, match="its process ended with exit code -9"):
-            peer.forward(text[:20], text[20:25])
+        assert "its process ended with exit code -9" in refusal(PeerError, peer.forward, text[:20], text[20:25])
     finally:
         peer.close()
 
@@ -586,8 +583,7 @@ def test_llama_cpp_says_of_states_what_we_say(tmp_path: Path, name: str, one_thr
     """Rows are compared one by one, since a wrong state would go on; rounding alone changes some of them."""
     path = tmp_path / "a.gguf"
     write(path, small_hybrid(name), 4, "Q8_0", "Q8_0")
-    pythons = {"llama.cpp": Path(str(LLAMA_PYTHON))}
-    plan = ForwardsPlan((1, 8), (40,), 4, folder=tmp_path, pythons=pythons)
+    plan = ForwardsPlan((1, 8), (40,), 4, folder=tmp_path, pythons={"llama.cpp": Path(str(LLAMA_PYTHON))})
     record = peer_forwards.run(EngineConfig(target=str(path)), plan)
     theirs = [line for line in record["lines"] if line["engine"] == "llama.cpp"]
     assert len(theirs) == 2

@@ -35,8 +35,7 @@ def test_every_engine_says_the_same(folder: Path, capsys: pytest.CaptureFixture[
     plan = AnswersPlan(folder, spec_lengths=(3,), num_prompts=2, batch_size=2, max_tokens=10, num_repeats=2)
     record = json.loads(json.dumps(run(EngineConfig(max_seq_len=160), plan)))
     assert not record["left_out"]
-    free = ["no model K=auto", "draft K=auto"]
-    names = ["plain", "lookup K=3", "draft K=3", *free]
+    names = ["plain", "lookup K=3", "draft K=3", "no model K=auto", "draft K=auto"]
     wanted = [("forerun", name) for name in [*names, "plain once more"]]
     wanted += [("forerun, 2 at once", name) for name in names]
     wanted += [("transformers", name) for name in [*names[:3], "draft K=auto"]]
@@ -97,5 +96,4 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_layers_of_both_parts_are_described(folder: Path) -> None:
-    spec = spec_of(folder / "draft-a")
-    assert describe(spec) == "t5, hidden 32, 1 encoder and 1 decoder layers, 257 ids"
+    assert describe(spec_of(folder / "draft-a")) == "t5, hidden 32, 1 encoder and 1 decoder layers, 257 ids"

@@ -35,8 +35,7 @@ def test_every_number_is_of_the_same_text(tmp_path: Path) -> None:
     assert rounded["drafter_alpha"] < exact["drafter_alpha"] < 1
     assert all(0 <= line["lookup_alpha_hat"] <= 1 for line in record["lines"])
 
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder)
     ids = text_ids(load_checkpoint(folder, with_tokenizer=True), config, plan)
     import torch
 

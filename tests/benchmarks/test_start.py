@@ -21,8 +21,7 @@ def test_each_benchmark_has_help(name: str, bench: Any) -> None:
     done = bench(name, "--help")
     assert done.exit_code == 0
     assert done.stdout.startswith(f"Usage: python -m benchmarks.{name} ")
-    doc = importlib.import_module(f"benchmarks.{name}").command.__doc__
-    assert doc.splitlines()[0][:40] in done.stdout
+    assert importlib.import_module(f"benchmarks.{name}").command.__doc__.splitlines()[0][:40] in done.stdout
 
 
 @pytest.mark.parametrize("old", OLD)
