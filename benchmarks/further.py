@@ -55,6 +55,17 @@ class Line:
         return self.in_first_ms / ((self.first_ms - self.in_first_ms) * times + self.in_first_ms)
 
 
+TABLE = (
+    Column("drafted\nids", "drafted_ids"),
+    Column("first\ntoken ms", "first_ms", "{:.1f}"),
+    Column("block in\nit ms", "in_first_ms", "{:.1f}"),
+    Column("prompt\nms", "prompt_ms", "{:.1f}"),
+    Column("block's\nms", "block_ms", "{:.1f}"),
+    Column("a draft's\npass ms", "draft_ms", "{:.1f}"),
+    Column("target's\npass ms", "row_ms", "{:.1f}"),
+)
+
+
 def measured(target: Path, drafted_ids: str, prompts: Seq[list[int]]) -> Line:
     """Continue prompts one after the other, and return the medians of the steps' reports."""
     llm = LLM(str(target), draft=f"{METHOD}:search=none,draft_vocab={drafted_ids}", spec_length=4, max_batch_size=1)
@@ -94,17 +105,7 @@ def further(
     num_layers = spec_of(target).num_layers
     times = (layers or num_layers) / num_layers
     console.print(f"{target.name}, {num_layers} layers, prompts of {tokens} tokens")
-    columns = [Column("drafted\nids", "drafted_ids")]
-    for title, name in (
-        ("first\ntoken ms", "first_ms"),
-        ("block in\nit ms", "in_first_ms"),
-        ("prompt\nms", "prompt_ms"),
-        ("block's\nms", "block_ms"),
-        ("a draft's\npass ms", "draft_ms"),
-        ("target's\npass ms", "row_ms"),
-    ):
-        columns.append(Column(title, name, "{:.1f}"))
-    console.print(table(lines, columns))
+    console.print(table(lines, TABLE))
     for line in lines:
         console.print(
             f"of a prompt of {times * num_layers:.0f} layers the block takes {100 * line.share(times):.1f} %, and of "

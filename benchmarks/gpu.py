@@ -114,8 +114,7 @@ def tune(out: dict[str, Any]) -> None:
                     times = []
                     for rows in (1, 8):
                         x = torch.randn(rows, num_in, device=DEVICE).bfloat16()
-                        replay = captured(partial(_all, ops, x, weights))
-                        times.append(seconds(replay, 7) / num)
+                        times.append(seconds(captured(partial(_all, ops, x, weights)), 7) / num)
                 except Exception as error:
                     found.append({"shape": (num_out, num_in), "tiles": repr(tiles), "error": repr(error)[:200]})
                     continue

@@ -150,8 +150,7 @@ def measure(server: Server, plan: HostilePlan) -> tuple[Alone, list[HostileLine]
             time.sleep(2 * step_s)
             gap_s = max(streams.gaps_s(begun_s, ended_s), default=ended_s - begun_s)
             said = answer.json().get("error", {}).get("message", "")[:200]
-            megabytes = megabytes_of(server.pid)
-            made = (ended_s - begun_s, 1e3 * gap_s, gap_s / step_s, megabytes)
+            made = (ended_s - begun_s, 1e3 * gap_s, gap_s / step_s, megabytes_of(server.pid))
             lines.append(HostileLine(name, answer.status_code, *made, said))
     return alone, lines
 

@@ -314,9 +314,8 @@ def measure_prefill(model: CpuModel, plan: KernelsPlan, num_threads: int) -> Pre
     dtypes = dict.fromkeys((torch_dtype(model.weight_dtype), torch.float32))
     calls = {dtype: of_torch(torch_products(config, dtype, num)) for dtype in dtypes}
     dtype = min(calls, key=lambda dtype: _seconds(calls[dtype]))
-    theirs = calls[dtype]
     own()
-    pairs = [(_seconds(own), _seconds(theirs)) for _ in range(plan.num_repeats)]
+    pairs = [(_seconds(own), _seconds(calls[dtype])) for _ in range(plan.num_repeats)]
     ratios = [b / a for a, b in pairs]
     return Prefill(
         num_tokens=num,
@@ -336,11 +335,9 @@ def table_of(lines: Seq[Line], first: int) -> Table:
 
     def counted(name: str) -> Callable[[Line], Any]:
         """A number of the memory, where it is what a pass waits for."""
-
-        def value(line: Line) -> Any:
-            return None if line.bytes_per_s is None or line.num_rows > MEMORY_BOUND_ROWS else getattr(line, name)
-
-        return value
+        return lambda line: (
+            None if line.bytes_per_s is None or line.num_rows > MEMORY_BOUND_ROWS else getattr(line, name)
+        )
 
     return table(
         lines,

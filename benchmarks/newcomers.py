@@ -173,10 +173,7 @@ class _Bench:
 
     def first_token_s(self, llm: LLM, num_tokens: int) -> float:
         """Return the seconds to the first token of a prompt."""
-        began = time.perf_counter()
-        _, heard = self.ask(llm, num_tokens, 1)
-        heard.wait(1)
-        return heard.times_s[0] - began
+        return self.while_read(llm, num_tokens, lambda is_read: None)
 
     @contextmanager
     def streaming(self, llm: LLM, max_tokens: int | None = None) -> Iterator[_Heard]:
@@ -207,8 +204,7 @@ def gap_steps(ends_s: Seq[float], steps_s: Seq[float]) -> list[float]:
     """Return the gaps between a stream's steps, each in the median of its steps around it. ends_s: when each ended."""
     found = []
     for i, (before_s, end_s) in enumerate(itertools.pairwise(ends_s), 1):
-        around_s = steps_s[max(0, i - STEPS_AROUND) : i + STEPS_AROUND + 1]
-        found.append((end_s - before_s) / median(around_s))
+        found.append((end_s - before_s) / median(steps_s[max(0, i - STEPS_AROUND) : i + STEPS_AROUND + 1]))
     return found
 
 

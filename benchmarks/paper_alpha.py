@@ -190,8 +190,7 @@ def _model_logits(checkpoint: Checkpoint, longest: int) -> Logits:
     cache = BlockCache.of(
         model, "contiguous", max_batch_size=model.config.num_slots, max_seq_len=longest, prefix_caching=False
     )
-    num_ids = min(tokenizer.num_ids, model.config.vocab_size)
-    runner = Runner(model, cache, num_ids, sorted(tokenizer.holes))
+    runner = Runner(model, cache, min(tokenizer.num_ids, model.config.vocab_size), sorted(tokenizer.holes))
 
     def logits(text: Text) -> torch.Tensor:
         cache.open(0)

@@ -217,8 +217,7 @@ def figure_5(seed: int = 1) -> Exhibit:
         plain_end = plain_end or end
         name = f"gamma = {gamma}" if gamma else "plain"
         rows.insert(0, (name, bars))
-        num_drafts = sum(bar.kind == "draft" for bar in bars)
-        table.insert(0, (name, num_rounds, num_drafts, end, plain_end / end))
+        table.insert(0, (name, num_rounds, sum(bar.kind == "draft" for bar in bars), end, plain_end / end))
     return _exhibit(
         "figure-5",
         f"Figure 5: a trace of {TRACE_TOKENS} tokens by an encoder-decoder",

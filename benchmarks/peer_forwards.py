@@ -140,8 +140,7 @@ def run(config: EngineConfig, plan: ForwardsPlan) -> dict[str, Any]:
         engines: list[Forwarding] = [own, *start_peers(plan.pythons, question, left_out, stack)]
         bandwidths: list[float] = []
         passes = measure(engines, text_of(checkpoint, plan.num_tokens), plan, left_out, bandwidths)
-    busy_s = sum(one.seconds for some in passes.values() for one in some)
-    print_engines(engines, left_out, busy_s, console)
+    print_engines(engines, left_out, sum(one.seconds for some in passes.values() for one in some), console)
     lines = lines_of(passes)
     console.print(table_of(lines, plan))
     read = {m: bytes_of(model, median(own.num_experts[m])) for m in plan.rows}
@@ -187,8 +186,7 @@ def _refuse_too_long(plan: ForwardsPlan, model: LoadedModel) -> None:
 
 def text_of(checkpoint: Checkpoint, num_tokens: int) -> list[int]:
     """Return `num_tokens` ids of held-out prompts one after the other, repeated as often as needed."""
-    prompts = latency.read_prompts(NUM_PROMPTS)
-    ids = checkpoint.text_tokenizer.encode("\n".join(text for _, text in prompts))
+    ids = checkpoint.text_tokenizer.encode("\n".join(text for _, text in latency.read_prompts(NUM_PROMPTS)))
     return list(islice(cycle(ids), num_tokens))
 
 

@@ -155,8 +155,7 @@ class PeerProcess:
 
     def generate(self, configuration: str, ids: list[int], max_tokens: int) -> Outcome:
         """Continue one prompt. Raises PeerError."""
-        question = {"configuration": configuration, "ids": ids, "max_tokens": max_tokens}
-        reply = self.ask(question, RUN_LIMIT_S)
+        reply = self.ask({"configuration": configuration, "ids": ids, "max_tokens": max_tokens}, RUN_LIMIT_S)
         self.idle_cpu_s += reply.pop("idle_cpu_s")
         if len(reply["tokens"]) != max_tokens:
             raise PeerError(f"it wrote {len(reply['tokens'])} tokens where {max_tokens} were asked for")

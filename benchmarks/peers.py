@@ -418,8 +418,10 @@ class OwnEngine:
 
         What a model writes behind its answer is no work that anybody waits for.
         """
-        if not self._answers:
-            return max_tokens
+        return self.natural_length(ids, max_tokens) if self._answers else max_tokens
+
+    def natural_length(self, ids: list[int], max_tokens: int) -> int:
+        """Return the tokens of the target's own answer, at least two."""
         (output,) = self._llms[PLAIN].generate([ids], SamplingParams(max_tokens=max_tokens, temperature=0))
         return max(2, len(output.token_ids))
 

@@ -31,7 +31,6 @@ from forerun.models.hub import locate
 from forerun.models.loading import Checkpoint
 from forerun.registry import option
 from forerun.text.terminal import make_console
-from forerun.types import SamplingParams
 
 PEER = "transformers"
 AGAIN = "plain once more"
@@ -70,11 +69,6 @@ class OneByOne(OwnEngine):
         super().__init__(*given)
         self._llms[AGAIN] = self._llms[PLAIN]
         self.configurations = list(self._llms)
-
-    def natural_length(self, ids: list[int], max_tokens: int) -> int:
-        """Return the tokens of the target's own answer, at least two."""
-        (output,) = self._llms[PLAIN].generate([ids], SamplingParams(max_tokens=max_tokens, temperature=0))
-        return max(2, len(output.token_ids))
 
 
 class AtOnce(OwnEngine):

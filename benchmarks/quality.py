@@ -95,7 +95,7 @@ def run(config: EngineConfig, plan: QualityPlan) -> dict[str, Any]:
     _check(plan)
     with ExitStack() as stack:
         say("loading ...")
-        given, folder = Opened.of(config).load(), target_path(config)
+        given, folder = Opened.of(config).load(), locate(config.target or named.PAIR)
         is_quantised = any(stored.scheme is not None for stored in open_source(folder).tensors.values())
         if AS_IT_IS in map(_weights_of, plan.variants) and not is_quantised:
             raise BadOption(f"--variant {AS_IT_IS} is not possible: {folder} is not quantised; name another variant")
@@ -171,11 +171,6 @@ def text_ids(checkpoint: Checkpoint, config: EngineConfig, plan: QualityPlan) ->
     if len(ids) < 2:
         raise BadOption(f"the text has {len(ids)} tokens, and two are the least: name a longer one, or more tokens")
     return ids
-
-
-def target_path(config: EngineConfig) -> Path:
-    """Return the folder or file of the target."""
-    return locate(config.target or named.PAIR)
 
 
 def _write_dense(config: EngineConfig, given: Checkpoint, folder: Path) -> None:

@@ -163,8 +163,7 @@ class Hybrid(Shape):
         yield from super().vectors(layer)
         if self.keeps_state(layer):
             generator = np.random.default_rng(layer)
-            taps = generator.uniform(-0.5, 0.5, (self.width, self.conv))
-            yield "ssm_conv1d.weight", taps.astype(np.float32)
+            yield "ssm_conv1d.weight", generator.uniform(-0.5, 0.5, (self.width, self.conv)).astype(np.float32)
             yield "ssm_a", -generator.uniform(0.02, 2.0, self.value_heads).astype(np.float32)
             yield "ssm_dt.bias", np.ones(self.value_heads, np.float32)
             yield "ssm_norm.weight", np.ones(self.state_dim, np.float32)

@@ -68,8 +68,7 @@ def run(plan: ReplicasPlan) -> dict[str, Any]:
             stack.enter_context(_process(plan.target, cores[i * share : (i + 1) * share]))
             for i in range(plan.num_replicas)
         ]
-        ray_url = stack.enter_context(_replicas(plan, share))
-        sides = {PROCESSES: urls, RAY: [ray_url]}
+        sides = {PROCESSES: urls, RAY: [stack.enter_context(_replicas(plan, share))]}
         for side in sides.values():
             _load(plan, side, 2.0)
         rates: dict[str, list[float]] = {name: [] for name in sides}

@@ -135,8 +135,7 @@ async def run_load(
         lanes = [_one_after_another(door, waiting, began_s, timeout_s) for _ in range(load.concurrency)]
         answers = [answer for lane in await asyncio.gather(*lanes) for answer in lane]
     else:
-        times = due_times_s(load.rate, len(bodies), seed)
-        pairs = zip(enumerate(bodies), times, strict=True)
+        pairs = zip(enumerate(bodies), due_times_s(load.rate, len(bodies), seed), strict=True)
         sent = [_at(door, numbered, began_s, due_s, timeout_s) for numbered, due_s in pairs]
         answers = list(await asyncio.gather(*sent))
     seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s

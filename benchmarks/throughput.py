@@ -144,8 +144,7 @@ def _refuse(config: EngineConfig) -> None:
 def _read_prompts(plan: ThroughputPlan) -> list[str]:
     """Different ones for every repeat where there are enough. Raises as `latency.read_prompts`, and BadOption."""
     most = max(plan.concurrencies)
-    wanted = most * plan.num_waves * plan.num_repeats
-    found = latency.read_prompts(wanted, plan.prompt_file)
+    found = latency.read_prompts(most * plan.num_waves * plan.num_repeats, plan.prompt_file)
     if len(found) < most:
         raise BadOption(
             f"--concurrency {most} needs as many prompts, and the prompt file has {len(found)}: lower it, or name a "

@@ -18,9 +18,7 @@ def make(work: Work) -> Iterator[Exhibit]:
     """Make it for each task, beside the paper's."""
     recipe = work.task_recipe(NAME, "num_tokens", "ngram")
     for task in work.task_pair.tasks:
-        beside: dict[str, Mapping[str, Any]] = {}
-        if task.published is not None:
-            beside[f"T5-XXL {task.published}"] = {}
+        beside: dict[str, Mapping[str, Any]] = {} if task.published is None else {f"T5-XXL {task.published}": {}}
         note = (NOTE if beside else "") + f" On {work.machine}."
         title = f"Table 3: alpha by draft and sampling ({task.name})"
         yield table_3(work.task_alphas[task.name], f"{NAME}-{task.name}", title, beside, note, recipe)

@@ -50,8 +50,7 @@ class Llama:
 
     def cut(self, place: int, num_tokens: int) -> None:
         """Forget what a place holds behind its first tokens."""
-        memory = self._lib.llama_get_memory(self._context)
-        if not self._lib.llama_memory_seq_rm(memory, place, num_tokens, -1):
+        if not self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), place, num_tokens, -1):
             raise RuntimeError(f"llama.cpp could not cut its cache back to {num_tokens} tokens")
 
     def copied(self, place: int) -> Any:

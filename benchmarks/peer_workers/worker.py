@@ -235,8 +235,7 @@ class OpenvinoPeer(InProcess):
         pair = [self._openvino.Tensor(rows) for rows in (prompt, self._numpy.ones_like(prompt))]
         result = self._pipelines[method].generate(self._genai.TokenizedInputs(*pair), config)
         metrics = result.perf_metrics
-        num_first = int(metrics.raw_metrics.m_batch_sizes[0])
-        return list(result.tokens[0]), metrics.get_ttft().mean / 1e3, num_first
+        return list(result.tokens[0]), metrics.get_ttft().mean / 1e3, int(metrics.raw_metrics.m_batch_sizes[0])
 
 
 def weights_type(folder: Path) -> str:

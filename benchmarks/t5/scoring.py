@@ -49,8 +49,7 @@ def score(answers: Seq[str], right: Seq[Example]) -> Score:
 def word_overlap(answer: str, wanted: str) -> float:
     """Return the harmonic mean of precision and recall of words, whatever their case (ROUGE-1, Lin 2004)."""
     ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (answer, wanted))
-    both = (ours & theirs).total()
-    return 2 * both / max(1, ours.total() + theirs.total())
+    return 2 * (ours & theirs).total() / max(1, ours.total() + theirs.total())
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,7 @@ class Draw:
 
     def adjectives(self, table: str, most: int = 2) -> list[Word]:
         """Draw up to `most` different adjectives."""
-        num = min(most, self.of((0, 0, 1, 1, 1, 2)))
-        return self.rng.sample(words(table), num)
+        return self.rng.sample(words(table), min(most, self.of((0, 0, 1, 1, 1, 2))))
 
     def noun(
         self,
@@ -474,8 +473,7 @@ class Clause:
 
     def german(self, pick: Pick) -> str:
         """Return the statement, with the finite verb second."""
-        verb = verb_of(pick(self.verb.german))
-        finite, rest = verb_parts(verb, self.tense, self.subject.person)
+        finite, rest = verb_parts(verb_of(pick(self.verb.german)), self.tense, self.subject.person)
         when = "" if self.time is None else self.time.german(pick)
         inverted = bool(when) and (self.time_first or pick((False, False, True)))
         first = when if inverted else self.subject.german(pick, "nom")
@@ -484,16 +482,14 @@ class Clause:
 
     def german_question(self, pick: Pick) -> str:
         """Return the question, with the finite verb first."""
-        verb = verb_of(pick(self.verb.german))
-        finite, rest = verb_parts(verb, self.tense, self.subject.person)
+        finite, rest = verb_parts(verb_of(pick(self.verb.german)), self.tense, self.subject.person)
         when = "" if self.time is None else self.time.german(pick)
         return " ".join(part for part in (finite, *self._middle(pick, subject=True, when=when), rest) if part)
 
     def german_subordinate(self, pick: Pick, *, subject: bool = True) -> str:
         """Return it behind a conjunction, with the finite verb last. subject: whether it is said."""
         verb = verb_of(pick(self.verb.german))
-        when = "" if self.time is None else self.time.german(pick)
-        middle = self._middle(pick, subject=subject, when=when)
+        middle = self._middle(pick, subject=subject, when="" if self.time is None else self.time.german(pick))
         return " ".join((*middle, at_the_end(verb, self.tense, self.subject.person)))
 
 

@@ -100,10 +100,8 @@ def because(draw: Draw) -> Sentence:
     if draw.chance(0.3):
 
         def turned(pick: Pick) -> str:
-            verb = verb_of(pick(main.verb.german))
-            finite, rest = verb_parts(verb, main.tense, main.subject.person)
-            when = "" if main.time is None else main.time.german(pick)
-            middle = main._middle(pick, subject=True, when=when)
+            finite, rest = verb_parts(verb_of(pick(main.verb.german)), main.tense, main.subject.person)
+            middle = main._middle(pick, subject=True, when="" if main.time is None else main.time.german(pick))
             first = f"{pick(options)} {other.german_subordinate(pick)},"
             return " ".join(part for part in (first, finite, *middle, rest) if part)
 
@@ -137,8 +135,7 @@ def who(draw: Draw) -> Sentence:
     pronoun = RELATIVE[person.gender]
 
     def german(pick: Pick) -> str:
-        verb = verb_of(pick(outer.verb.german))
-        finite, rest = verb_parts(verb, outer.tense, person.person)
+        finite, rest = verb_parts(verb_of(pick(outer.verb.german)), outer.tense, person.person)
         first = f"{person.german(pick, 'nom')}, {pronoun} {own.german_subordinate(pick, subject=False)},"
         return " ".join(part for part in (first, finite, *outer._middle(pick, subject=False, when=""), rest) if part)
 
@@ -292,8 +289,7 @@ def event(draw: Draw) -> Sentence:
         then = wann if at is None else f"{wann} {at.german(pick)}"
         return " ".join(part for part in (what, finite, then, rest) if part)
 
-    said = f"{english} {verb} {when}" + ("" if at is None else f" {at.english}")
-    return sentence(said, german)
+    return sentence(f"{english} {verb} {when}" + ("" if at is None else f" {at.english}"), german)
 
 
 def is_so(draw: Draw) -> Sentence:
