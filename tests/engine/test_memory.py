@@ -222,7 +222,7 @@ def test_rows_of_inner_layers_are_counted(tmp_path: Path) -> None:
 
 def test_an_engine_counts_the_inner_layers_that_its_drafters_will_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def num_taps(draft: str, extra: str | None = None) -> int:
-        return Outlines.of(Opened.of(EngineConfig(draft=draft, extra_drafts=extra))).num_taps
+        return Outlines.of(Opened.of(EngineConfig(target="shipped", draft=draft, extra_drafts=extra))).num_taps
 
     monkeypatch.setattr(model, "needs", lambda options, target: Needs((0, target.num_layers)))
     monkeypatch.setattr(lookup, "needs", lambda options, target: Needs((0, 1)), raising=False)
