@@ -15,11 +15,9 @@ from forerun.sampling.grammar import vocabulary
 from forerun.text.answer_form import THOUGHTS, AnswerForm, AnswerMarks
 from forerun.text.calling import FENCES
 from forerun.text.calls import dialect, dialects
-from forerun.text.parts import AnswerParts
-from forerun.text.reading import Parser
 from forerun.text.tools import REQUIRED, ToolRequest, Tools
 from forerun.types import SamplingParams
-from text.test_calls import SIGNS, tokenizer_of
+from text.test_calls import SIGNS, parts_of, tokenizer_of
 
 pytestmark = pytest.mark.once("texts alone")
 FILE = json.loads(Path(__file__).with_name("call_cases.json").read_text("utf-8"))
@@ -33,26 +31,19 @@ def answer_form(case: dict[str, Any]) -> AnswerForm:
     return AnswerForm(answer_marks, ToolRequest(tools) if tools.schemas else None)
 
 
-def answer_parts(case: dict[str, Any], *pieces: str) -> AnswerParts:
-    parser = Parser(answer_form(case), case.get("prompt", ""))
-    for piece in pieces:
-        parser.feed(piece)
-    parser.finish()
-    return parser.answer_parts
-
-
-def meaning(said: AnswerParts) -> tuple[str, str, list[list[Any]]]:
+def meaning(case: dict[str, Any], *pieces: str) -> tuple[str, str, list[list[Any]]]:
+    said = parts_of(answer_form(case), *pieces, prompt=case.get("prompt", ""))[1]
     return said.text, said.reasoning, [[one.name, one.values()] for one in said.calls]
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_text_of_their_tests_means_what_it_means_there(case: dict[str, Any]) -> None:
     said = case["said"]
-    whole = answer_parts(case, said)
-    assert meaning(whole) == (case.get("text", ""), case.get("reasoning", ""), case.get("calls", []))
-    assert meaning(answer_parts(case, *said)) == meaning(whole)
+    whole = meaning(case, said)
+    assert whole == (case.get("text", ""), case.get("reasoning", ""), case.get("calls", []))
+    assert meaning(case, *said) == whole
     for i in range(1, len(said)):
-        assert meaning(answer_parts(case, said[:i], said[i:])) == meaning(whole), said[:i]
+        assert meaning(case, said[:i], said[i:]) == whole, said[:i]
 
 
 def test_most_cases_do_not_differ() -> None:
@@ -87,8 +78,7 @@ def is_held(case: dict[str, Any], folder: Path) -> bool:
     tokenizer = tokenizer_of(folder, marks)
     answer_form = AnswerForm(AnswerMarks(dialect(name), pairs, template(case)), use)
     params = answer_form.constrained(SamplingParams(), tokenizer, tokenizer.encode("x" + case.get("prompt", "")))
-    grammar = vocabulary(tokenizer).compiled(params)
-    ids, matcher = tokenizer.encode(said), grammar.matcher()
+    ids, matcher = tokenizer.encode(said), vocabulary(tokenizer).compiled(params).matcher()
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 

@@ -51,6 +51,19 @@ NOTHING = {"type": "object", "properties": {}, **CLOSED}
 SCHEMAS = {"weather": WEATHER, "opt": OPTIONAL, "now": NOTHING}
 TOOLS = Tools.of([{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()])
 END = "<|unread|>"
+FINAL = "<|channel|>final<|message|>"  # how an answer of harmony begins
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+HERMES, HARMONY = (AnswerMarks(dialect(name), ()) for name in ("hermes", "harmony"))
+# Answers whose reasoning has a limit: a text, a call, and the channels of harmony.
+PLAIN = AnswerForm(AnswerMarks(None, THOUGHTS[:1]), max_thinking_tokens=3)
+CALL = AnswerForm(AnswerMarks(dialect("hermes"), THOUGHTS[:1]), ToolRequest(TOOLS, "now"), 3)
+CHANNELS = AnswerForm(HARMONY, max_thinking_tokens=3)
+
+
+@pytest.fixture
+def tokenizer(name: str, tmp_path: Path) -> Tokenizer:
+    """A tokenizer that has the marks of a dialect as special tokens."""
+    return tokenizer_of(tmp_path, list(dialect(name).marks))
 
 
 def is_valid(name: str, values: dict[str, Any]) -> bool:
@@ -106,14 +119,13 @@ def test_what_must_be_a_call_is_one_with_valid_arguments(name: str, special: boo
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_strict_tools_may_be_called_or_not(name: str, tmp_path: Path) -> None:
+def test_strict_tools_may_be_called_or_not(name: str, tokenizer: Tokenizer) -> None:
     """Any text may be said that is no call; a call is valid where its tool is strict."""
-    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
     answer_marks = AnswerMarks(dialect(name), (), SIGNS[name])
     auto = AnswerForm(answer_marks, ToolRequest(TOOLS, strict=frozenset(["weather", "now"])))
     end, rng = tokenizer.encode(END)[0], random.Random(5)
     text = "It is 3 < 4, [1] and {x}."
-    text = f"<|channel|>final<|message|>{text}" if name == "harmony" else text
+    text = f"{FINAL}{text}" if name == "harmony" else text
     assert held(auto, tokenizer).allowed(tokenizer.encode(text)).bits[end]
     forced = AnswerForm(answer_marks, ToolRequest(TOOLS, "weather"))
     for _ in range(4):
@@ -131,9 +143,8 @@ def test_strict_tools_may_be_called_or_not(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"llama3_json"}))
-def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
+def test_an_answer_of_a_schema_or_calls(name: str, tokenizer: Tokenizer) -> None:
     """A schema holds what is said to the user; tools may be called before, as agents with an output type do."""
-    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
     answer_marks, rng = AnswerMarks(dialect(name), (), SIGNS[name]), random.Random(7)
     params = SamplingParams(json_schema={"type": "object", "properties": {"n": DIGIT}, "required": ["n"], **CLOSED})
 
@@ -142,7 +153,7 @@ def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
         walk, end = started(made, tokenizer), tokenizer.encode(END)[0]
         return walk.takes([], ids) and (walk.is_over(ids) or bool(walk.allowed(ids).bits[end]))
 
-    before, free = "<|channel|>final<|message|>" if name == "harmony" else "", ToolRequest(TOOLS)
+    before, free = FINAL if name == "harmony" else "", ToolRequest(TOOLS)
     assert may_say(tokenizer.encode(before + '{"n": 3}'), free)
     for wrong in ('{"n": "x"}', "It is 3.", '{"n": 3} and'):
         assert not may_say(tokenizer.encode(before + wrong), free), wrong
@@ -157,7 +168,7 @@ def test_an_answer_of_a_schema_or_calls(name: str, tmp_path: Path) -> None:
 def test_a_call_that_must_be_needs_no_form_of_the_answer(tmp_path: Path) -> None:
     """Agents send the type of their last answer while a tool must be called first."""
     tokenizer = tokenizer_of(tmp_path, list(dialect("hermes").marks))
-    forced = AnswerForm(AnswerMarks(dialect("hermes"), ()), ToolRequest(TOOLS, "required"))
+    forced = AnswerForm(HERMES, ToolRequest(TOOLS, "required"))
     plain = forced.constrained(SamplingParams(), tokenizer, [0])
     for form in ({"json_schema": WEATHER}, {"json_object": True, "json_whitespace": "compact"}):
         assert forced.constrained(SamplingParams(**form), tokenizer, [0]) == plain
@@ -167,8 +178,7 @@ def test_a_call_that_must_be_needs_no_form_of_the_answer(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_functions_without_parameters_are_called_with_none(name: str, tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
+def test_functions_without_parameters_are_called_with_none(name: str, tokenizer: Tokenizer) -> None:
     bare = {"type": "object", "properties": {}, "required": [], "title": "now"}
     tools = Tools.of([{"name": "a"}, {"name": "b", "parameters": {}}, {"name": "c", "parameters": bare}])
     answer_form = AnswerForm(AnswerMarks(dialect(name), (), SIGNS[name]), ToolRequest(tools, "required"))
@@ -178,8 +188,7 @@ def test_functions_without_parameters_are_called_with_none(name: str, tmp_path: 
             assert all(call.values() == {} for call in read(answer_form, tokenizer, ids).calls), tokenizer.decode(ids)
             num += 1
     assert num
-    free = Tools.of([{"name": "f", "parameters": {"type": "object"}}])
-    assert free.schemas["f"] == {"type": "object"}
+    assert Tools.of([{"name": "f", "parameters": {"type": "object"}}]).schemas["f"] == {"type": "object"}
 
 
 def test_formats_that_json_schema_does_not_define_are_notes(tmp_path: Path) -> None:
@@ -188,7 +197,7 @@ def test_formats_that_json_schema_does_not_define_are_notes(tmp_path: Path) -> N
     named = {"type": "object", "properties": {"format": {"type": "string", "format": "path"}}, **CLOSED}
     use = ToolRequest(Tools.of([{"name": "f", "parameters": named}]), "f")
     call = '<tool_call>\n{"name": "f", "arguments": {"format": "/tmp"}}\n</tool_call>'
-    assert held(AnswerForm(AnswerMarks(dialect("hermes"), ()), use), tokenizer).takes([], tokenizer.encode(call))
+    assert held(AnswerForm(HERMES, use), tokenizer).takes([], tokenizer.encode(call))
     walk = started(SamplingParams(json_schema={**named, "const": {"format": "path"}}), tokenizer)
     assert walk.takes([], tokenizer.encode('{"format": "path"}'))
 
@@ -204,10 +213,9 @@ def test_calls_come_behind_the_reasoning(tmp_path: Path) -> None:
     """What the prompt has begun, or the model begins, is free; then the call must come."""
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
     answer_form = AnswerForm(AnswerMarks(dialect("hermes"), THOUGHTS[:1]), ToolRequest(TOOLS, "now"))
-    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for prompt, thought in (("<think>\n", "Hm. </think>\n\n"), ("x", "<think>Hm.</think>\n"), ("x", "")):
         walk = held(answer_form, tokenizer, prompt)
-        ids = tokenizer.encode(thought + call)
+        ids = tokenizer.encode(thought + NOW)
         assert walk.takes([], ids), thought
         answer_parts = read(answer_form, tokenizer, ids, prompt)
         assert (answer_parts.reasoning, len(answer_parts.calls)) == ("Hm." if thought else "", 1)
@@ -217,8 +225,7 @@ def test_calls_come_behind_the_reasoning(tmp_path: Path) -> None:
 def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["</think>", *dialect("harmony").marks])
     thinking = AnswerForm(AnswerMarks(None, THOUGHTS[:1]))
-    channels = AnswerForm(AnswerMarks(dialect("harmony"), ()))
-    final = "<|channel|>final<|message|>"
+    channels = AnswerForm(HARMONY)
     given: Any
     for given, good, bad in (
         ({"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}, '{"a": 1}', '{"a": "x"}'),
@@ -227,14 +234,14 @@ def test_a_schema_of_the_answer_begins_behind_the_reasoning_too(tmp_path: Path) 
         ({"choice": ["yes", "no"]}, "no", "maybe"),
     ):
         params = SamplingParams(**given)
-        for how, prompt, before in ((thinking, "<think>", "Hm.</think>\n"), (channels, "x", final)):
+        for how, prompt, before in ((thinking, "<think>", "Hm.</think>\n"), (channels, "x", FINAL)):
             made = how.constrained(params, tokenizer, tokenizer.encode(prompt))
             for text, ok in ((before + good, True), (before + bad, False), (good, how is thinking)):
                 assert started(made, tokenizer).takes([], tokenizer.encode(text)) == ok, (text, made.grammar)
-    marks, plain = AnswerMarks(dialect("hermes"), ()), SamplingParams()
     with pytest.raises(BadOption, match="tool_choice='now' and a grammar for the answer"):
-        AnswerForm(marks, ToolRequest(TOOLS, "now")).constrained(SamplingParams(regex="a"), tokenizer, [0])
-    assert AnswerForm(marks, ToolRequest(TOOLS)).constrained(plain, tokenizer, [0]) is plain
+        AnswerForm(HERMES, ToolRequest(TOOLS, "now")).constrained(SamplingParams(regex="a"), tokenizer, [0])
+    plain = SamplingParams()
+    assert AnswerForm(HERMES, ToolRequest(TOOLS)).constrained(plain, tokenizer, [0]) is plain
 
 
 def limited(answer_form: AnswerForm, tokenizer: Tokenizer, prompt: str = "x", **fields: Any) -> Constraint:
@@ -253,24 +260,20 @@ def may_say(walk: Constraint, ids: list[int]) -> bool:
 def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
     """Begun by the prompt or by the model; then anything may follow, or what the answer is held to."""
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>", *dialect("harmony").marks])
-    plain = AnswerForm(AnswerMarks(None, THOUGHTS[:1]), max_thinking_tokens=3)
-    call = AnswerForm(AnswerMarks(dialect("hermes"), THOUGHTS[:1]), ToolRequest(TOOLS, "now"), 3)
-    channels = AnswerForm(AnswerMarks(dialect("harmony"), ()), max_thinking_tokens=3)
-    channel_call = AnswerForm(AnswerMarks(dialect("harmony"), ()), ToolRequest(TOOLS, "now"), 3)
-    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    channel_call = AnswerForm(HARMONY, ToolRequest(TOOLS, "now"), 3)
     analysis, next_channel = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>"
     in_channel = "commentary to=functions.now<|message|>{}"
     for how, prompt, before, after, wrong in (
-        (plain, "<think>\n", "", " So <think>.", ""),
-        (plain, "x", "<think>", "So.", ""),
-        (call, "<think>", "", now, "So."),
-        (call, "x", "<think>", f"\n\n{now}", "So."),
-        (channels, "x", analysis, f"{next_channel}final<|message|>So.", ""),
+        (PLAIN, "<think>\n", "", " So <think>.", ""),
+        (PLAIN, "x", "<think>", "So.", ""),
+        (CALL, "<think>", "", NOW, "So."),
+        (CALL, "x", "<think>", f"\n\n{NOW}", "So."),
+        (CHANNELS, "x", analysis, f"{next_channel}final<|message|>So.", ""),
         (channel_call, "x", analysis, next_channel + in_channel, f"{next_channel}final"),
     ):
         end, begun = ("<|end|>" if "channel" in before else "</think>"), tokenizer.encode(before)
         closing = tokenizer.encode(end)[0]
-        for thought in ("", "abc", "<|end|>" if how in (plain, call) else "</think>"):
+        for thought in ("", "abc", "<|end|>" if how in (PLAIN, CALL) else "</think>"):
             ids = [*begun, *tokenizer.encode(thought), closing]
             assert may_say(limited(how, tokenizer, prompt), [*ids, *tokenizer.encode(after)]), (prompt, before)
             assert not wrong or not may_say(limited(how, tokenizer, prompt), [*ids, *tokenizer.encode(wrong)])
@@ -282,42 +285,38 @@ def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
 
 def test_an_answer_without_reasoning_is_what_it_would_be_without_a_limit(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>", *dialect("harmony").marks])
-    plain = AnswerForm(AnswerMarks(None, THOUGHTS[:1]), max_thinking_tokens=3)
-    call = AnswerForm(AnswerMarks(dialect("hermes"), THOUGHTS[:1]), ToolRequest(TOOLS, "now"), 3)
-    channels = AnswerForm(AnswerMarks(dialect("harmony"), ()), max_thinking_tokens=3)
-    assert may_say(limited(plain, tokenizer), tokenizer.encode("No thought, <thin"))
-    for text in ("<|channel|>final<|message|>So.", "<|channel|>commentary to=functions.f<|message|>{}"):
-        assert may_say(limited(channels, tokenizer), tokenizer.encode(text))
+    assert may_say(limited(PLAIN, tokenizer), tokenizer.encode("No thought, <thin"))
+    for text in (f"{FINAL}So.", "<|channel|>commentary to=functions.f<|message|>{}"):
+        assert may_say(limited(CHANNELS, tokenizer), tokenizer.encode(text))
     opening, closing, blank = (tokenizer.encode(text)[0] for text in ("<think>", "</think>", "\n"))
-    bits = limited(call, tokenizer).allowed([]).bits
+    bits = limited(CALL, tokenizer).allowed([]).bits
     assert (bits[opening], bits[closing], bits[blank]) == (True, False, False)
-    assert may_say(limited(call, tokenizer), tokenizer.encode("<tool_call>\n"))
+    assert may_say(limited(CALL, tokenizer), tokenizer.encode("<tool_call>\n"))
     schema = {"type": "object", "properties": {"n": DIGIT}, "required": ["n"], **CLOSED}
-    assert may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('{"n": 3}'))
-    assert may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": 3}'))
-    assert not may_say(limited(plain, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": x'))
-    left = plain.constrained(SamplingParams(), tokenizer, tokenizer.encode("<think></think>"))
+    assert may_say(limited(PLAIN, tokenizer, json_schema=schema), tokenizer.encode('{"n": 3}'))
+    assert may_say(limited(PLAIN, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": 3}'))
+    assert not may_say(limited(PLAIN, tokenizer, json_schema=schema), tokenizer.encode('<think>ab</think>\n{"n": x'))
+    left = PLAIN.constrained(SamplingParams(), tokenizer, tokenizer.encode("<think></think>"))
     assert left == SamplingParams(), "nothing is left"
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, ["<think>", "</think>"])
-    plain = AnswerForm(AnswerMarks(None, THOUGHTS[:1]), max_thinking_tokens=3)
     many = AnswerForm(AnswerMarks(None, (("<think>", "<|end of thought|>"),)), max_thinking_tokens=3)
     with pytest.raises(BadOption, match="is no single token of this model"):
         many.constrained(SamplingParams(), tokenizer, tokenizer.encode("<think>"))
-    assert (plain.can_limit(tokenizer), many.can_limit(tokenizer)) == (True, False)
+    assert (PLAIN.can_limit(tokenizer), many.can_limit(tokenizer)) == (True, False)
     with pytest.raises(BadOption, match="max_thinking_tokens=3 and a grammar"):
-        plain.constrained(SamplingParams(grammar='start: "a"'), tokenizer, [0])
+        PLAIN.constrained(SamplingParams(grammar='start: "a"'), tokenizer, [0])
 
 
 KEYS = ("type", "enum", "required", "anyOf", "items", "minLength", "pattern", "properties", "additionalProperties")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_schemas_that_are_none_are_refused_or_taken(name: str, tmp_path: Path) -> None:
+def test_schemas_that_are_none_are_refused_or_taken(name: str, tokenizer: Tokenizer) -> None:
     """Nothing but BadOption is raised, and an answer can be read by them."""
-    tokenizer, num = tokenizer_of(tmp_path, list(dialect(name).marks)), 0
+    num = 0
     for key, value in itertools.product(KEYS, (3, "x", None, [3], {"a": 3}, [{}], ["string", 3])):
         inner: Any = {"type": "string", key: value}
         for schema in ({"properties": {"a": inner}}, {key: value}, {"properties": {"a": {"type": "array", **inner}}}):

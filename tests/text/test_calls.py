@@ -364,8 +364,7 @@ def read(
 def test_special_tokens_are_not_lost_between_ids_and_parts(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, list(dialect(name).marks))
     for text, said in CASES[name]:
-        ids = tokenizer.encode(text)
-        ids.insert(len(ids), tokenizer.encode("<|unread|>")[0])
+        ids = [*tokenizer.encode(text), *tokenizer.encode("<|unread|>")]
         for step in (1, 3, len(ids)):
             assert said_in(read(answer_form(name), tokenizer, ids, "user: ", step=step)) == said
 
@@ -451,8 +450,7 @@ def test_a_token_that_is_held_back_in_part_makes_the_text_once(tmp_path: Path) -
         assert len(ids) == len(pieces)
         said = read(answer_form("hermes"), tokenizer, ids, step=len(ids), traces=True)
         assert "".join(said.text.split()) == "".join(text.split())
-        made = [0, 3] if text == "Hi you" else list(range(len(ids)))
-        assert said.said == made, pieces
+        assert said.said == ([0, 3] if text == "Hi you" else list(range(len(ids)))), pieces
 
 
 # ---------------------------------------------------------------------------------------------------- which dialect
@@ -476,8 +474,7 @@ SIGNS = {
 def test_the_template_chooses_the_dialect() -> None:
     assert set(SIGNS) == set(CASES)
     for name, source in SIGNS.items():
-        found = of_template(source)
-        assert found.name == name
+        assert of_template(source).name == name
     assert of_template("{{ messages }}") is None
     assert AnswerMarks.of_template("{{ tools }}", reads_tools=True).dialect is dialect("hermes")
     assert AnswerMarks.of_template("{{ messages }}", reads_tools=False).with_tools(ToolRequest(TOOLS)) is None

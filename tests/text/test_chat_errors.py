@@ -17,6 +17,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.messages import MAX_DEPTH
 from refusals import refusal
 
+CONFIG = "tokenizer_config.json"
 HELLO = [{"role": "user", "content": "Hello"}]
 PRINT_ALL = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -24,10 +25,10 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., ChatTemplate]:
-    """A chat template from its text."""
+    """A chat template from its text, or from that of another file of a model's folder."""
 
-    def write_and_load(text: str) -> ChatTemplate:
-        (tmp_path / "chat_template.jinja").write_text(text, encoding="utf-8")
+    def write_and_load(text: str, file: str = "chat_template.jinja") -> ChatTemplate:
+        (tmp_path / file).write_text(text, encoding="utf-8")
         return ChatTemplate.load(tmp_path)
 
     return write_and_load
@@ -36,14 +37,13 @@ def load(tmp_path: Path) -> Callable[..., ChatTemplate]:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def test_a_folder_without_a_template(tmp_path: Path) -> None:
+def test_a_folder_without_a_template(load: Any, tmp_path: Path) -> None:
     assert refusal(NotFound, ChatTemplate.load, tmp_path) == (
         f"{tmp_path} has no chat template, as is usual for a base model: use generate, which needs none, or "
         "name a template with --chat-template FILE (chat_template= in Python)"
     )
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": null}', encoding="utf-8")
     with pytest.raises(NotFound, match="base model"):
-        ChatTemplate.load(tmp_path)
+        load('{"chat_template": null}', CONFIG)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
@@ -65,20 +65,17 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         ('{"chat_template": [{"name": "rag", "template": "{% if %}"}]}', "'rag' of chat_template in .* syntax error"),
     ],
 )
-def test_a_broken_tokenizer_config(config: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(config, encoding="utf-8")
+def test_a_broken_tokenizer_config(config: str, words: str, load: Any) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        ChatTemplate.load(tmp_path)
+        load(config, CONFIG)
 
 
-def test_an_empty_template(tmp_path: Path) -> None:
+def test_an_empty_template(load: Any) -> None:
     words = r"is empty: fetch it again, or name another template with --chat-template FILE"
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": " "}', encoding="utf-8")
     with pytest.raises(UnsupportedModel, match=rf"chat_template in .*tokenizer_config\.json {words}"):
-        ChatTemplate.load(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("\n", encoding="utf-8")
+        load('{"chat_template": " "}', CONFIG)
     with pytest.raises(UnsupportedModel, match=rf"chat_template\.jinja {words}"):
-        ChatTemplate.load(tmp_path)
+        load("\n")
 
 
 def test_a_template_that_is_no_text(tmp_path: Path) -> None:
@@ -103,10 +100,9 @@ def test_a_template_that_is_not_valid(text: str, words: str, load: Any) -> None:
     assert "--chat-template FILE" in str(caught.value)
 
 
-def test_several_templates(tmp_path: Path) -> None:
+def test_several_templates(load: Any) -> None:
     templates = [{"name": name, "template": name + "{{ tools }}"} for name in ("tool_use", "rag")]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
-    chat = ChatTemplate.load(tmp_path)
+    chat = load(json.dumps({"chat_template": templates}), CONFIG)
     assert refusal(BadOption, chat.render, HELLO) == (
         "no chat template of this model is the default: choose one of ['rag', 'tool_use'] by name"
     )
@@ -197,8 +193,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "One "}, {"type":
 def test_parts_of_text_become_one_where_a_template_wants_texts(load: Any, text: str) -> None:
     """As clients of the OpenAI API send them; a template that knows parts gets them (test_chat.py)."""
     assert load(text).render(PARTS) == "user: One \ntwo's\n"
-    end = "user: One \ntwo's"
-    assert load(PRINT_ALL).render(PARTS, continue_final_message=True) == end
+    assert load(PRINT_ALL).render(PARTS, continue_final_message=True) == "user: One \ntwo's"
     with pytest.raises(BadOption, match=r"refuses these messages \(never\)"):
         load("{{ raise_exception('never') }}").render(PARTS)
 
@@ -302,6 +297,10 @@ def test_what_a_template_refuses(load: Any) -> None:
         ("{% for i in range(10 ** 9) %}{% endfor %}", "in line 1 (OverflowError: Range too big"),
         ("{% include '/etc/passwd' %}", "in line 1 (TypeError: no loader"),
         ("{% import 'os' as os %}", "in line 1 (TypeError: no loader"),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
+        ("{{ lipsum(n=10 ** 6) }}", "'lipsum' is undefined"),
+        ("{{ dict.update(messages[0], role='x') }}", "has no attribute"),  # which would get past the sandbox
+        ("{{ dict.pop(messages[0], 'role') }}", "has no attribute"),
     ],
 )
 def test_a_template_that_fails(text: str, words: str, load: Any) -> None:
@@ -423,12 +422,6 @@ def test_each_rendering_has_limits_of_its_own(load: Any) -> None:
     assert [chat.render(HELLO) for _ in range(5)] == ["done"] * 5
 
 
-@pytest.mark.parametrize("text", ["{{ lipsum() }}", "{{ lipsum(n=10 ** 6) }}"])
-def test_there_is_no_lipsum(text: str, load: Any) -> None:
-    with pytest.raises(UnsupportedModel, match="'lipsum' is undefined"):
-        load(text).render(HELLO)
-
-
 def test_templates_of_megabytes_are_refused_before_they_are_compiled(load: Any, tmp_path: Path) -> None:
     assert refusal(UnsupportedModel, load, "{{ x }}" * 700_000) == (
         f"{tmp_path}/chat_template.jinja: 4,900,000 bytes are more than the 262,144 that chat templates of a model may "
@@ -436,9 +429,8 @@ def test_templates_of_megabytes_are_refused_before_they_are_compiled(load: Any, 
     )
     (tmp_path / "chat_template.jinja").unlink()
     templates = [{"name": f"t{i}", "template": "x" * 99_999} for i in range(3)]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
     with pytest.raises(UnsupportedModel, match=f"^the chat templates in {tmp_path}: 299,997 bytes are more than"):
-        ChatTemplate.load(tmp_path)
+        load(json.dumps({"chat_template": templates}), CONFIG)
 
 
 def test_a_long_conversation_is_far_from_the_limits(load: Any) -> None:
@@ -451,12 +443,6 @@ def test_a_long_conversation_is_far_from_the_limits(load: Any) -> None:
         "{% endif %}{% endfor %}"
     )
     assert chat.render(messages) == ("user: " + ("word " * 100).strip() + "\n") * 3000
-
-
-@pytest.mark.parametrize("text", ["{{ dict.update(messages[0], role='x') }}", "{{ dict.pop(messages[0], 'role') }}"])
-def test_dict_has_no_methods_to_get_past_the_sandbox(text: str, load: Any) -> None:
-    with pytest.raises(UnsupportedModel, match="has no attribute"):
-        load(text).render(HELLO)
 
 
 def test_nothing_a_template_does_reaches_the_messages(load: Any) -> None:

@@ -13,8 +13,8 @@ from forerun.text.answer_form import AnswerForm, AnswerMarks
 from forerun.text.chat import ChatTemplate
 from forerun.text.declared import Declared
 from forerun.text.parts import AnswerParts
-from forerun.text.reading import Parser, joined
 from forerun.text.tools import ToolRequest, Tools
+from text.test_calls import parts_of
 
 pytestmark = pytest.mark.once("texts alone")
 START = "<|im_start|>assistant\n"
@@ -98,9 +98,8 @@ TOOLS = Tools.of([*FUNCTIONS, {"name": "now"}])
 
 
 def read(template: dict[str, Any], prompt: str, *pieces: str) -> tuple[list[Any], AnswerParts]:
-    parser = Parser(AnswerForm(AnswerMarks(None, (), declared=Declared.of(template)), ToolRequest(TOOLS)), prompt)
-    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
-    return joined(parts), parser.answer_parts
+    marks = AnswerMarks(None, (), declared=Declared.of(template))
+    return parts_of(AnswerForm(marks, ToolRequest(TOOLS)), *pieces, prompt=prompt)
 
 
 @pytest.mark.parametrize(("template", "prompt", "text"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -136,9 +135,8 @@ def test_what_a_model_carries_goes_before_the_marks(tmp_path: Path, caplog: pyte
     answer_marks = ChatTemplate.load(tmp_path).answer_marks
     assert answer_marks.declared is not None
     assert answer_marks.dialect is not None
-    parser = Parser(AnswerForm(answer_marks, ToolRequest(TOOLS)))
-    parser.feed("<call><f=now></f></call>")
-    assert [call.name for call in parser.answer_parts.calls] == ["now"]
+    answer_parts = parts_of(AnswerForm(answer_marks, ToolRequest(TOOLS)), "<call><f=now></f></call>")[1]
+    assert [call.name for call in answer_parts.calls] == ["now"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "response_template": 3}), encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         assert ChatTemplate.load(tmp_path).answer_marks.declared is None

@@ -55,7 +55,9 @@ def metaspace_decoder() -> Tokenizer:
     return Tokenizer(backend, Path("metaspace_decoder"))
 
 
-TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace(), "metaspace_decoder": metaspace_decoder()}
+BYTE_LEVEL = byte_level()
+METASPACE = metaspace()
+TOKENIZERS = {"byte_level": BYTE_LEVEL, "metaspace": METASPACE, "metaspace_decoder": metaspace_decoder()}
 
 
 def is_utf8(run: list[int]) -> bool:
@@ -68,7 +70,7 @@ def is_utf8(run: list[int]) -> bool:
 
 def decode_all(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Decoding everything at once by the library, each run of byte tokens cut behind its longest whole beginning."""
-    if tokenizer is not TOKENIZERS["metaspace"]:
+    if tokenizer is not METASPACE:
         return tokenizer.decode(ids)
     names: list[str] = []
     for is_run, group in itertools.groupby(filter(tokenizer.id_to_token.get, ids), lambda i: 3 <= i < 259):
@@ -173,17 +175,16 @@ def test_a_stop_string_that_ends_in_the_first_tokens_stops_nothing(name: str, da
 @given(text=st.text(alphabet=st.sampled_from("\n aé€😀日the"), max_size=12), cuts=cut_sizes, data=st.data())
 def test_byte_tokens_of_a_text_are_what_the_library_decodes(text: str, cuts: list[int], data: st.DataObject) -> None:
     """And each whole character is released with its last byte."""
-    tokenizer = TOKENIZERS["metaspace"]
     prompt = data.draw(st.sampled_from([[1, 262], [1, 260], [262, *as_bytes("é")], [262, 13]]))
-    ids = [i for c in text for i in data.draw(st.sampled_from([as_bytes(c), tokenizer.encode(c, False)[1:] or [263]]))]
-    detokenizer, released, num_read = Detokenizer(tokenizer, prompt), "", 0
+    ids = [i for c in text for i in data.draw(st.sampled_from([as_bytes(c), METASPACE.encode(c, False)[1:] or [263]]))]
+    detokenizer, released, num_read = Detokenizer(METASPACE, prompt), "", 0
     for part in rounds(ids, cuts):
         released += detokenizer.push(part).text
         num_read += len(part)
-        so_far = tokenizer.decode(prompt + ids[:num_read])
+        so_far = METASPACE.decode(prompt + ids[:num_read])
         if "\ufffd" not in so_far:
-            assert tokenizer.decode(prompt) + released == so_far
-    assert tokenizer.decode(prompt) + released + detokenizer.finish() == tokenizer.decode(prompt + ids)
+            assert METASPACE.decode(prompt) + released == so_far
+    assert METASPACE.decode(prompt) + released + detokenizer.finish() == METASPACE.decode(prompt + ids)
 
 
 def as_bytes(text: str) -> list[int]:
@@ -192,49 +193,41 @@ def as_bytes(text: str) -> list[int]:
 
 
 def test_a_character_over_two_rounds_appears_whole() -> None:
-    tokenizer = TOKENIZERS["metaspace"]
-    detokenizer = Detokenizer(tokenizer, [1, 260])
+    detokenizer = Detokenizer(METASPACE, [1, 260])
     assert [detokenizer.push([i]).text for i in as_bytes("€")] == ["", "", "€"]
     assert detokenizer.push([264]).text == "."
     assert detokenizer.finish() == ""
 
 
 def test_a_stop_text_inside_of_a_run_of_byte_tokens() -> None:
-    tokenizer = TOKENIZERS["metaspace"]
     ids = [260, *as_bytes("\n\né\n"), 262]
-    detokenizer = Detokenizer(tokenizer, [1, 262], ("\n",))
-    assert detokenizer.push(ids) == PushResult(" the", "\n", 1)
-    two_lines = Detokenizer(tokenizer, [1, 262], ("é\n",))
-    assert two_lines.push(ids) == PushResult(" the\n\n", "é\n", 5)
+    assert Detokenizer(METASPACE, [1, 262], ("\n",)).push(ids) == PushResult(" the", "\n", 1)
+    assert Detokenizer(METASPACE, [1, 262], ("é\n",)).push(ids) == PushResult(" the\n\n", "é\n", 5)
 
 
 def test_characters_before_a_bad_byte_stay() -> None:
     """They were released, or could have been; from the bad byte on the run is the library's U+FFFD for each byte."""
-    tokenizer = TOKENIZERS["metaspace"]
     for rest, text in (([0xFF, 0x0A], "\ufffd\ufffd"), ([0xE2, 0x82], "\ufffd\ufffd"), ([0xE2, 0x41], "\ufffd\ufffd")):
-        detokenizer = Detokenizer(tokenizer, [1, 262])
+        detokenizer = Detokenizer(METASPACE, [1, 262])
         assert detokenizer.push(as_bytes("\n")).text == "\n"
         later = detokenizer.push([3 + byte for byte in rest]).text
         assert later + detokenizer.push([262]).text == text + "hello"
 
 
 def test_a_stop_text_that_the_end_completes() -> None:
-    tokenizer = TOKENIZERS["metaspace"]
-    detokenizer = Detokenizer(tokenizer, [1, 262], ("\ufffd",))
+    detokenizer = Detokenizer(METASPACE, [1, 262], ("\ufffd",))
     assert detokenizer.push([260, *as_bytes("€")[:2]]) == PushResult(" the")
     assert (detokenizer.stop, detokenizer.finish(), detokenizer.stop) == (None, "", "\ufffd")
 
 
 def test_leading_space_of_a_continuation_survives() -> None:
-    tokenizer = TOKENIZERS["metaspace"]
-    assert Detokenizer(tokenizer, [1, 262]).push([260]).text == " the"
-    assert Detokenizer(tokenizer, []).push([260]).text == "the"
+    assert Detokenizer(METASPACE, [1, 262]).push([260]).text == " the"
+    assert Detokenizer(METASPACE, []).push([260]).text == "the"
 
 
 def test_the_completing_token_is_named_and_later_ones_are_not_read() -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    ids = [tokenizer.encode(c)[0] for c in "abcXYZdef"]
-    detokenizer = Detokenizer(tokenizer, [], ("XYZ",))
+    ids = [BYTE_LEVEL.encode(c)[0] for c in "abcXYZdef"]
+    detokenizer = Detokenizer(BYTE_LEVEL, [], ("XYZ",))
     assert detokenizer.push(ids[:4]).text == "abc"  # X is held back
     result = detokenizer.push(ids[4:])
     assert (result.text, result.stop, result.stopped_at) == ("", "XYZ", 1)
@@ -242,18 +235,16 @@ def test_the_completing_token_is_named_and_later_ones_are_not_read() -> None:
 
 
 def test_held_back_text_comes_at_the_end() -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    detokenizer = Detokenizer(tokenizer, [], ("END",))
-    assert detokenizer.push(tokenizer.encode("the EN")).text == "the "
+    detokenizer = Detokenizer(BYTE_LEVEL, [], ("END",))
+    assert detokenizer.push(BYTE_LEVEL.encode("the EN")).text == "the "
     assert detokenizer.finish() == "EN"
 
 
 def test_vocabulary_facts() -> None:
-    tokenizer = TOKENIZERS["byte_level"]
-    assert tokenizer.id_to_token[tokenizer.num_ids - 1] == "<added>"
-    assert tokenizer.special_ids == {0}
-    assert tokenizer.holes == frozenset()
-    assert len(TOKENIZERS["metaspace"].byte_ids) == 256
+    assert BYTE_LEVEL.id_to_token[BYTE_LEVEL.num_ids - 1] == "<added>"
+    assert BYTE_LEVEL.special_ids == {0}
+    assert BYTE_LEVEL.holes == frozenset()
+    assert len(METASPACE.byte_ids) == 256
 
 
 def test_holes_are_ids_without_a_token() -> None:
@@ -272,10 +263,10 @@ def test_truncation_and_padding_are_off(tmp_path: Path) -> None:
 
 
 def test_compare_names_the_first_differing_id() -> None:
-    compare(TOKENIZERS["metaspace"], metaspace(), "./theirs")
+    compare(METASPACE, metaspace(), "./theirs")
     sentence = r"at id 0: the target has '<unk>', the draft ./theirs has '<\|end\|>'"
     with pytest.raises(VocabularyMismatch, match=sentence):
-        compare(TOKENIZERS["metaspace"], TOKENIZERS["byte_level"], "./theirs")
+        compare(METASPACE, BYTE_LEVEL, "./theirs")
     short = Tokenizer(Backend(models.WordLevel(vocab={"a": 0}, unk_token="a")), Path("short"))
     long = Tokenizer(Backend(models.WordLevel(vocab={"a": 0, "b": 1}, unk_token="a")), Path("long"))
     other = Tokenizer(Backend(models.WordLevel(vocab={"b": 1}, unk_token="b")), Path("other"))

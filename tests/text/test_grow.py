@@ -106,9 +106,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_grow_is_refused(case: str) -> None:
-    backend, sentence = REFUSED[case]
+@pytest.mark.parametrize(("backend", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_grow_is_refused(backend: tokenizers.Tokenizer, sentence: str) -> None:
     with pytest.raises(UnsupportedModel, match=sentence.replace("|", r"\|")):
         grow(backend.to_str(), 50)
 
