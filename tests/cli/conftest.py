@@ -4,9 +4,11 @@ import gc
 import io
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,17 @@ def said(stderr: str) -> str:
     return "".join(line for line in lines if not re.fullmatch(waits, line))
 
 
+@contextmanager
+def little_room(num_bytes: int = 64) -> Iterator[None]:
+    """No file grows beyond so many bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def _given(environ: Mapping[str, str]) -> list[str]:
     """Remove variables of the developer's shell that would change what a command does."""
     return [k for k in environ if k.startswith(("FORERUN_", "NO_COLOR", "FORCE_COLOR", "COLUMNS"))]
@@ -65,10 +78,10 @@ def _given(environ: Mapping[str, str]) -> list[str]:
 def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """Runs `forerun ...` in the folder of the checkpoints, through `main` but in this process: torch loads once.
 
-    stdin: text or bytes, "" by default; env: variables to set.
+    stdin: text or bytes, "" by default; code: what the command must end with; env: variables to set.
     """
 
-    def run(*arguments: str, stdin: str | bytes = "", **env: str) -> Done:
+    def run(*arguments: str, stdin: str | bytes = "", code: int | None = None, **env: str) -> Done:
         spared = list[bool]()
         with monkeypatch.context() as patch:
             patch.chdir(checkpoints)
@@ -84,7 +97,9 @@ def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
             with pytest.raises(SystemExit) as exit_:
                 main(arguments)
         out, err = capfd.readouterr()
-        return Done(int(exit_.value.code or 0), out, said(err), bool(spared))
+        done = Done(int(exit_.value.code or 0), out, said(err), bool(spared))
+        assert code in (None, done.returncode), out + err
+        return done
 
     return run
 
@@ -92,22 +107,19 @@ def cli(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 @pytest.fixture
 def ok(cli: Callable[..., Done]) -> Callable[..., str]:
     """Runs `forerun ...`, which must end well; returns what it prints."""
-
-    def run(*arguments: str, **options: Any) -> str:
-        done = cli(*arguments, **options)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
+    return lambda *arguments, **options: cli(*arguments, code=0, **options).stdout
 
 
 @pytest.fixture
 def refused(cli: Callable[..., Done]) -> Callable[..., str]:
-    """Runs `forerun ...`, which must end with 2 and one line on standard error alone; returns what the line says."""
+    """Runs `forerun ...`, which must end with 2 and one line on standard error alone; returns what the line says.
 
-    def run(*arguments: str, **options: Any) -> str:
-        done = cli(*arguments, **options)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    code: another code that it must end with.
+    """
+
+    def run(*arguments: str, code: int = 2, **options: Any) -> str:
+        done = cli(*arguments, code=code, **options)
+        assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
         assert done.stderr.startswith("error: ")
         return done.stderr.removeprefix("error: ").rstrip("\n")
 
@@ -143,11 +155,12 @@ def start(checkpoints: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def process(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., Done]:
-    """Runs the real command as a process to its end."""
+    """Runs the real command as a process to its end. code: what it must end with."""
 
-    def run(*arguments: str, **env: str) -> Done:
+    def run(*arguments: str, code: int | None = None, **env: str) -> Done:
         running = start(*arguments, **env)
         out, err = running.communicate(timeout=120)
+        assert code in (None, running.returncode), out + err
         return Done(running.returncode, out, said(err))
 
     return run

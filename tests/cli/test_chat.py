@@ -5,15 +5,14 @@ import io
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pexpect
@@ -25,6 +24,7 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 import processes
+from cli.conftest import little_room
 from forerun import LLM, SamplingParams
 from forerun.cli import chat as chat_command, conversations
 from forerun.cli.chat import KEPT, LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
@@ -43,6 +43,9 @@ SPEED = r"(, \d+\.\d tokens/s)?(?:, \d+\.\dx plain \(estimated\))?"
 NUMBERS = rf"\[\d+ tokens?, first after \d+\.\d\d s{SPEED}(, acceptance rate \d+%)?(, [a-z -]+)?\]"
 READY = "\x1b[?2004h"  # what a terminal is told when a prompt waits for keys: that it may paste a text as a whole
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SHORT = SamplingParams(temperature=0, max_tokens=9)
+SHORT_FLAGS = ("--draft", "none", "--temperature", "0", "--max-tokens", "9")
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +57,6 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(json.dumps({**said, "eos_token_id": None}), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return folder
-
-
-class Fed(io.StringIO):
-    """A log that a terminal of pyte reads."""
-
-    def __init__(self, stream: pyte.Stream) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self.stream.feed(text)
-        return len(text)
 
 
 def ask(child: Any, text: str) -> None:
@@ -98,7 +89,7 @@ def terminal(talker: Path) -> Iterator[Any]:
         command = [sys.executable, "-m", "forerun", "chat", *arguments]
         child = processes.spawn(command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, columns))
         child.screen = pyte.Screen(columns, 40)
-        child.logfile_read = Fed(pyte.Stream(child.screen))
+        child.logfile_read = SimpleNamespace(write=pyte.Stream(child.screen).feed, flush=lambda: None)
         children.append(child)
         return child
 
@@ -132,8 +123,7 @@ def test_the_banner_names_model_precision_drafter_and_temperature(terminal: Any,
     child.expect_exact(READY)
     banner = " ".join(shown(child))
     assert "talker: float32, drafts from the text (lookup), temperature 0.7, top-p 0.9 Type" in banner
-    first = shown(child)[0]
-    assert first.endswith((",", "drafts", "text", "top-p", "temperature")), "folded by words"
+    assert shown(child)[0].endswith((",", "drafts", "text", "top-p", "temperature")), "folded by words"
     child.sendeof()
 
 
@@ -244,17 +234,6 @@ def test_a_temperature_that_makes_noise_is_asked_back(talker: Path) -> None:
     assert chat.params.temperature == 0
     assert chat.set("temperature 99") == "temperature is now 99"
     assert chat.set("temperature 1.5") == "temperature is now 1.5"
-
-
-@contextmanager
-def little_room() -> Iterator[None]:
-    """No file grows beyond 64 bytes, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_save_that_fails_leaves_the_old_file(talker: Path, tmp_path: Path) -> None:
@@ -402,12 +381,11 @@ def test_a_model_with_sampling_values_of_its_own(talker: Path, tmp_path: Path) -
 def test_a_text_is_a_message_everywhere(cli: Any, talker: Path) -> None:
     """LLM.generate, stream and `forerun generate` mean the same by a text; raw continues it."""
     llm = LLM(talker, draft="none")
-    greedy = SamplingParams(temperature=0, max_tokens=9)
-    answer, continued = (llm.generate("hello", greedy, raw=raw)[0].text for raw in (False, True))
-    assert answer == llm.chat([{"role": "user", "content": "hello"}], greedy)[0].text
-    assert answer == "".join(chunk.text for chunk in llm.stream("hello", greedy))
-    assert continued == llm.generate(llm.tokenizer.encode("hello"), greedy)[0].text != answer
-    base = ("generate", "--target", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9", "hello")
+    answer, continued = (llm.generate("hello", SHORT, raw=raw)[0].text for raw in (False, True))
+    assert answer == llm.chat(HELLO, SHORT)[0].text
+    assert answer == "".join(chunk.text for chunk in llm.stream("hello", SHORT))
+    assert continued == llm.generate(llm.tokenizer.encode("hello"), SHORT)[0].text != answer
+    base = ("generate", "--target", str(talker), *SHORT_FLAGS, "hello")
     for more, text in ((), answer), (("--raw",), continued):
         done = cli(*base, *more)
         assert done.stdout == f"{text}\n"
@@ -416,13 +394,11 @@ def test_a_text_is_a_message_everywhere(cli: Any, talker: Path) -> None:
 
 
 def test_through_pipes_standard_output_is_the_answers_alone(cli: Any, talker: Path) -> None:
-    arguments = ("chat", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9")
-    done = cli(*arguments, stdin="hello\nand more\n")
+    done = cli("chat", str(talker), *SHORT_FLAGS, stdin="hello\nand more\n", code=0)
     llm = LLM(talker, draft="none")
-    first = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(temperature=0, max_tokens=9))[0].text
-    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": first}]
-    second = llm.chat([*history, {"role": "user", "content": "and more"}], SamplingParams(temperature=0, max_tokens=9))
-    assert done.returncode == 0
+    first = llm.chat(HELLO, SHORT)[0].text
+    history = [*HELLO, {"role": "assistant", "content": first}]
+    second = llm.chat([*history, {"role": "user", "content": "and more"}], SHORT)
     ended = [text if text.endswith("\n") else text + "\n" for text in (first, second[0].text)]
     assert done.stdout == "".join(ended)
     assert len(re.findall(NUMBERS, done.stderr)) == 2
@@ -461,9 +437,8 @@ def test_the_numbers_are_those_of_the_report(talker: Path) -> None:
 
 def test_a_message_that_cannot_be_honoured_is_forgotten(cli: Any, talker: Path) -> None:
     """The conversation goes on behind a message that does not fit."""
-    arguments = ("chat", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9")
-    done = cli(*arguments, "--max-seq-len", "100", stdin="x" * 100 + "\nhello\n//help\n")
-    assert done.returncode == 0
+    words = "x" * 100 + "\nhello\n//help\n"
+    done = cli("chat", str(talker), *SHORT_FLAGS, "--max-seq-len", "100", stdin=words, code=0)
     assert "error: the prompt has 1" in done.stderr
     assert len(re.findall(NUMBERS, done.stderr)) == 2  # //help is a message that begins with a slash
     assert "Traceback" not in done.stderr
@@ -476,27 +451,23 @@ def test_a_checkpoint_without_a_template_is_refused_before_the_user_types(refuse
 
 
 def test_a_template_may_be_named(cli: Any, talker: Path) -> None:
-    arguments = ("--draft", "none", "--temperature", "0", "--max-tokens", "9")
-    done = cli("chat", "llama", *arguments, "--chat-template", str(talker / "chat_template.jinja"), stdin="hello\n")
-    assert done.returncode == 0
+    template = ("--chat-template", str(talker / "chat_template.jinja"))
+    done = cli("chat", "llama", *SHORT_FLAGS, *template, stdin="hello\n", code=0)
     assert len(re.findall(NUMBERS, done.stderr)) == 1
 
 
 def test_the_shipped_model_talks_by_its_name(cli: Any) -> None:
-    done = cli("chat", "shipped", "--temperature", "0", "--max-tokens", "16", stdin="def fib(n):\n")
-    assert done.returncode == 0
+    done = cli("chat", "shipped", "--temperature", "0", "--max-tokens", "16", stdin="def fib(n):\n", code=0)
     assert done.stdout.strip()
     assert "acceptance rate" in done.stderr  # of its own draft model
 
 
-def test_conversations_in_a_file_of_requests(cli: Any, refused: Any, talker: Path, tmp_path: Path) -> None:
+def test_conversations_in_a_file_of_requests(ok: Any, refused: Any, talker: Path, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}\n', encoding="utf-8")
     arguments = ("--target", str(talker), "--draft", "none", "--temperature", "0", "--seed", "1", "--json")
-    by_file = cli("generate", *arguments, "--prompt-file", str(file))
-    by_text = cli("generate", *arguments, "--raw", "--max-tokens", "9", "<user>hello<assistant>")
-    assert by_file.returncode == 0
-    assert by_file.stdout == by_text.stdout
+    by_file = ok("generate", *arguments, "--prompt-file", str(file))
+    assert by_file == ok("generate", *arguments, "--raw", "--max-tokens", "9", "<user>hello<assistant>")
     file.write_text('{"messages": "hello"}\n', encoding="utf-8")
     sentence = refused("generate", *arguments, "--prompt-file", str(file))
     assert "line 1: messages='hello' is not possible: it must be a list like" in sentence
@@ -572,24 +543,20 @@ def test_with_standard_output_in_a_file_the_prompt_is_on_the_terminal(talker: Pa
     child.sendline("hello")
     child.expect(NUMBERS)
     leave(child)
-    text = LLM(talker, draft="none").chat(
-        [{"role": "user", "content": "hello"}], SamplingParams(temperature=0, max_tokens=9)
-    )
-    assert out.read_text(encoding="utf-8").rstrip("\n") == text[0].text.rstrip("\n")
+    (answer,) = LLM(talker, draft="none").chat(HELLO, SHORT)
+    assert out.read_text(encoding="utf-8").rstrip("\n") == answer.text.rstrip("\n")
 
 
 def test_a_pipe_that_is_no_text_or_no_input_at_all(refused: Any, talker: Path) -> None:
-    said = refused("chat", str(talker), stdin=b"caf\xe9\n")
-    assert said == "a message is not UTF-8 text: convert the input first"
+    assert refused("chat", str(talker), stdin=b"caf\xe9\n") == "a message is not UTF-8 text: convert the input first"
     command = f"{sys.executable} -m forerun chat {talker} <&-"
     closed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=90, check=False)
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, "", "")
 
 
 def test_a_cache_that_is_full_does_not_end_the_conversation(cli: Any, talker: Path) -> None:
-    arguments = ("chat", str(talker), "--draft", "none", "--temperature", "0", "--max-tokens", "9")
-    done = cli(*arguments, "--kv-cache-tokens", "64", stdin="hi\n" + "x" * 80 + "\nyo\n")
-    assert done.returncode == 0
+    words = "hi\n" + "x" * 80 + "\nyo\n"
+    done = cli("chat", str(talker), *SHORT_FLAGS, "--kv-cache-tokens", "64", stdin=words, code=0)
     assert done.stderr.count("error: ") == 1
     assert len(re.findall(NUMBERS, done.stderr)) == 2
 

@@ -62,8 +62,7 @@ def test_an_address_on_the_hub_is_its_id(address: str, hub_id: str) -> None:
 
 
 def test_the_options_of_generate_stand_in_panels(cli: Any) -> None:
-    page = cli("generate", "--help").stdout
-    parts = re.split(r"^(\w[\w ]*):\n", page, flags=re.MULTILINE)
+    parts = re.split(r"^(\w[\w ]*):\n", cli("generate", "--help").stdout, flags=re.MULTILINE)
     panels = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert [title for title in panels if title != "Arguments"] == list(PANELS)
     for flag, panel in (("dtype", "Model"), ("top-p", "Sampling"), ("draft", "Speculation"), ("json", "Output")):

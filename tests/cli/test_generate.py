@@ -22,8 +22,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "12")
 def test_every_architecture_with_every_drafter(cli: Any, architecture: str) -> None:
     texts = set()
     for draft in ("none", "lookup:max_n=2", "./draft"):
-        done = cli("generate", "--target", f"./{architecture}", "--draft", draft, *GREEDY, "def f(n):")
-        assert done.returncode == 0, done.stderr
+        done = cli("generate", "--target", f"./{architecture}", "--draft", draft, *GREEDY, "def f(n):", code=0)
         assert "12 tokens in" in done.stderr
         texts.add(done.stdout)
     assert len(texts) == 1
@@ -58,8 +57,7 @@ def test_json_has_text_tokens_and_report(cli: Any) -> None:
 
 def test_a_beam_search_prints_its_texts_and_scores(cli: Any) -> None:
     base = ("generate", "--target", "llama", "--draft", "./draft", *GREEDY, "--num-beams", "3", "a")
-    one = cli(*base, "--early-stopping", "true", "--draft-beams", "4", "--verbose")
-    assert one.returncode == 0, one.stderr
+    one = cli(*base, "--early-stopping", "true", "--draft-beams", "4", "--verbose", code=0)
     assert re.search(r"score -\d+\.\d{4}, .*3 beams", one.stderr)
     assert re.search(r"\d+\.\d rows per target pass", one.stderr)
     both = [json.loads(line) for line in cli(*base, "--n", "2", "--json").stdout.splitlines()]
@@ -125,8 +123,7 @@ def test_variables_and_config_file_are_below_flags(cli: Any, tmp_path: Path) -> 
     file.write_text('target = "nowhere"\ndraft = "none"\n', encoding="utf-8")
     base = ("generate", *GREEDY, "--json", "--config", str(file), "x")
     assert "nowhere" in cli(*base).stderr
-    from_variable = cli(*base, FORERUN_TARGET="llama")
-    assert json.loads(from_variable.stdout)["report"]["num_drafted"] == 0
+    assert json.loads(cli(*base, FORERUN_TARGET="llama").stdout)["report"]["num_drafted"] == 0
     from_flag = cli(*base, "--draft", "./draft", "--spec-length", "5", FORERUN_TARGET="llama", FORERUN_DRAFT="lookup")
     assert json.loads(from_flag.stdout)["report"]["num_drafted"] > 12
 
@@ -154,8 +151,7 @@ def test_flags_of_sampling_reach_the_engine(cli: Any) -> None:
     stopped = json.loads(cli(*base, "--logit-bias", "7=99", "--stop-token-id", "7", "--min-tokens", "3").stdout)
     assert len(stopped["token_ids"]) == 4
     assert "logprobs" not in stopped
-    plain = json.loads(cli(*base).stdout)
-    char = next(c for c in plain["text"] if c.isascii() and c.isprintable())
+    char = next(c for c in json.loads(cli(*base).stdout)["text"] if c.isascii() and c.isprintable())
     assert char not in json.loads(cli(*base, "--bad-word", char).stdout)["text"]
     for penalty in (("--repetition-penalty", "9"), ("--presence-penalty", "2"), ("--frequency-penalty", "2")):
         ids = json.loads(cli(*base, "--logit-bias", "7=6", *penalty).stdout)["token_ids"]
@@ -261,9 +257,7 @@ ROUNDS = ("generate", "--target", "llama", "--max-tokens", "40", "--temperature"
 
 
 def rounds(cli: Any, *more: str, **env: str) -> list[str]:
-    done = cli("generate", "--target", "llama", "--rounds", "--max-tokens", "40", "--temperature", "0", *more, **env)
-    assert done.returncode == 0, done.stderr
-    return list(done.stdout.splitlines())
+    return list(cli(*ROUNDS, *more, code=0, **env).stdout.splitlines())
 
 
 def test_rounds_count_tokens_and_runs(cli: Any) -> None:

@@ -17,17 +17,16 @@ TEMPLATE = (
 SYSTEM = "a careful answer in one sentence, and never a guess: what is not known is said to be unknown"
 
 
-def test_the_beginning_of_conversations_is_read_once(cli: Any, tmp_path: Path) -> None:
+def test_the_beginning_of_conversations_is_read_once(cli: Any, ok: Any, tmp_path: Path) -> None:
     kept, file, template = f"1GB:{tmp_path / 'kv'}", tmp_path / "system.txt", tmp_path / "chat.jinja"
     file.write_text(SYSTEM)
     template.write_text(TEMPLATE)
     common = ("--target", "llama", "--draft", "none", "--kv-disk", kept, "--chat-template", str(template))
-    first, again = (cli("prefill", str(file), *common) for _ in range(2))
-    assert first.returncode == 0, first.stderr
+    first, again = (ok("prefill", str(file), *common) for _ in range(2))
     num = len("<system>" + SYSTEM + "<user>")
     whole = num // 16 * 16
-    assert re.fullmatch(rf"{num} tokens in [\d.]+ s, 0 of them kept before; {whole} are kept\n", first.stdout)
-    assert f", {whole} of them kept before" in again.stdout
+    assert re.fullmatch(rf"{num} tokens in [\d.]+ s, 0 of them kept before; {whole} are kept\n", first)
+    assert f", {whole} of them kept before" in again
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "who?"}]
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": messages, "max_tokens": 3}) + "\n")
     done = cli("generate", "--prompt-file", str(tmp_path / "asked.jsonl"), "--verbose", *common)
@@ -44,10 +43,8 @@ def test_what_is_kept_is_listed_verified_and_cleared(cli: Any, tmp_path: Path) -
     assert cli("cache", "verify", "--kv-disk", f"1GB:{tmp_path / 'kv'}").stdout == "8 blocks, 0 of them damaged\n"
     (rows,) = (tmp_path / "kv").glob("*/*.kv")
     rows.write_bytes(b"x" + rows.read_bytes()[1:])
-    damaged = cli("cache", "verify", *folder)
-    assert (damaged.returncode, damaged.stdout) == (1, "8 blocks, 1 of them damaged\n")
-    other = cli("cache", "clear", "other", *folder)
-    assert (other.returncode, "nothing is kept of 'other'" in other.stderr) == (2, True)
+    assert cli("cache", "verify", *folder, code=1).stdout == "8 blocks, 1 of them damaged\n"
+    assert "nothing is kept of 'other'" in cli("cache", "clear", "other", *folder, code=2).stderr
     assert cli("cache", "list", *folder).stdout == listed.stdout
     cli("cache", "clear", "llama", *folder)
     assert cli("cache", "list", *folder).stdout == "Nothing is kept there yet.\n"

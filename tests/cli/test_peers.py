@@ -13,7 +13,7 @@ from forerun.cli.elsewhere import on_command_line
 from forerun.cli.main import app
 from forerun.config import EngineConfig
 from forerun.errors import BadOption
-from forerun.registry import DOCUMENT, PeerOption, peer_options
+from forerun.registry import DOCUMENT, peer_options
 from forerun.types import SamplingParams
 from refusals import refusal
 
@@ -214,21 +214,16 @@ def ours_on(command: str, entry: str) -> str:
 def test_every_spelling_is_answered_with_its_row() -> None:
     assert len(ON_COMMANDS) > 400
     for row, flag, command in ON_COMMANDS:
-        answers_with_its_row(row, flag, command)
-
-
-def answers_with_its_row(row: PeerOption, flag: str, command: str) -> None:
-    said = parsed(command, flag, "1")
-    note = f": {row.note}" if row.note else ""
-    if row.ours:
-        texts = [ours_on(command, entry) for entry in row.ours]
-        *most, last = [text.removesuffix(" of forerun generate") for text in texts]
-        home = " of forerun generate" if texts[0].endswith(" of forerun generate") else ""
-        answer = f"{flag} is {', '.join(most)}{' and ' if most else ''}{last}{home} here{note}"
-    else:
-        answer = f"{flag} has no counterpart here{note}"
-    assert re.search(rf"{re.escape(row.peer)}'s?[^;:]* {re.escape(answer)}[;:] ", said), said
-    assert said.endswith(SEE)
+        said = parsed(command, flag, "1")
+        answer = f"{flag} has no counterpart here"
+        if row.ours:
+            texts = [ours_on(command, entry) for entry in row.ours]
+            *most, last = [text.removesuffix(" of forerun generate") for text in texts]
+            home = " of forerun generate" if texts[0].endswith(" of forerun generate") else ""
+            answer = f"{flag} is {', '.join(most)}{' and ' if most else ''}{last}{home} here"
+        answer += f": {row.note}" if row.note else ""
+        assert re.search(rf"{re.escape(row.peer)}'s?[^;:]* {re.escape(answer)}[;:] ", said), said
+        assert said.endswith(SEE)
 
 
 # -------------------------------------------------------------------------------------- Python, TOML, variables, .jsonl

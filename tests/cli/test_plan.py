@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM, native, ops as operators
+from forerun import LLM, ops as operators
 from forerun.cli.plan import parse_bytes
 from forerun.errors import BadOption
+from support import needs_native
 
-needs_native = pytest.mark.skipif(native.isa() == "reference", reason="the native operators are not there, or off")
 OPS = ["reference", pytest.param("native", marks=needs_native)]
 LLAMA_1B = {
     "model_type": "llama",
@@ -42,9 +42,7 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def planned(cli: Any, *arguments: str, code: int = 0) -> dict[str, Any]:
     """The JSON object of a plan, with the bytes of its parts by name, and in words how they come about."""
-    done = cli("plan", *arguments, "--json")
-    assert done.returncode == code, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(cli("plan", *arguments, "--json", code=code).stdout)
     parts, how = ({part["name"]: part[key] for part in found["parts"]} for key in ("bytes", "how"))
     return {**found, "parts": parts, "how": how}
 
@@ -64,9 +62,7 @@ def test_a_published_pair_from_config_json_alone(cli: Any, llamas: tuple[str, st
     target, draft = llamas
     base = ("--target", target, "--draft", draft, "--dtype", "bfloat16", "--device", "cpu", "--ops", "reference")
     base = (*base, "--spec-length", "5")
-    done = cli("plan", *base, "--memory", "16GB")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = cli("plan", *base, "--memory", "16GB", code=0).stdout.splitlines()
     assert lines[0] == "8 sequences of up to 32,768 tokens, 5 drafts a step, bfloat16 on cpu (reference)"
     for line in (
         "target weights           6.425   5.984  3,212,749,824 weights x 2 bytes",
@@ -92,8 +88,7 @@ def test_a_pair_that_generate_refuses_is_refused(cli: Any, refused: Any, llamas:
 
 def test_exit_code_3_and_what_would_fit(cli: Any, llamas: tuple[str, str]) -> None:
     base = ("--target", llamas[0], "--draft", llamas[1], "--dtype", "bfloat16", "--memory", "12GB")
-    done = cli("plan", *base)
-    assert done.returncode == 3
+    done = cli("plan", *base, code=3)
     assert done.stderr == ""
     sentence = " ".join(done.stdout.split())
     assert "It does not fit: " in sentence
@@ -107,8 +102,7 @@ def test_exit_code_3_and_what_would_fit(cli: Any, llamas: tuple[str, str]) -> No
     for suggestion in found["suggestions"]:
         (name, value), *_ = suggestion.items()
         assert f"{name}={value}" in sentence
-        flag = f"--{name.replace('_', '-')}"
-        assert planned(cli, *base, flag, str(value))["fits"]
+        assert planned(cli, *base, f"--{name.replace('_', '-')}", str(value))["fits"]
     words = " ".join(cli("plan", *base[:-1], "6GB").stdout.split())
     assert "Nothing fits: the weights alone need 7.20 GB" in words, words[-400:]
 
@@ -127,12 +121,10 @@ def test_less_context_where_memory_is_short_and_none_was_asked(cli: Any, llamas:
 def test_a_plan_for_the_native_operators(cli: Any, llamas: tuple[str, str]) -> None:
     """They are what a CPU computes with where nothing is said: norms in float32, and nothing that comes in time."""
     base = ("--target", llamas[0], "--draft", llamas[1], "--device", "cpu", "--memory", "16GB")
-    done = cli("plan", *base)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = cli("plan", *base, code=0).stdout.splitlines()
     assert lines[0] == "8 sequences of up to 32,768 tokens, 16 drafts a step, bfloat16 on cpu (native)"
     assert "draft KV cache           1.074   1.000  32,768 tokens x 32,768 bytes" in lines
-    assert "In time, on top" not in done.stdout
+    assert "In time, on top" not in " ".join(lines)
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
     parts = planned(cli, *base)["parts"]
     assert parts["target weights"] == 2 * 3_212_749_824 + 2 * (2 * 28 + 1) * 3072
@@ -149,8 +141,7 @@ def test_a_plan_is_what_the_engine_allocates(cli: Any, checkpoints: Path, ops: s
     runners = {"target": llm.engine.runner, "draft": llm.engine.drafter.first.runner}
     for name, runner in runners.items():
         assert found["parts"][f"{name} weights"] == runner.model.bytes_per_pass  # its embedding is tied
-        pools = runner.cache.pools.tensors()
-        assert found["parts"][f"{name} KV cache"] == sum(pool.nbytes for pool in pools)
+        assert found["parts"][f"{name} KV cache"] == sum(pool.nbytes for pool in runner.cache.pools.tensors())
     assert found["max_seq_len"] == llm.engine.max_seq_len
     assert found["ops"] == llm.checkpoint.model.ops.name == operators.resolve(ops, "cpu")
     assert found["dtype"] == str(llm.checkpoint.model.weight_dtype).removeprefix("torch.")
@@ -182,9 +173,8 @@ def test_extra_draft_models_have_lines_of_their_own(cli: Any, checkpoints: Path)
 
     fitting = str(planned(cli, *base)["total_bytes"])
     assert planned(cli, *base, "--memory", fitting)["fits"]
-    done = cli("plan", *base, *extra, "--memory", fitting)
-    assert done.returncode == 3
-    assert f"Weights and KV cache of extra_drafts='{specs[0]}; {specs[2]}' are " in " ".join(done.stdout.split())
+    printed = cli("plan", *base, *extra, "--memory", fitting, code=3).stdout
+    assert f"Weights and KV cache of extra_drafts='{specs[0]}; {specs[2]}' are " in " ".join(printed.split())
 
 
 def test_the_draft_is_the_one_that_the_engine_would_choose(cli: Any, checkpoints: Path) -> None:
@@ -251,9 +241,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(refused: Any, name: str) -> None:
-    arguments, sentence = REFUSED[name]
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_refusals(refused: Any, arguments: tuple[str, ...], sentence: str) -> None:
     assert sentence in refused("plan", *arguments, FORERUN_TARGET="shipped")
 
 

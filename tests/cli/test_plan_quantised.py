@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cli.test_plan import needs_native, planned
+from cli.test_plan import planned
 from forerun import LLM
 from forerun.blocks import Plain, missing_keys, weight_shapes
 from forerun.config import EngineConfig, Quantization
@@ -24,6 +24,7 @@ from models.gguf_files import write_model
 from models.gguf_vocabularies import smollm2
 from models.test_packings import GPT_OSS, write_mxfp4
 from ops.native_blocks import SPECS
+from support import needs_native
 from tiny import write_tiny
 
 pytestmark = needs_native
@@ -113,10 +114,9 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_config_json_alone(cli: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("said", "bits"), SAID.values(), ids=SAID)
+def test_config_json_alone(cli: Any, tmp_path: Path, said: dict[str, Any], bits: float) -> None:
     """Where the weights are not here yet: 256 inputs, so that a channel's scale is one for 256 weights."""
-    said, bits = SAID[name]
     raw = json.loads((SHIPPED_DRAFT / "config.json").read_text(encoding="utf-8"))
     raw |= {
         "head_dim": 64,
@@ -132,8 +132,7 @@ def test_config_json_alone(cli: Any, tmp_path: Path, name: str) -> None:
         planned(cli, "--target", str(tmp_path / f), "--draft", "none", "--ops", "native")["parts"]["target weights"]
         for f in ("dense", "quantised")
     )
-    num_weights = raw["num_hidden_layers"] * 7 * 256 * 256
-    assert dense - found == num_weights * (16 - bits) / 8
+    assert dense - found == raw["num_hidden_layers"] * 7 * 256 * 256 * (16 - bits) / 8
 
 
 def test_config_json_alone_says_that_experts_are_mxfp4(cli: Any, tmp_path: Path) -> None:
@@ -161,8 +160,7 @@ def test_widened_shapes_and_refusals(cli: Any, refused: Any) -> None:
     assert found / dense == pytest.approx(8.5 / 16, rel=0.001)
     asked = ("--quantization", "int4:group=128", "--target", str(SHIPPED_DRAFT))
     assert "groups of 128 do not divide the 192 inputs of " in refused("plan", *asked)
-    sentence = refused("plan", "--quantization", "int3", "--target", "shipped")
-    assert "quantization='int3' is not possible" in sentence
+    assert "quantization='int3' is not possible" in refused("plan", "--quantization", "int3", "--target", "shipped")
 
 
 def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +182,11 @@ def test_a_target_that_drafts_for_itself_is_counted_as_it_is_packed(dtype):
     llm, plan = LLM.from_config(config), outlines_of(config).plan(None)
     runner = llm.engine.drafter.first.runner
     assert plan.bytes_of("draft weights") == weight_bytes(llm, draft=True)
-    pools = runner.cache.pools.tensors()
-    assert plan.bytes_of("draft KV cache") == sum(pool.nbytes for pool in pools)
+    assert plan.bytes_of("draft KV cache") == sum(pool.nbytes for pool in runner.cache.pools.tensors())
 
 
 def test_layers_that_draft_are_counted_without_weights():
-    config = EngineConfig(target="shipped", draft="early_exit:layers=2", max_seq_len=64)
-    found = outlines_of(config)
+    found = outlines_of(EngineConfig(target="shipped", draft="early_exit:layers=2", max_seq_len=64))
     plan, num_layers = found.plan(None), found.opened.num_layers
     assert plan.bytes_of("draft weights") == 0
     assert plan.bytes_of("draft KV cache") * num_layers == plan.bytes_of("target KV cache") * 2
@@ -210,8 +206,7 @@ def test_layers_that_draft_are_counted_as_they_were_chosen(
     runner = llm.engine.drafter.first.runner
     shape = runner.cache.shape
     assert (len(shape.kept), len(shape.states)) == (num_kept, num_states)
-    pools = runner.cache.pools.tensors()
-    assert plan.bytes_of("draft KV cache") == sum(pool.nbytes for pool in pools)
+    assert plan.bytes_of("draft KV cache") == sum(pool.nbytes for pool in runner.cache.pools.tensors())
     allocated = sum(part.nbytes for pool in runner.cache.pools.states.values() for part in vars(pool).values())
     assert plan.bytes_of("draft recurrent states") == allocated
     assert bool(allocated) == bool(num_states)

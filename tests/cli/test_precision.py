@@ -35,8 +35,7 @@ def test_a_mixed_file(mixed: Path) -> None:
 
 
 def test_a_mixed_file_that_is_dequantised(mixed: Path) -> None:
-    wanted = "float32 (the file has 4-bit, 5-bit, 8-bit and bfloat16)"
-    assert said(mixed, ops="reference", dtype="float32") == wanted
+    assert said(mixed, ops="reference", dtype="float32") == "float32 (the file has 4-bit, 5-bit, 8-bit and bfloat16)"
 
 
 def test_weights_that_were_rounded_and_are_computed_with_in_float32(checkpoints: Path) -> None:

@@ -5,15 +5,14 @@ import pytest
 from forerun.theory import formulas
 
 
-def test_the_worked_example(cli):
+def test_the_worked_example(ok):
     """2.9412 tokens and 1.4706 at K = 5; the best K is 3."""
-    done = cli("theory", "--alpha", "0.7", "--c", "0.2", "--spec-length", "5")
-    assert done.returncode == 0
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()[1:7]}
+    printed = ok("theory", "--alpha", "0.7", "--c", "0.2", "--spec-length", "5")
+    rows = {line.split()[0]: line.split() for line in printed.splitlines()[1:7]}
     assert rows["5"][1:4] == ["2.9412", "2.00", "1.4706"]
     assert rows["3"][1] == "best"
-    assert f"{formulas.oracle_speedup(0.7, 0.2):.2f}" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert f"{formulas.oracle_speedup(0.7, 0.2):.2f}" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_a_machine_in_place_of_costs(cli):

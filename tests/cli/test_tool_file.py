@@ -106,10 +106,6 @@ class Scripted(Chat):
         return answer
 
 
-def called(name: str, arguments: str) -> list[object]:
-    return [ToolCall(name, arguments)]
-
-
 def test_a_chat_asks_before_it_runs_a_call(tools: ToolFile, capsys: pytest.CaptureFixture[str]) -> None:
     asked = list[str]()
 
@@ -118,11 +114,10 @@ def test_a_chat_asks_before_it_runs_a_call(tools: ToolFile, capsys: pytest.Captu
         return len(asked) == 1
 
     with LLM("shipped", chat_template=TEMPLATE) as llm:
-        params = SamplingParams(temperature=0, max_tokens=2)
-        chat = Scripted(llm, params, tools=tools, may_run=may_run)
+        chat = Scripted(llm, SamplingParams(temperature=0, max_tokens=2), tools=tools, may_run=may_run)
         chat.seen = []  # type: ignore[attr-defined]
-        rome, oslo = called("weather", '{"city":\n"Rome"}'), called("weather", '{"city": "Oslo"}')
-        chat.script = [[Reasoning("Hm."), *rome], oslo, oslo, [Reasoning("So."), Text("It is warm.")]]
+        rome, oslo = (ToolCall("weather", arguments) for arguments in ('{"city":\n"Rome"}', '{"city": "Oslo"}'))
+        chat.script = [[Reasoning("Hm."), rome], [oslo], [oslo], [Reasoning("So."), Text("It is warm.")]]
         out = io.StringIO()
         chat.answer("Warm?", out)
         assert out.getvalue() == "<think>\nHm.<think>\nSo.\n</think>\n\nIt is warm."
