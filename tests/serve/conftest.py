@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cli.conftest import checkpoints, cli as any_cli, process, start as any_start
+from cli.conftest import checkpoints, cli as any_cli, process, refused, start as any_start
 from forerun import LLM
 from serve.running import Running, serving
 from speculation import environment, llm_options, pytest_generate_tests, speculation
 
 # Found here by their names.
-__all__ = ["any_cli", "any_start", "checkpoints", "process", "pytest_generate_tests", "speculation"]
+__all__ = ["any_cli", "any_start", "checkpoints", "process", "pytest_generate_tests", "refused", "speculation"]
 
 
 SHIPPED = {"FORERUN_TARGET": "shipped"}
@@ -70,12 +70,12 @@ def plain() -> LLM:
 def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes requests (custom_id, url, body) as the lines of a file and returns its path."""
 
-    def make(*requests: tuple[str, str, dict[str, Any]], name: str = "in.jsonl") -> Path:
+    def make(*requests: tuple[str, str, dict[str, Any]]) -> Path:
         lines = [
             json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n"
             for custom_id, url, body in requests
         ]
-        path = tmp_path / name
+        path = tmp_path / "in.jsonl"
         path.write_text("".join(lines), encoding="utf-8")
         return path
 

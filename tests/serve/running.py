@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -18,6 +19,7 @@ import processes
 SOURCE = Path(__file__).parents[2] / "src"
 START_S = 120  # on a busy machine
 CODE = "def fib(n):\n"
+JSON = {"content-type": "application/json"}
 
 
 class Running:
@@ -57,6 +59,13 @@ def wait_for(what: Callable[[], object]) -> object:
             return found
         time.sleep(0.01)
     raise AssertionError("it did not come about")
+
+
+def assert_refused(answer: httpx.Response, sentence: str, status: int = 400) -> dict[str, Any]:
+    """Assert the status of an answer and a sentence in the message of its error; returns the error."""
+    error: dict[str, Any] = answer.json()["error"]
+    assert (answer.status_code, sentence in error["message"]) == (status, True), answer.text
+    return error
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cli.conftest import little_room
 from forerun.errors import BadOption, CapacityError
 from forerun.serve.answers import AnswerFile, answer_id
 
@@ -103,9 +103,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, case: str) -> None:
-    content, sentence = WRONG[case]
+@pytest.mark.parametrize(("content", "sentence"), WRONG.values(), ids=WRONG)
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, content: bytes, sentence: str) -> None:
     for tail in (b"", b'{"id": "batch_'):
         if tail and not content.endswith(b"\n"):
             continue
@@ -133,14 +132,10 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     """The size of a file is limited so that the second append ends in the middle of its line."""
     path = tmp_path / "out.jsonl"
     whole = written(path, "a")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with recovered(path, "abc") as answers:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 40, hard))
-        try:
-            with pytest.raises(CapacityError, match="make room and run the same command again"):
-                answers.append([answer("b")])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        full = pytest.raises(CapacityError, match="make room and run the same command again")
+        with full, little_room(len(whole) + 40):
+            answers.append([answer("b")])
         assert path.read_bytes()[: len(whole)] == whole
         answers.append([answer("c")])  # the next append does not go on behind half a line
         assert [json.loads(line)["custom_id"] for line in path.read_text().split("\n")[:-1]] == ["a", "c"]
@@ -192,12 +187,7 @@ def test_where_there_is_no_room_for_the_new_file_the_old_one_stays(tmp_path: Pat
     with recovered(path, "ab") as answers:
         answers.append([marked("a", "0b"), marked("b", "0a")])
     before = path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
-    try:
-        with pytest.raises(CapacityError, match="make room"), recovered(path, "ab", redo_changed=True):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with little_room(20), pytest.raises(CapacityError, match="make room"), recovered(path, "ab", redo_changed=True):
+        pass
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["out.jsonl"]

@@ -86,16 +86,12 @@ async def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pieces = [json.loads(line.removeprefix("data: ")) for line in lines]
         assert "".join(piece.get("said", "") for piece in pieces) == plain
         assert pieces[-1] == {"over": True}
-        for wrong, sentence in (
-            ({"wrods": "x"}, "did you mean 'words'"),
-            ({"colour": "red"}, "answers have none"),
-            ({"words": None}, "there is no words: this API wants it"),
-            ({"live": 1}, "live=1 is not possible: it must be true or false"),
-            ({"temperature": -1}, "temperature=-1"),
-        ):
-            answer = await client.post("/toy/say", json={**body, **wrong})
-            assert (answer.status_code, sentence in answer.json()["wrong"]) == (400, True), answer.text
         for field, value, at, sentence in (
+            ("wrods", "x", "wrods", "did you mean 'words'"),
+            ("colour", "red", "colour", "answers have none"),
+            ("words", None, "words", "there is no words: this API wants it"),
+            ("live", 1, "live", "live=1 is not possible: it must be true or false"),
+            ("temperature", -1, "temperature", "temperature=-1"),
             ("mode", "loud", "mode", "mode='loud' is not possible: it must be one of slow, fast"),
             ("times", -3, "times", "times=-3 is not possible: it must be a whole number of at least 1 and at most 5"),
             ("tags", {"no": 1}, "tags", 'tags={"no": 1} is not possible: it must be a list that is not empty'),
@@ -125,8 +121,7 @@ async def test_an_api_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert (answer.status_code, sentence in answer.json()["wrong"]) == (status, True), answer.text
         described = (await client.get("/openapi.json")).json()["paths"]
         assert [one["name"] for one in described["/toy/{what}"]["get"]["parameters"]] == ["what"]
-        told = described["/toy/say"]["post"]["requestBody"]
-        schema = told["content"]["application/json"]["schema"]
+        schema = described["/toy/say"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert schema["required"] == ["words"]
         assert {"joke", "mood", "colour", "temperature", "draft"} <= schema["properties"].keys()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import forerun
 from forerun import LLM, SamplingParams
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.engine.request import Chunk, RequestOutput, RequestReport
 from forerun.serve.apis import generating, messages, ollama, openai, responses
 from forerun.serve.bodies import Job
@@ -23,7 +23,7 @@ from forerun.types import FinishReason
 from text.test_calls import CASES, answer_form
 
 pytestmark = pytest.mark.once("texts and forms, whatever the speculation")
-TOKENIZER = Tokenizer.load(Path(forerun.__file__).parent / "data" / "target")
+TOKENIZER = Tokenizer.load(SHIPPED_TARGET)
 URLS = (openai.CHAT, responses.RESPONSES, messages.MESSAGES, ollama.CHAT)
 Told = tuple[str, list[tuple[str, Any]], str]  # text, calls, and whether it was "cut" or ended by itself, "over"
 
@@ -153,8 +153,7 @@ def test_a_call_that_is_cut_anywhere_is_none_in_any_api(name: str) -> None:
         assert whole[1:] == (calls, "over")
         for num in range(1, len(text) if calls else 1):
             for reason, ends in (("length", "cut"), ("stop", "over")):
-                answer = answered(how, text[:num], reason)
-                ways = [told(url, *answer) for url in URLS]
+                ways = [told(url, *answered(how, text[:num], reason)) for url in URLS]
                 content, found, ended = ways[0]
                 assert all(way == ways[0] for way in ways), text[:num]
                 assert (found, ended) == (calls[: len(found)], ends), text[:num]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-import forerun
 from forerun import LLM
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.serve.apis.openai import COMPLETIONS
 from forerun.serve.batch import BatchRequest, Requests, Running
 from serve.test_serve_inside import served
 
 pytestmark = pytest.mark.once("texts of prompts, whatever the speculation")
-SHIPPED = Path(forerun.__file__).parent / "data" / "target"
 BOS = "<|endoftext|>"
 PROMPTS = ("def fib(n):\n", f"a {BOS} b", "  naïve 🙂\n", BOS)
 
@@ -25,10 +24,10 @@ PROMPTS = ("def fib(n):\n", f"a {BOS} b", "  naïve 🙂\n", BOS)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model, whose tokenizer puts a token at the beginning and one at the end."""
     made = tmp_path_factory.mktemp("model")
-    for file in SHIPPED.iterdir():
+    for file in SHIPPED_TARGET.iterdir():
         (made / file.name).symlink_to(file)
     (made / "tokenizer.json").unlink()
-    raw = json.loads((SHIPPED / "tokenizer.json").read_text(encoding="utf-8"))
+    raw = json.loads((SHIPPED_TARGET / "tokenizer.json").read_text(encoding="utf-8"))
     special = {"SpecialToken": {"id": BOS, "type_id": 0}}
     raw["post_processor"] = {
         "type": "TemplateProcessing",
@@ -66,8 +65,7 @@ async def test_a_prompt_is_repeated_as_it_was_sent(llm: LLM) -> None:
         wanted = [prompt + text for prompt, text in zip(PROMPTS, alone, strict=True)]
         for more in ({}, {"stream": True}, {"logprobs": 1}):
             assert await texts(prompt=list(PROMPTS), echo=True, **more) == wanted, more
-        twice = await texts(prompt=list(PROMPTS), echo=True, n=2)
-        assert twice == [text for text in wanted for _ in range(2)]
+        assert await texts(prompt=list(PROMPTS), echo=True, n=2) == [text for text in wanted for _ in range(2)]
         assert await texts(prompt=list(PROMPTS), echo=True, max_tokens=0) == list(PROMPTS)
         ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
         assert await texts(prompt=ids, echo=True) == wanted

@@ -90,8 +90,7 @@ def test_chats_whole_and_in_pieces(client: client_of_ollama.Client, plain: LLM) 
     assert "".join(piece.message.content for piece in pieces) == expected.text
     floats = {"temperature": 0, "num_predict": 12.0, "draft_num_predict": 2}
     assert client.chat("shipped", HELLO, options=floats).message.content == expected.text
-    from_generate = client.generate("shipped", CODE, options=GREEDY)
-    assert from_generate.response == expected.text
+    assert client.generate("shipped", CODE, options=GREEDY).response == expected.text
 
 
 def test_a_stream_is_the_default_and_its_lines_are_json(server: Running) -> None:
@@ -116,8 +115,7 @@ def test_a_seed_makes_the_same_text_again(client: client_of_ollama.Client) -> No
 def test_an_answer_has_the_form_that_is_asked_for(client: client_of_ollama.Client) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     options = {"temperature": 0, "num_predict": 64}
-    whole = client.chat("shipped", HELLO, format=schema, options=options)
-    assert json.loads(whole.message.content)["n"] in (1, 2)
+    assert json.loads(client.chat("shipped", HELLO, format=schema, options=options).message.content)["n"] in (1, 2)
     assert client.generate("shipped", CODE, format="json", options=options).response.lstrip().startswith("{")
 
     streamed = client.chat("shipped", [], stream=True)

@@ -335,13 +335,10 @@ def test_a_token_that_is_part_of_a_character_is_called_by_its_bytes(checkpoints:
     ids = llm.tokenizer.encode("é€")
     prompt = llm.tokenizer.encode("a")
     for i in range(len(ids)):
-        bias = {ids[i]: 1e9}
-        output = llm.generate(
-            [[*prompt, *ids[:i]]], SamplingParams(max_tokens=1, temperature=0, logit_bias=bias, logprobs=0)
-        )
-        job = read(COMPLETIONS, logprobs=0)
-        shown = completion_answer(job, output, llm.tokenizer, "0", 0)["choices"][0]["logprobs"]["tokens"]
-        assert shown == [f"bytes:\\x{'é€'.encode()[i]:02x}"]
+        params = SamplingParams(max_tokens=1, temperature=0, logit_bias={ids[i]: 1e9}, logprobs=0)
+        outputs = llm.generate([[*prompt, *ids[:i]]], params)
+        (choice,) = completion_answer(read(COMPLETIONS, logprobs=0), outputs, llm.tokenizer, "0", 0)["choices"]
+        assert choice["logprobs"]["tokens"] == [f"bytes:\\x{'é€'.encode()[i]:02x}"]
     output = llm.generate("a", SamplingParams(max_tokens=4, logit_bias={0: 1e9}, logprobs=0))[0]
     entry = chat_answer(read(CHAT, logprobs=True), [output], llm.tokenizer, "0", 0)["choices"][0]
     assert entry["logprobs"]["content"][0]["token"] == "<|end|>"

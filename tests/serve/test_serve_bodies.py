@@ -27,8 +27,7 @@ def message(**body: Any) -> Job:
 
 
 def test_a_developer_is_the_system_of_templates() -> None:
-    conversation = [{"role": "developer", "content": "Be brief."}, *HELLO]
-    body = {"model": "small", "messages": conversation}
+    body = {"model": "small", "messages": [{"role": "developer", "content": "Be brief."}, *HELLO]}
     job = generating()[openai.CHAT].job(body, "small", served_names=("small",))
     assert job.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
 

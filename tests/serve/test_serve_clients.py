@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from serve.running import CODE, Running, wait_for
+from serve.running import CODE, Running, assert_refused, wait_for
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 HELLO: Any = [{"role": "user", "content": "def add("}]
@@ -27,14 +27,13 @@ def test_models(client: Any) -> None:
 
 def test_what_is_served_is_what_the_engine_says(client: Any, plain: LLM) -> None:
     """Whole and in pieces, greedy and with a seed, with and without speculation: the text is that of LLM."""
-    for fields in ({"temperature": 0}, {"temperature": 0.8, "seed": 11, "extra_body": {"min_p": 0.05}}):
-        named = {**fields, **fields.get("extra_body", {})}
-        named.pop("extra_body", None)
-        want = plain.generate(CODE, SamplingParams(max_tokens=24, **named))[0]
-        whole = client.completions.create(model="shipped", prompt=CODE, max_tokens=24, **fields)
+    for fields, more in (({"temperature": 0}, {}), ({"temperature": 0.8, "seed": 11}, {"min_p": 0.05})):
+        want = plain.generate(CODE, SamplingParams(max_tokens=24, **fields, **more))[0]
+        given: Any = {"model": "shipped", "prompt": CODE, "max_tokens": 24, **fields, "extra_body": more}
+        whole = client.completions.create(**given)
         assert whole.choices[0].text == want.text
         assert whole.choices[0].finish_reason == want.finish_reason
-        stream = client.completions.create(model="shipped", prompt=CODE, max_tokens=24, stream=True, **fields)
+        stream = client.completions.create(stream=True, **given)
         assert "".join(chunk.choices[0].text for chunk in stream) == want.text
 
 
@@ -188,8 +187,7 @@ def test_a_beam_search_answers_with_its_best_texts(client: Any, plain: LLM) -> N
 
 def test_a_prediction_is_counted(client: Any) -> None:
     asked: Any = {"model": "shipped", "messages": HELLO, "temperature": 0, "max_tokens": 40}
-    whole = client.chat.completions.create(**asked)
-    text = whole.choices[0].message.content or ""
+    text = client.chat.completions.create(**asked).choices[0].message.content or ""
     fixed = {"speculation": {"report": True, "spec_length": 5}}  # however busy the machine is
     again = client.chat.completions.create(**asked, prediction={"type": "content", "content": text}, extra_body=fixed)
     assert again.choices[0].message.content == text
@@ -230,8 +228,7 @@ def test_speculation_of_one_request(client: Any, server: Running) -> None:
         name: report[found] for name, found in METRICS.items()
     }
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == plain.choices[0].text
-    unasked = client.completions.create(model="shipped", prompt=CODE, **GREEDY)
-    assert "forerun" not in (unasked.model_extra or {})
+    assert "forerun" not in (client.completions.create(model="shipped", prompt=CODE, **GREEDY).model_extra or {})
     for wrong, sentence in (
         ({"draft": "nothing"}, "there is no drafter in this engine .nothing."),
         ({"drat": "none"}, "did you mean 'draft'"),
@@ -305,10 +302,8 @@ def test_a_response_goes_on_from_one_that_is_kept(client: Any, plain: LLM) -> No
 
     given: Any = {"model": "shipped", "temperature": 0, "max_output_tokens": 8}
     for stream in (False, True):
-        first = client.responses.create(input="def add(", instructions="# Python", **given)
-        if stream:
-            events = list(client.responses.create(input="def add(", instructions="# Python", stream=True, **given))
-            first = events[-1].response  # type: ignore[union-attr]
+        answer: Any = client.responses.create(input="def add(", instructions="# Python", stream=stream, **given)
+        first = list(answer)[-1].response if stream else answer
         second = client.responses.create(input="def sub(", previous_response_id=first.id, **given)
         said = [*HELLO, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "def sub("}]
         assert second.output_text == plain.chat(said, SamplingParams(temperature=0, max_tokens=8))[0].text
@@ -399,8 +394,7 @@ def test_tokenize_and_back(server: Running, plain: LLM) -> None:
         ("/detokenize", {"tokens": [10**9]}, "a list of ids"),
         ("/detokenize", {"ids": []}, "there is no field 'ids'"),
     ):
-        answer = server.http.post(url, json=body)
-        assert (answer.status_code, sentence in answer.json()["error"]["message"]) == (400, True), answer.text
+        assert_refused(server.http.post(url, json=body), sentence)
 
 
 def test_what_harnesses_ask_of_the_tokenizer(server: Running, plain: LLM) -> None:

@@ -37,11 +37,11 @@ from forerun.serve.options import Limits, ServerOptions
 from forerun.serve.origins import Origins, is_local
 from forerun.serve.server import PatientProtocol, _end_on_signals, _Server
 from forerun.serve.service import Service, Services
-from serve.running import CODE, Running
+from serve.running import CODE, JSON, Running, assert_refused
 from speculation import llm_options
 
 pytestmark = pytest.mark.once("faults, whatever the speculation")
-JSON = [(b"content-type", b"application/json")]
+RAW_JSON = [(b"content-type", b"application/json")]
 
 
 def alone(llm: LLM, names: tuple[str, ...] = ("small",), **limits: Any) -> Services:
@@ -65,7 +65,7 @@ async def posted(llm: LLM, send: Any, body: Any, **limits: Any) -> None:
     """Send a whole body to /v1/completions; `send` takes the messages that answer it, and no place is left taken."""
     service, messages = alone(llm, **limits), asyncio.Queue[dict[str, Any]]()
     messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": JSON}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": RAW_JSON}
     try:
         await make_app(service)(scope, messages.get, send)
         assert service.gate.num_taken == 0
@@ -128,14 +128,12 @@ async def test_what_can_never_run_is_refused_before_it_is_made() -> None:
 
     async with served(llm, max_queue=6) as (client, _):
         before = llm.engine.make([5], SamplingParams())[0].seq.id
-        many = await client.post("/v1/completions", **asked(prompt=[[5]] * 200, n=50))
-        assert (many.status_code, "makes 10000 choices" in many.json()["error"]["message"]) == (400, True)
+        assert_refused(await client.post("/v1/completions", **asked(prompt=[[5]] * 200, n=50)), "makes 10000 choices")
         most = await client.post("/v1/completions", **asked(prompt=[[5]] * 4, n=2, max_tokens=1))
         assert (most.status_code, len(most.json()["choices"])) == (200, 8)
         assert llm.engine.make([5], SamplingParams())[0].seq.id == before + 9
         for url in ("/tokenize", "/v1/completions"):
-            long = await client.post(url, json={"prompt": CODE * 100_000})
-            assert (long.status_code, "whatever they are" in long.json()["error"]["message"]) == (400, True)
+            assert_refused(await client.post(url, json={"prompt": CODE * 100_000}), "whatever they are")
 
 
 @asynccontextmanager
@@ -151,7 +149,7 @@ async def begun(service: Service, url: str, first: bytes) -> AsyncIterator[async
         return message
 
     async def ask() -> list[dict[str, Any]]:
-        headers = [(b"content-length", b"1000"), *JSON]
+        headers = [(b"content-length", b"1000"), *RAW_JSON]
         scope = {"type": "http", "method": "POST", "path": url, "query_string": b"", "headers": headers}
 
         async def send(message: Any) -> None:
@@ -191,13 +189,10 @@ async def test_a_drafter_that_a_request_names_is_no_path(tmp_path: Path, monkeyp
     """Whatever it says, no file is looked for, and a name that no file may have is refused as any other is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    llm = LLM("shipped", draft="none", max_batch_size=2)
-
-    async with served(llm) as (client, _):
+    async with served(LLM("shipped", draft="none", max_batch_size=2)) as (client, _):
         for name in ("a" * 300, "folder", "x\0y", "model:path=" + "b" * 300):
             answer = await client.post("/v1/completions", **asked(speculation={"draft": name}))
-            message = answer.json()["error"]["message"]
-            assert (answer.status_code, "there is no drafter in this engine" in message) == (400, True), message
+            message = assert_refused(answer, "there is no drafter in this engine")["message"]
             assert ("start it with" in message) == name.startswith("model:"), message
 
 
@@ -433,10 +428,7 @@ async def test_patience() -> None:
         assert await patience.wait(asyncio.sleep(0.03, "done"), 60) == "done"
     await asyncio.sleep(0.02)  # nothing waits: nobody is cancelled
 
-    async def waiting() -> None:
-        await Patience().wait(asyncio.Event().wait(), 60)
-
-    task = asyncio.create_task(waiting())
+    task = asyncio.create_task(Patience().wait(asyncio.Event().wait(), 60))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -444,9 +436,7 @@ async def test_patience() -> None:
 
 
 async def test_a_model_without_a_template_refuses_conversations(checkpoints: Any) -> None:
-    llm = LLM(checkpoints / "llama", **llm_options())
-
-    async with served(llm) as (client, _):
+    async with served(LLM(checkpoints / "llama", **llm_options())) as (client, _):
         hello = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
         for url, body in (
             ("/v1/chat/completions", hello),
@@ -454,8 +444,7 @@ async def test_a_model_without_a_template_refuses_conversations(checkpoints: Any
             ("/v1/messages/count_tokens", hello),
             ("/v1/responses", {"input": "x"}),
         ):
-            answer = await client.post(url, json=body)
-            assert (answer.status_code, "chat template" in answer.json()["error"]["message"]) == (400, True)
+            assert_refused(await client.post(url, json=body), "chat template")
         assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
@@ -468,9 +457,8 @@ def ask_for_what_is_described(server: Running, num_examples: int) -> dict[str, s
 
 
 async def test_lists_of_models_have_no_places_of_files() -> None:
-    llm = LLM("shipped", draft="none", max_batch_size=2)
-
-    async with served(llm, names=("small", "/srv/models/small")) as (client, _):
+    names = ("small", "/srv/models/small")
+    async with served(LLM("shipped", draft="none", max_batch_size=2), names=names) as (client, _):
         listed = (await client.get("/v1/models")).json()
         assert ([one["id"] for one in listed["data"]], listed["last_id"]) == (["small"], "small")
         assert (await client.get("/v1/models//srv/models/small")).status_code == 200  # who knows it may say it
@@ -481,8 +469,7 @@ def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pyte
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = cli("serve", "shipped", "--port", port)
-        assert (done.returncode, f"127.0.0.1:{port} cannot be served" in done.stderr) == (2, True)
+        assert f"127.0.0.1:{port} cannot be served" in cli("serve", "shipped", "--port", port, code=2).stderr
     for flag, value, sentence in (
         ("--metrics-prefix", "mine", "must be forerun or vllm"),
         ("--log-format", "xml", "must be text or json"),
@@ -494,17 +481,15 @@ def test_what_a_server_says_before_a_model_is_loaded(cli: Any, monkeypatch: pyte
         ("--api-key", "", "--api-key='' is not possible: it must not be empty"),
         ("--served-model-name", "", "must not be empty"),
     ):
-        done = cli("serve", "shipped", "--port", "0", flag, value)
-        assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
-    done = cli("serve", "nowhere/at-all", "--host", "0.0.0.0", "--port", "0", HF_HUB_OFFLINE="1")
-    assert (done.returncode, "can be reached from other machines" in done.stderr) == (2, True)
+        assert sentence in cli("serve", "shipped", "--port", "0", flag, value, code=2).stderr
+    done = cli("serve", "nowhere/at-all", "--host", "0.0.0.0", "--port", "0", code=2, HF_HUB_OFFLINE="1")
+    assert "can be reached from other machines" in done.stderr
     for host in ("127.0.0.1", "::1", "localhost", "127.1", "127.9.9.9", "::ffff:127.0.0.1", "a.localhost", "LOCALHOST"):
         assert is_local(host), host
     for host in ("0.0.0.0", "10.0.0.1", "example.org", "::", "::ffff:10.0.0.1", "10.1", "localhost.example.org", ""):
         assert not is_local(host), host
     monkeypatch.setitem(sys.modules, "forerun.serve.server", None)
-    done = cli("serve", "shipped")
-    assert (done.returncode, "-m pip install 'fastapi>=" in done.stderr) == (2, True)
+    assert "-m pip install 'fastapi>=" in cli("serve", "shipped", code=2).stderr
 
 
 # Fields that another one contradicts more often than not, where all are drawn at random.
@@ -597,8 +582,7 @@ async def test_a_page_takes_what_the_context_allows() -> None:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url="http://test") as client:
                 for length, status in ((most, 200), (most + 1, 413)):
                     body = json.dumps("x" * (length - 2)).encode()
-                    headers = {"content-type": "application/json"}
-                    answer = await client.post("/lab/api/live", content=body, headers=headers)
+                    answer = await client.post("/lab/api/live", content=body, headers=JSON)
                     assert answer.status_code == status
                 message = answer.json()["error"]["message"]
                 assert f"takes {most:,} bytes at once, and this has {most + 1:,}: shorten it" in message

@@ -16,7 +16,7 @@ from forerun.serve import aside
 from forerun.serve.bodies import MOST_ENTRIES
 from forerun.serve.events import as_json, in_slices
 from forerun.serve.texts import TextOptions, Texts
-from serve.running import CODE
+from serve.running import CODE, JSON
 from serve.test_serve_inside import asked, served
 from speculation import llm_options
 
@@ -72,8 +72,7 @@ async def test_a_request_beside_long_bodies_is_late_by_two_steps_at_most(monkeyp
         for name, (url, fields, status, said) in ATTACKS.items():
             body = json.dumps(fields).encode()
             assert aside.LONG_BYTES < len(body) < service.limits.max_body_bytes
-            headers = {"content-type": "application/json"}
-            attacks = [asyncio.create_task(client.post(url, content=body, headers=headers)) for _ in range(4)]
+            attacks = [asyncio.create_task(client.post(url, content=body, headers=JSON)) for _ in range(4)]
             await asyncio.sleep(0.01)
             before = num_steps
             answer = await client.post("/v1/completions", **asked(prompt="def f(", max_tokens=1))
@@ -88,7 +87,6 @@ async def test_a_request_beside_long_bodies_is_late_by_two_steps_at_most(monkeyp
 
 async def test_long_and_short_bodies_are_answered_alike() -> None:
     """The process makes what a thread makes, errors included; and it is started anew where it ended."""
-    llm = LLM("shipped", **llm_options())
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": CODE, "max_tokens": 8, "seed": 3, "bad_words": ["\n"], "prediction": "def f("}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "def f("}], "max_tokens": 4, "seed": 3}),
@@ -103,12 +101,11 @@ async def test_long_and_short_bodies_are_answered_alike() -> None:
         ("/v1/completions", {"prompt": [5] * 50, "nothing": 1}),
     ]
 
-    async with served(llm) as (client, service):
+    async with served(LLM("shipped", **llm_options())) as (client, service):
         for i, (url, fields) in enumerate(bodies):
-            body, headers = json.dumps(fields).encode(), {"content-type": "application/json"}
-            short, long = [
-                await client.post(url, content=sent, headers=headers) for sent in (body, body + b" " * aside.LONG_BYTES)
-            ]
+            body = json.dumps(fields).encode()
+            short = await client.post(url, content=body, headers=JSON)
+            long = await client.post(url, content=body + b" " * aside.LONG_BYTES, headers=JSON)
             assert (short.status_code, known(short.json())) == (long.status_code, known(long.json()))
             if i == 0:
                 pid = service.aside.pid
@@ -120,8 +117,7 @@ async def test_long_and_short_bodies_are_answered_alike() -> None:
 def test_what_ends_every_process_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A body is read again once; a process that ends while the server does is not started again."""
     started = tmp_path / "started"
-    code = f"open({str(started)!r}, 'a').write('x')"
-    monkeypatch.setattr(aside, "_CODE", code)
+    monkeypatch.setattr(aside, "_CODE", f"open({str(started)!r}, 'a').write('x')")
     reader = aside.Aside([TextOptions(tmp_path, ("x",), 16, 1)])
     with pytest.raises(InternalError, match="twice in a row"):
         reader.work("/tokenize", b"{}").result()

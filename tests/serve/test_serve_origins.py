@@ -21,13 +21,13 @@ from forerun.serve.options import ServerOptions
 from forerun.serve.origins import Origins
 from forerun.serve.server import origins_of
 from forerun.serve.service import Service, Services
-from serve.running import CODE, Running, serving
+from serve.running import CODE, JSON, Running, assert_refused, serving
 
 pytestmark = pytest.mark.once("a process of its own, which speculates")
 BODY = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-JSON = {"content-type": "application/json"}
 KEY = {"authorization": "Bearer secret"}
 FRIEND = "https://chat.example.org"
+PATHS = ("/v1/completions", "/tokenize", "/lab/api/theory")
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,11 @@ def test_only_pages_of_the_server_and_its_friends_make_it_compute(friendly: Runn
         "[::1",
         "8.8.8.8",
     ):
-        for path in ("/v1/completions", "/tokenize", "/lab/api/theory"):
-            assert ask(friendly, path, host=host, **said) == (403, "host_not_allowed"), host
+        assert {ask(friendly, path, host=host, **said) for path in PATHS} == {(403, "host_not_allowed")}, host
     for origin in (f"http://{own}", FRIEND, FRIEND.upper(), f"http://localhost:{port}"):
         assert ask(friendly, origin=origin, **said)[0] == 200, origin
     for origin in ("http://evil.example", "null", f"{FRIEND}.evil.example", "http://127.0.0.1"):
-        for path in ("/v1/completions", "/tokenize", "/lab/api/theory"):
-            assert ask(friendly, path, origin=origin, **said) == (403, "origin_not_allowed"), origin
+        assert {ask(friendly, path, origin=origin, **said) for path in PATHS} == {(403, "origin_not_allowed")}, origin
     for kind in (
         "text/plain",
         "application/x-www-form-urlencoded",
@@ -84,8 +82,7 @@ def test_only_pages_of_the_server_and_its_friends_make_it_compute(friendly: Runn
         "text/plain; application/json",
         "",
     ):
-        for path in ("/v1/completions", "/tokenize", "/lab/api/theory"):
-            assert ask(friendly, path, content_type=kind) == (415, "unsupported_media_type"), kind
+        assert {ask(friendly, path, content_type=kind) for path in PATHS} == {(415, "unsupported_media_type")}, kind
     assert ask(friendly) == (415, "unsupported_media_type")
     for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
         assert ask(friendly, content_type=kind)[0] == 200, kind
@@ -247,8 +244,7 @@ def test_a_browser_that_asks_first_is_answered_without_the_key(keyed: Running) -
 
 def test_an_answer_that_is_kept_is_not_shown_to_another_page(keyed: Running) -> None:
     for headers in ({}, {"origin": "https://evil.example"}, ORIGIN):
-        answer = keyed.http.get("/v1/models", headers={**KEY, **headers})
-        assert answer.headers["vary"] == "Origin"
+        assert keyed.http.get("/v1/models", headers={**KEY, **headers}).headers["vary"] == "Origin"
 
 
 def test_other_pages_are_told_nothing(keyed: Running) -> None:
@@ -281,10 +277,8 @@ def test_a_slash_at_the_end_says_nothing(server: Running) -> None:
 
 def test_a_compressed_body_is_refused_as_such(server: Running) -> None:
     body = gzip.compress(json.dumps({"prompt": CODE}).encode())
-    headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    answer = server.http.post("/v1/completions", content=body, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
-    assert "'gzip'): send it as it is" in answer.json()["error"]["message"]
+    answer = server.http.post("/v1/completions", content=body, headers={**JSON, "content-encoding": "gzip"})
+    assert assert_refused(answer, "'gzip'): send it as it is", 415)["code"] == "unsupported_media_type"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import forerun
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.serve.apis import generating, llama_server, messages, ollama, openai, responses, vllm, with_bodies
 from forerun.serve.bodies import Job, Refused
 from forerun.serve.routes import Count
@@ -18,7 +18,6 @@ from forerun.serve.texts import OnlyAside, TextOptions, Texts
 from forerun.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.once("no engine runs: bodies alone")
-SHIPPED = Path(forerun.__file__).parent / "data" / "target"
 DOCS = Path(__file__).parents[2] / "docs" / "serve.md"
 ROUTES = {route.form.url: route for route in generating().values()}
 ASKED: Any = [{"role": "user", "content": "hi"}]
@@ -159,8 +158,7 @@ def test_a_field_without_effect_has_none_and_says_why(url: str) -> None:
             assert len(field.why.split()) > 2
             assert field.why in field.described["description"]
             for value in ANY:
-                job = read(url, {**BASES[url], name: value})
-                assert dataclasses.replace(job, given=base.given) == base, name
+                assert dataclasses.replace(read(url, {**BASES[url], name: value}), given=base.given) == base, name
         elif field.neutral is not None:
             for value in field.neutral:
                 assert read(url, {**BASES[url], name: value}) == base, name
@@ -230,7 +228,7 @@ def test_a_text_is_filled_in_behind_its_own_beginning() -> None:
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    return Texts(TextOptions(SHIPPED, ("small",), 2048, 4))
+    return Texts(TextOptions(SHIPPED_TARGET, ("small",), 2048, 4))
 
 
 def tokenize(texts: Texts, body: dict[str, Any]) -> Any:
@@ -252,12 +250,11 @@ COUNTED: dict[str, dict[str, Any]] = {
 
 
 def test_every_route_that_counts_tells_what_it_ignored() -> None:
-    texts = Texts(TextOptions(SHIPPED, ("small",), 2048, 4, ignore_unsupported=True))
+    texts = Texts(TextOptions(SHIPPED_TARGET, ("small",), 2048, 4, ignore_unsupported=True))
     counting = {url: route for url, route in with_bodies().items() if isinstance(route, Count)}
     assert counting.keys() == COUNTED.keys()
     for url, route in counting.items():
-        body = {**COUNTED[url], "user": "x", "no_such_field": 1}
-        assert texts.work(route, body)[1] == ("no_such_field",), url
+        assert texts.work(route, {**COUNTED[url], "user": "x", "no_such_field": 1})[1] == ("no_such_field",), url
 
 
 def test_every_field_of_tokenize_makes_a_difference(texts: Texts) -> None:
@@ -298,7 +295,7 @@ def test_names_of_special_tokens_are_texts_where_that_is_wanted(texts: Texts) ->
     assert special not in ids(parse_special=False)
     assert tokenizer.decode(ids(parse_special=False)) == text
     assert special in ids(), "the next one is read as before"
-    shared = Texts(texts.options, Tokenizer.load(SHIPPED))
+    shared = Texts(texts.options, Tokenizer.load(SHIPPED_TARGET))
     with pytest.raises(OnlyAside):
         tokenize(shared, {"content": text, "parse_special": False})
     plain = {"content": "plain", "parse_special": False}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import forerun
+from forerun.engine.opened import SHIPPED_TARGET
 from forerun.errors import UserError
 from forerun.serve.apis import generating, messages, ollama, openai, responses, with_bodies
 from forerun.serve.apis.vllm import TOKENIZE
@@ -88,9 +88,8 @@ GROUPS = ((), ("text", "output_config"), ("tools", "tool_choice"))  # fields lef
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    folder = Path(forerun.__file__).parent / "data" / "target"
-    template = ChatTemplate.load(folder, Path(__file__).parent / "tools.jinja")
-    return Texts(TextOptions(folder, ("shipped",), 2048, 64), Tokenizer.load(folder), lambda: template)
+    template = ChatTemplate.load(SHIPPED_TARGET, Path(__file__).parent / "tools.jinja")
+    return Texts(TextOptions(SHIPPED_TARGET, ("shipped",), 2048, 64), Tokenizer.load(SHIPPED_TARGET), lambda: template)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -133,10 +132,9 @@ def test_any_value_in_any_place(url: str, texts: Texts) -> None:
 
 def test_tools_of_a_template_that_knows_none() -> None:
     """They may be left out where unsupported fields are ignored, but for a call that must be."""
-    folder = Path(forerun.__file__).parent / "data" / "target"
     body = {**BODIES[openai.CHAT], "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {}}
     for ignore in (False, True):
-        own = Texts(TextOptions(folder, ("shipped",), 2048, 64, {}, ignore))
+        own = Texts(TextOptions(SHIPPED_TARGET, ("shipped",), 2048, 64, {}, ignore))
         for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
             if ignore and choice == "auto":
                 job, _ = own.read(with_bodies()[openai.CHAT], {**body, "tool_choice": choice})
@@ -168,9 +166,8 @@ def test_a_model_without_a_chat_template(
     template: str | None, sentence: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client is told what it can do; files and options are for the log, where whoever serves the model looks."""
-    target = Path(forerun.__file__).parent / "data" / "target"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((target / name).read_bytes())
+        (tmp_path / name).write_bytes((SHIPPED_TARGET / name).read_bytes())
     if template is not None:
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     for url, body in CONVERSATIONS.items():
