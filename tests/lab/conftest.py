@@ -53,14 +53,12 @@ class Pages:
     def __init__(self, browser: Any, root: str) -> None:
         self._browser, self._root = browser, root
         self.problems: list[str] = []
-        self._contexts: list[Any] = []
 
     def open(self, hash_: str = "", *, width: int = 1280, height: int = 800, theme: str = "light") -> Any:
         """The page with these settings behind #, when all of its widgets have been mounted."""
         context = self._browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=theme, reduced_motion="reduce"
         )
-        self._contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.on("dialog", lambda dialog: dialog.accept(KEY))
@@ -79,15 +77,12 @@ class Pages:
         if not url.startswith((self._root, "data:", "blob:")):
             self.problems.append(f"{url} was asked for, which is elsewhere")
 
-    def close(self) -> None:
-        for context in self._contexts:
-            context.close()
-
 
 @pytest.fixture
 def pages(server: Running, browser: Any) -> Iterator[Pages]:
     """Makes pages, and checks in the end what their consoles have said."""
     made = Pages(browser, server.url)
     yield made
-    made.close()
+    for context in browser.contexts:
+        context.close()
     assert not made.problems, made.problems

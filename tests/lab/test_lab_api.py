@@ -17,7 +17,7 @@ from forerun.lab.app import add_error_answers
 from forerun.lab.unbiased import MUTANTS, Rounds, Setting, counted, exact_tv, expected_accepted
 from forerun.theory import formulas, roofline
 from forerun.theory.noise import chi_square, chi_square_tail
-from serve.running import wait_for
+from serve.running import assert_refused, wait_for
 
 TARGET = [0.3, 0.2, 0.15, 0.12, 0.09, 0.07, 0.04, 0.03]
 DRAFT = [0.14, 0.28, 0.1, 0.2, 0.06, 0.12, 0.06, 0.04]
@@ -119,19 +119,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_evaluated_is_refused(client: TestClient, case: str) -> None:
-    call, said = REFUSED[case]
-    answer = client.post("/api/theory", json={"calls": [call]})
-    assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
+@pytest.mark.parametrize(("call", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_evaluated_is_refused(client: TestClient, call: dict[str, Any], said: str) -> None:
+    assert_refused(client.post("/api/theory", json={"calls": [call]}), said)
 
 
 def test_a_body_of_another_form_is_refused(client: TestClient) -> None:
     for body in ({}, {"calls": 3}, {"calls": [{"arguments": {}}]}):
-        answer = client.post("/api/theory", json=body)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["message"]
+        assert assert_refused(client.post("/api/theory", json=body), "")["message"]
 
 
 def test_every_function_has_parameters_that_can_be_sent() -> None:
@@ -219,9 +214,7 @@ def test_settings_that_are_impossible_are_refused(client: TestClient) -> None:
         ({"size": 99}, "less than or equal to 8"),
         ({"num_rounds": 10**6}, "less than or equal to 1000"),
     ):
-        answer = client.post("/api/rounds", json={**good, **change})
-        assert answer.status_code == 400, (change, answer.text)
-        assert said in answer.json()["error"]["message"], (change, answer.text)
+        assert_refused(client.post("/api/rounds", json={**good, **change}), said)
 
 
 def test_few_wait_for_their_turn(client: TestClient) -> None:

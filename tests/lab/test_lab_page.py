@@ -213,8 +213,7 @@ def test_things_to_find_and_where_it_does_not_pay(pages: Pages) -> None:
     button(page, "landscape", "K beyond the ridge").click()
     check_landscape(page, 0.7, 14, 0.2, FREE)
     assert "here" in regimes.nth(1).get_attribute("class")
-    needed = formulas.break_even_alpha(14, 0.2)
-    assert f"from α = {needed:.2f}" in regimes.nth(1).inner_text()
+    assert f"from α = {formulas.break_even_alpha(14, 0.2):.2f}" in regimes.nth(1).inner_text()
     button(page, "landscape", "α → 1").click()
     check_landscape(page, 1.0, 8, 0.1, FREE)
     titles = page.locator("#landscape .regimes h4").all_inner_texts()
@@ -346,8 +345,7 @@ def test_the_page_is_open_and_what_it_asks_for_wants_the_key(server: Running) ->
     for path in ("/lab/api/machine", "/lab/api/rules", "/lab/../lab/api/rules", "/v1/models", "/laboratory"):
         assert server.http.get(path).status_code == 401, path
         assert server.http.get(path, headers=BEARER).status_code in (200, 404), path
-    answer = server.http.get("/lab/")
-    assert "default-src 'self'" in answer.headers["content-security-policy"]
+    assert "default-src 'self'" in server.http.get("/lab/").headers["content-security-policy"]
     assert server.http.get("/lab/static/../../app.py").status_code in (401, 404)
 
 

@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -19,8 +19,8 @@ from forerun.engine.request import Request
 from forerun.lab import live
 from forerun.lab.watching import COUNTS, PER_POSITION, RATES, coins_of
 from forerun.types import AcceptanceTest, RoundDetail, Toss
-from lab.serving import Event, of, read, serving_lab, watch
-from serve.running import serving, wait_for
+from lab.serving import of, read, serving_lab, watch
+from serve.running import JSON, assert_refused, serving, wait_for
 
 PROMPT = "def fib(n):\n"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -257,17 +257,10 @@ def test_many_viewers_get_their_own(llm: LLM, url: str) -> None:
         {"max_tokens": 24, "temperature": 0.9, "seed": seed, "draft": ("model", "lookup")[seed % 2]}
         for seed in range(6)
     ]
-    found: dict[int, list[Event]] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: watch(url, prompt=PROMPT, **settings[i])}))
-        for i in range(len(settings))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(settings)) as pool:
+        watched = list(pool.map(lambda each: watch(url, prompt=PROMPT, **each), settings))
     alone = llm.generate([PROMPT] * len(settings), [SamplingParams(**each) for each in settings])
-    assert [of(found[i], "end")[0]["token_ids"] for i in range(len(settings))] == [out.token_ids for out in alone]
+    assert [of(events, "end")[0]["token_ids"] for events in watched] == [out.token_ids for out in alone]
     wait_for(lambda: listeners(llm) == 0)
 
 
@@ -301,11 +294,8 @@ def test_many_viewers_get_their_own(llm: LLM, url: str) -> None:
     ids=lambda value: None if isinstance(value, str) else "-".join(value) or "nothing",
 )
 def test_what_cannot_be_honoured_is_refused_with_a_sentence(llm: LLM, url: str, body: Any, says: str) -> None:
-    answer = httpx.post(f"{url}api/live", content=json.dumps(body), headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert says in message
-    assert "\n" not in message
+    answer = httpx.post(f"{url}api/live", content=json.dumps(body), headers=JSON)
+    assert "\n" not in assert_refused(answer, says)["message"]
     assert listeners(llm) == 0
 
 
