@@ -33,6 +33,7 @@ from forerun.cli import flags
 from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
 from forerun.engine.request import Request
+from forerun.errors import BadOption
 from forerun.registry import option
 from forerun.text.terminal import make_console
 from forerun.types import SamplingParams, StepReport
@@ -92,8 +93,10 @@ class Line:
 
 
 def line_of(runs: Seq[Run]) -> Line:
-    """Return the numbers of all repeats."""
+    """Return the numbers of all repeats. Raises BadOption where the long prompt was read before a newcomer's token."""
     newcomers = [seconds / run.step_s for run in runs for seconds in run.first_tokens_s]
+    if not newcomers:
+        raise BadOption("the long prompt was read before a newcomer had a token: give a larger --long-prompt-tokens")
     gaps = sorted(steps for run in runs for steps in run.gap_steps)
     return Line(
         step_s=median(run.step_s for run in runs),
