@@ -131,7 +131,8 @@ ATTACKS: Mapping[str, Attack] = {
 @contextmanager
 def attacked(url: str, name: str) -> Iterator[Answers]:
     """An attack by a process of its own until the block is left. Gives how it was answered, when it is over."""
-    command, answers = [sys.executable, "-m", __spec__.name, url, name], Answers()
+    command = [sys.executable, "-m", __spec__.name, url, name]
+    answers = Answers()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

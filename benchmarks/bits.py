@@ -130,7 +130,9 @@ def cases() -> Iterator[Case]:
     """Yield what is compared: products, operators of rows, attention, whole passes."""
     for name, matrix in matrices():
         yield from (Case(f"product, {name}", num, partial(product, matrix, num)) for num in ROWS)
-    x, y, weight = 3 * normal(7, 64, NUM_IN), normal(8, 64, NUM_IN), normal(9, NUM_IN)
+    x = 3 * normal(7, 64, NUM_IN)
+    y = normal(8, 64, NUM_IN)
+    weight = normal(9, NUM_IN)
     turns, heads = normal(10, 2, 64, 1, DIM), normal(11, 64, 4, DIM)
     yield Case("RMS norm", 64, lambda ops: ops.rms_norm(x, weight, 1e-5))
     yield Case("layer norm", 64, lambda ops: ops.layer_norm(x, weight, y[0], 1e-5))

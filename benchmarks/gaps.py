@@ -275,7 +275,8 @@ def _measure(llms: dict[str, LLM], prompts: Prompts, plan: GapsPlan, sizes: _Siz
         prompt, stream, longer = map(prompts.take, (plan.prompt_tokens, STREAM_PROMPT_TOKENS, plan.long_prompt_tokens))
         for variant in latency.rotated(list(llms), repeat):
             progress.update(task, description=variant)
-            llm, params = llms[variant], sizes.params(plan.tokens_per_step, f"{repeat}")
+            llm = llms[variant]
+            params = sizes.params(plan.tokens_per_step, f"{repeat}")
             first, again = _first_token(llm, prompt, params), _first_token(llm, prompt, params)
             around = _around_a_long_prompt(llm, stream, longer, repeat, plan, sizes)
             runs.append(Run(variant, repeat, *first, *again, **around))

@@ -79,7 +79,9 @@ class Compiled:
     """
 
     def __init__(self, module: Any, wanted: tuple[str, ...]) -> None:
-        self._module, self._wanted, self.compiled = module, wanted, dict[tuple[str, str], Any]()
+        self._module = module
+        self._wanted = wanted
+        self.compiled = dict[tuple[str, str], Any]()
 
     def __getattr__(self, name: str) -> Any:
         outer, kernel = self, getattr(self._module, name)

@@ -228,7 +228,9 @@ def texts(llm: LLM, params: SamplingParams, num_tokens: int, seed: int, task: Ta
 
 
 def _answers(llm: LLM, params: SamplingParams, num_tokens: int, seed: int, task: Task) -> list[Text]:
-    found, missing, start_ids = list[Text](), num_tokens, list(llm.engine.start_ids)
+    found = list[Text]()
+    missing = num_tokens
+    start_ids = list(llm.engine.start_ids)
     for turn in itertools.count():
         if turn > 0 and params.temperature == 0:
             return found

@@ -199,7 +199,9 @@ class OwnForward:
     def __init__(
         self, model: LoadedModel, config: EngineConfig, num_tokens: int, num_places: int, weights: str
     ) -> None:
-        self.name, self.idle_cpu_s, self.about = OWN, 0.0, about_own(model, weights)
+        self.name = OWN
+        self.idle_cpu_s = 0.0
+        self.about = about_own(model, weights)
         cache = BlockCache.of(
             model,
             cast(Backend, config.kv_cache_backend),
@@ -209,7 +211,8 @@ class OwnForward:
         )
         for place in range(num_places):
             cache.open(place)
-        self._runner, self._held = Runner(model, cache), [list[int]() for _ in range(num_places)]
+        self._runner = Runner(model, cache)
+        self._held = [list[int]() for _ in range(num_places)]
         self.num_experts: dict[int, list[float]] = {}  # by rows of a pass: of a layer, that those rows chose
 
     def forward(self, past: list[int], ids: list[int], place: int) -> Pass:

@@ -102,7 +102,8 @@ class Question:
 
     def refuse(self, name: str) -> None:
         """Raise PeerError for an engine that cannot run the target, or not in these weights."""
-        is_file, continues = self.target.is_file(), self.worker == PROMPTS_WORKER
+        is_file = self.target.is_file()
+        continues = self.worker == PROMPTS_WORKER
         if is_file and name != "llama.cpp" and not continues:
             raise PeerError("it runs checkpoint folders here, and the target is a GGUF file")
         if not is_file and name == "llama.cpp":

@@ -353,7 +353,10 @@ class OwnEngine:
         batch_size: int = 1,
     ) -> None:
         model = checkpoint.model
-        self.name, self.idle_cpu_s, self.checkpoint, self.weights = OWN, 0.0, checkpoint, weights
+        self.name = OWN
+        self.idle_cpu_s = 0.0
+        self.checkpoint = checkpoint
+        self.weights = weights
         self.draft: Checkpoint | None = None
         # The prefix cache is off, because the other engines have none, and a repeated prompt would be found in it.
         options = {**config.options(), "max_batch_size": batch_size, "prefix_caching": False}
@@ -397,7 +400,10 @@ class OwnEngine:
         return [prompt.id for prompt in work], [prompt.kind for prompt in work], ids
 
     def _turns(self, plan: PeersPlan) -> tuple[list[str], list[str], list[list[int]]]:
-        llm, names, kinds, prompts = self._llms[PLAIN], list[str](), list[str](), list[list[int]]()
+        llm = self._llms[PLAIN]
+        names = list[str]()
+        kinds = list[str]()
+        prompts = list[list[int]]()
         suite = suites.read(str(plan.suite), plan.prompt_file)
         num = plan.num_prompts if plan.prompts_per_kind is None else None
         for conversation in suite.first(num, plan.prompts_per_kind).conversations:

@@ -82,7 +82,8 @@ class AtOnce(OwnEngine):
 
     def together(self, configuration: str, group: Group) -> list[Outcome]:
         """Continue the prompts of a group at once."""
-        llm, params = self._llms[configuration], [self.params(num_tokens) for _, num_tokens in group]
+        llm = self._llms[configuration]
+        params = [self.params(num_tokens) for _, num_tokens in group]
         begun = time.perf_counter()
         outputs = llm.generate([ids for ids, _ in group], params)
         seconds = (time.perf_counter() - begun) / sum(num_tokens for _, num_tokens in group)

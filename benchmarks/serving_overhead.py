@@ -67,7 +67,9 @@ def run(config: EngineConfig, plan: ServingPlan) -> dict[str, Any]:
     """Measure, print, and return all of it for JSON. Raises UserError, and InternalError where a text differs."""
     if plan.urls:
         raise BadOption("--overhead compares a server with the engine in this process, so it starts it: drop --url")
-    console, prompts, at_once = make_console(), read_prompts(plan), plan.most_at_once
+    console = make_console()
+    prompts = read_prompts(plan)
+    at_once = plan.most_at_once
     plan = replace(plan, num_requests=max(plan.num_requests, at_once), concurrencies=(at_once,), rates=())
     # The same prompts come again, and both engines are to read them each time.
     config = replace(config, max_batch_size=at_once, prefix_caching=False)

@@ -102,7 +102,8 @@ def lines_of(runs: Seq[Run], limits: Limits) -> list[Line]:
 
 def _line(runs: Seq[Run], limits: Limits, speedups: Seq[float]) -> Line:
     answers = [answer for run in runs for answer in run.answers]
-    good, load = [answer for answer in answers if answer.error is None], runs[0].load
+    good = [answer for answer in answers if answer.error is None]
+    load = runs[0].load
     quiet = [gap for run in runs for gap in quiet_gaps_s(run.answers)]
     pieces = sum(len(answer.arrivals_s) for answer in good)
     return Line(

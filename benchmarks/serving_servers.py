@@ -71,7 +71,9 @@ def peer_command(name: str, config: EngineConfig, target: Path, port: int) -> li
     if (name == LLAMA) != target.is_file():
         wanted = "a GGUF file, and the target is a folder" if name == LLAMA else "a folder, and the target is a file"
         raise BadOption(f"{name} runs {wanted}")
-    at_once, length, where = config.max_batch_size, config.max_seq_len, ["--host", "127.0.0.1", "--port", str(port)]
+    at_once = config.max_batch_size
+    length = config.max_seq_len
+    where = ["--host", "127.0.0.1", "--port", str(port)]
     if name == LLAMA:  # its context is shared by all slots
         size = [] if length is None else ["--ctx-size", str(at_once * length)]
         return [found, "--model", str(target), *where, "--parallel", str(at_once), *size]

@@ -186,7 +186,8 @@ def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: ThroughputPlan, prompts: Seq[Seq[int]]
 ) -> dict[str, LLM]:
     """One engine per variant over the same weights, each with room for the largest batch and no more."""
-    longest, most = max(map(len, prompts)) + round(max(LENGTHS) * plan.max_tokens), max(plan.concurrencies)
+    longest = max(map(len, prompts)) + round(max(LENGTHS) * plan.max_tokens)
+    most = max(plan.concurrencies)
     blocks = (
         -(-longest // PAGED_BLOCK_TOKENS) + 1
     )  # a request is admitted only with a block to spare for all that may grow
@@ -282,7 +283,8 @@ class _Meter:
         return len(self._going) == self.counts.concurrency
 
     def _note(self, report: StepReport) -> None:
-        now, draft_s = time.perf_counter(), 0.0 if self._clock is None else self._clock.take()
+        now = time.perf_counter()
+        draft_s = 0.0 if self._clock is None else self._clock.take()
         seconds, self._last = now - self._last, now
         counts = self.counts
         counts.num_steps += 1

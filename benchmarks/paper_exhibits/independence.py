@@ -15,7 +15,8 @@ TITLE = "Tokens of a round: independent acceptances, and those of the texts"
 
 def make(work: Work) -> Iterator[Exhibit]:
     """Make it for the pair without an encoder."""
-    lengths, recipe = work.plan.spec_lengths, work.recipe(NAME, "num_tokens", "ngram", "spec_lengths")
+    lengths = work.plan.spec_lengths
+    recipe = work.recipe(NAME, "num_tokens", "ngram", "spec_lengths")
     yield independence(work.alphas, NAME, TITLE, lengths, recipe)
 
 

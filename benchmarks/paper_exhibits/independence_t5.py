@@ -11,6 +11,7 @@ NAME = "independence-t5"
 
 def make(work: Work) -> Iterator[Exhibit]:
     """Make it for each task."""
-    lengths, recipe = work.plan.spec_lengths, work.task_recipe(NAME, "num_tokens", "ngram", "spec_lengths")
+    lengths = work.plan.spec_lengths
+    recipe = work.task_recipe(NAME, "num_tokens", "ngram", "spec_lengths")
     for task, found in work.task_alphas.items():
         yield independence(found, f"{NAME}-{task}", f"{TITLE} ({task})", lengths, recipe)

@@ -159,10 +159,12 @@ def repeats_of(tally: Tally, num_prompts: int) -> Iterator[Tally]:
 def predicted_of(tally: Tally, plain: Tally) -> Predicted | None:
     """Return what a repeat's costs let expect; None where nothing was drafted, or most drafts were shorter."""
     gamma, steps, plain_step_s = tally.variant.spec_length, tally.steps, _seconds(plain) / len(plain.steps)
-    full, tested = [step for step in steps if step.num_drafted == gamma], tally.total("num_tested")
+    full = [step for step in steps if step.num_drafted == gamma]
+    tested = tally.total("num_tested")
     if not tested or len(full) < FULL_DRAFTS * len(steps):
         return None
-    alpha, drafting_s = tally.total("num_accepted") / tested, sum(step.draft_s for step in steps)
+    alpha = tally.total("num_accepted") / tested
+    drafting_s = sum(step.draft_s for step in steps)
     c = drafting_s / tally.total("num_drafted") / plain_step_s
     v = sum(step.target_forward_s for step in full) / len(full) / plain_step_s
     outside_s = _seconds(tally) - drafting_s - sum(step.target_forward_s for step in steps)

@@ -41,7 +41,8 @@ def table_3(
 
     for guess in found.guessers:
         for setting in SETTINGS:
-            one, at = found.acceptances[setting, guess.name], {"T=0": 0, "T=1": 1}.get(setting)
+            one = found.acceptances[setting, guess.name]
+            at = {"T=0": 0, "T=1": 1}.get(setting)
             theirs = [entry(target, guess, at) for target in beside]
             rows.append((guess.name, setting, one.alpha, one.alpha_error, *theirs))
     curves = [

@@ -201,7 +201,8 @@ class OpenvinoPeer(InProcess):
         self._genai: Any = importlib.import_module("openvino_genai")
         self._openvino: Any = importlib.import_module("openvino")
         self._numpy: Any = importlib.import_module("numpy")
-        self._max_n, self.settings = question["lookup_max_n"], settings_of(question)
+        self._max_n = question["lookup_max_n"]
+        self.settings = settings_of(question)
         self._properties = properties(question)
         target, source = opened(question, "target")
         self._pipelines = {"plain": self._pipeline(target), "lookup": self._pipeline(target, prompt_lookup=True)}
@@ -226,7 +227,9 @@ class OpenvinoPeer(InProcess):
     def generate(self, method: str, spec_length: int | None, ids: list[int], max_tokens: int) -> Timed:
         """Continue one prompt, which is given as ids, so that no tokenizer runs."""
         config = self._genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        config.max_new_tokens = max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
         if spec_length is not None:
             config.num_assistant_tokens = spec_length
         if method == "lookup":
@@ -260,7 +263,8 @@ def opened(question: Json, role: str) -> tuple[Path, str]:
     A GGUF file is read by openvino-genai itself. What that cannot read is converted from the same weights in bfloat16
     and compressed to 4 bits.
     """
-    source, folder = question[role], Path(question["work"]) / f"openvino-{role}"
+    source = question[role]
+    folder = Path(question["work"]) / f"openvino-{role}"
     weights = question["weights"] if role == "target" else None
     if Path(source).is_dir():
         return converted(source, folder, weights), about_weights(weights)

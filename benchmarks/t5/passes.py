@@ -52,7 +52,8 @@ class PairOps(ReferenceOps):
             k, v = self.memory.pop(0)
         num_heads, num_rows = q.shape[1], len(self._filled)
         q, k, v = (torch.unflatten(x, 0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))
-        mask, scores = self._mask(q.shape[2], k.shape[2], scoring), q @ k.transpose(-1, -2)
+        mask = self._mask(q.shape[2], k.shape[2], scoring)
+        scores = q @ k.transpose(-1, -2)
         if scoring.scale != 1:
             scores = scores * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
         out = (scores + mask).softmax(-1).to(v.dtype) @ v  # the sum is in float32, which the mask is

@@ -126,7 +126,8 @@ def test_the_command_measures_every_drafter_that_can_serve(tiny: Path, work_file
 
 def test_a_draft_model_is_clocked_and_always_right(tiny: Path, measured: Any, capsys: Any) -> None:
     """The target drafts for itself: with K = 3 every pass but the last makes 4 tokens."""
-    drafts, engine = (str(tiny), "lookup:max_n=2"), {"spec_length": 3, "pacing": "fixed"}
+    drafts = (str(tiny), "lookup:max_n=2")
+    engine = {"spec_length": 3, "pacing": "fixed"}
     record = measured(engine, drafts=drafts, kinds=("chat",), temperatures=(0.0,), max_tokens=12)
     by_draft = {line["name"]: line for line in record["lines"]}
     assert list(by_draft) == [PLAIN, AGAIN, *drafts]
@@ -202,7 +203,8 @@ class Failing(Drafter):
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module: Any = ModuleType("forerun.drafters.failing")
-    module.Options, module.build = Options, lambda options, target: Failing()
+    module.Options = Options
+    module.build = lambda options, target: Failing()
     found = registry.names
     monkeypatch.setattr(registry, "names", lambda room: [*found(room), "failing"])
     monkeypatch.setitem(sys.modules, module.__name__, module)

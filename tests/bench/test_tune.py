@@ -149,7 +149,8 @@ def step(pass_s: float, *, draft_s: float = 0.0, rest_s: float = 0.01, rounds: S
 
 
 def detail(num_drafted: int, num_accepted: int) -> RoundDetail:
-    parents, nothing = list(range(-1, num_drafted - 1)), [0.0] * num_drafted
+    parents = list(range(-1, num_drafted - 1))
+    nothing = [0.0] * num_drafted
     return RoundDetail(0, 0, [0] * num_drafted, parents, nothing, list(nothing), [], list(range(num_accepted)), 0, 16)
 
 

@@ -216,7 +216,8 @@ def refusal(plan: PaperPlan, target: Path | None = None) -> str:
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
-    only, tiny = {"names": ("table-2-t5",)}, write_tiny(tmp_path / "tiny")
+    only = {"names": ("table-2-t5",)}
+    tiny = write_tiny(tmp_path / "tiny")
     said = refusal(PaperPlan(**only, pair=tmp_path))
     assert said.startswith(f"there is no encoder-decoder pair in {tmp_path}: docs/training.md says how the T5 pair")
     own = {"drafts": (str(folder / "draft-a"),), "tasks": (f"x={folder / 'other.jsonl'}",)}

@@ -72,7 +72,8 @@ def test_the_shipped_model_by_its_name_reads_the_same_text(capsys: pytest.Captur
 
 
 def test_the_weights_of_a_file_are_the_bases_but_for_rounding(tmp_path: Path) -> None:
-    path, text = write_tiny_model(tmp_path / "tiny.gguf"), tmp_path / "text.txt"
+    path = write_tiny_model(tmp_path / "tiny.gguf")
+    text = tmp_path / "text.txt"
     text.write_text("abcabcabd" * 30)
     plan = QualityPlan(("int8:group=16", "file"), num_tokens=100, window_tokens=40, num_prompts=0, text_file=text)
     _, int8, file = run(EngineConfig(target=str(path)), plan)["lines"]

@@ -261,7 +261,8 @@ def test_command_lines() -> None:
 
 
 def test_other_engines_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, gguf = EngineConfig(max_batch_size=16, max_seq_len=512), tmp_path / "m.gguf"
+    config = EngineConfig(max_batch_size=16, max_seq_len=512)
+    gguf = tmp_path / "m.gguf"
     gguf.touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no vllm on the PATH" in refusal(NotFound, peer_command, "vllm", config, tmp_path, 7)

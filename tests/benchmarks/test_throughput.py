@@ -34,7 +34,8 @@ def test_the_command_on_a_target_that_drafts_for_itself(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every draft is right and no step is left out: all counts of single requests are known."""
-    file, sizes = prompt_file(tmp_path, *"abcdef"), {"max_tokens": TOKENS, "num_repeats": 2, "num_waves": 5}
+    file = prompt_file(tmp_path, *"abcdef")
+    sizes = {"max_tokens": TOKENS, "num_repeats": 2, "num_waves": 5}
     plan = ThroughputPlan(concurrencies=(1, 3), spec_lengths=(1, 2), prompt_file=file, **sizes)
     record = as_json(run(EngineConfig(target=str(tiny), draft=str(tiny)), plan))
     printed = capsys.readouterr().out
@@ -46,7 +47,8 @@ def test_the_command_on_a_target_that_drafts_for_itself(
     assert "was right" not in printed
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # no column is cut short
 
-    variants, runs = [PLAIN, AGAIN, "K=1", "K=2", AUTO, WRONG], [Counts(**without_rate(r)) for r in record["runs"]]
+    variants = [PLAIN, AGAIN, "K=1", "K=2", AUTO, WRONG]
+    runs = [Counts(**without_rate(r)) for r in record["runs"]]
     turns = [[(r.repeat, r.concurrency, r.variant) for r in runs[i : i + 6]] for i in range(0, len(runs), 6)]
     for turn, (repeat, concurrency) in enumerate(product((0, 1), (1, 3))):
         assert sorted(turns[turn]) == sorted((repeat, concurrency, variant) for variant in variants)

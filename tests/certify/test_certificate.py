@@ -176,7 +176,8 @@ def pair(models: Path) -> Pair:
 
 def test_the_bias_leaves_the_allowed_ids_alone(models: Path) -> None:
     one = pair(models)
-    prompt, params = one.prompts()[0], SamplingParams(max_tokens=3, logit_bias=dict.fromkeys((5, 9), BIAS))
+    prompt = one.prompts()[0]
+    params = SamplingParams(max_tokens=3, logit_bias=dict.fromkeys((5, 9), BIAS))
     outputs = dict(one.plain.outputs(prompt, 3, params))
     assert len(outputs) == 8
     assert sum(outputs.values()) == pytest.approx(1)
@@ -187,7 +188,8 @@ def test_plain_distributions_are_the_same_however_they_are_asked_for(models: Pat
     """Row by row, from the prefix of another text, and all at once."""
     one = pair(models)
     first, second = one.prompts()[:2]
-    ids, params = [*first, 3, 200, 17], SamplingParams(repetition_penalty=1.3)
+    ids = [*first, 3, 200, 17]
+    params = SamplingParams(repetition_penalty=1.3)
     together = one.plain.distributions(ids, len(first), params)
     assert len(together) == 4
     for i, law in enumerate(together):

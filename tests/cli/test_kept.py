@@ -18,7 +18,9 @@ SYSTEM = "a careful answer in one sentence, and never a guess: what is not known
 
 
 def test_the_beginning_of_conversations_is_read_once(cli: Any, ok: Any, tmp_path: Path) -> None:
-    kept, file, template = f"1GB:{tmp_path / 'kv'}", tmp_path / "system.txt", tmp_path / "chat.jinja"
+    kept = f"1GB:{tmp_path / 'kv'}"
+    file = tmp_path / "system.txt"
+    template = tmp_path / "chat.jinja"
     file.write_text(SYSTEM)
     template.write_text(TEMPLATE)
     common = ("--target", "llama", "--draft", "none", "--kv-disk", kept, "--chat-template", str(template))

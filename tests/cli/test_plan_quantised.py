@@ -228,7 +228,8 @@ def test_chosen_layers_keep_what_their_cache_keeps(name: str) -> None:
     for layers in itertools.chain.from_iterable(itertools.combinations(range(spec.num_layers), n) for n in (1, 2, 3)):
         if missing_keys(spec, layers):
             continue
-        ours, engines = spec.only(layers).cache_shape, spec.cache_shape.only(layers)
+        ours = spec.only(layers).cache_shape
+        engines = spec.cache_shape.only(layers)
         assert [layers[i] for i in ours.kept] == list(engines.kept)
         assert [ours.size_of(i) for i in ours.kept] == [engines.size_of(layer) for layer in engines.kept]
         sources = [None if (a := block.attention) is None else a.shares_kv_of for block in spec.only(layers).blocks]

@@ -100,7 +100,8 @@ def use_ollama(url: str, model: str) -> str:
     """/api/chat with a tool, a schema, and a stream; /api/generate; the lists."""
     from ollama import Client
 
-    client, options = Client(host=url), {"temperature": 0, "num_predict": 64}
+    client = Client(host=url)
+    options = {"temperature": 0, "num_predict": 64}
     assert model in [one.model.removesuffix(":latest") for one in client.list().models]
     message = client.chat(model, ASKED, tools=[TOOL], options=options).message
     call = (message.tool_calls or [])[0].function

@@ -131,9 +131,11 @@ def _is_ready(url: str) -> bool:
 def used(name: str, folder: Path, wanted: Mapping[str, Seq[str]], url: str) -> str | None:
     """Run one client. Returns None, or the reason why it has failed."""
     log = LOGS / f"{name}.txt"
-    python, env = str(folder / "bin/python"), {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    python = str(folder / "bin/python")
+    env = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     if "npm" in wanted:
-        python, env = sys.executable, {**env, **_with_node(), "CLIENTS_NODE": str(folder)}
+        python = sys.executable
+        env = {**env, **_with_node(), "CLIENTS_NODE": str(folder)}
     try:
         _logged([python, str(HERE / "clients.py"), name, url, NAME], log, RUN_S, env)
     except subprocess.TimeoutExpired:

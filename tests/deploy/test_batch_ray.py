@@ -65,7 +65,8 @@ def test_an_engine_a_node_and_the_run_itself_are_killed(requests: Path, tmp_path
     here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
     finished(batch(str(requests), str(here)))
     with two_nodes() as cluster:
-        address, node = {"RAY_ADDRESS": cluster.address}, next(iter(cluster.worker_nodes))
+        address = {"RAY_ADDRESS": cluster.address}
+        node = next(iter(cluster.worker_nodes))
         first = batch(str(requests), str(there), "--ray", **address)
         wait_for(lambda: num_lines(there) > 10 or first.poll() is not None)
         killed = kill_one("ray::Engine", node)

@@ -107,7 +107,9 @@ def guessed(tokens: list[int], num: int, is_ordered: bool) -> list[int]:
         states = {kind: (kept.layers[i].keys, kept.layers[i].values) for kind, i in LAYERS.items()}
         seen = WINDOW - 1  # the last place of the window is that of the row itself
         states[LOCAL] = tuple(part[:, :, -seen:] for part in states[LOCAL])
-        row, found, at = out.last_hidden_state[:, -1:], list[int](), torch.tensor([[len(tokens) - 1]])
+        row = out.last_hidden_state[:, -1:]
+        found = list[int]()
+        at = torch.tensor([[len(tokens) - 1]])
         for _ in range(num):
             embedded = target.get_input_embeddings()(torch.tensor([[(tokens + found)[-1]]]))
             both = torch.cat((embedded, row), -1)
@@ -340,7 +342,8 @@ def test_a_short_vocabulary(folders: dict[str, Path], monkeypatch: pytest.Monkey
     for vocab, width in (("auto", None), ("64", 64)):
         draft = f"assistant:path={folders['whole']},draft_vocab={vocab},search=none"
         with LLM(str(folders["target"]), draft=draft, pacing="fixed", max_seq_len=128) as llm:
-            seen, drafter = drafts_of(llm, AssistantDrafter), llm.engine.drafter.first
+            seen = drafts_of(llm, AssistantDrafter)
+            drafter = llm.engine.drafter.first
             llm.generate([[5, 60, 3, 20] * 20], params)
             assert isinstance(drafter, AssistantDrafter)
             assert any(draft for _, draft in seen)

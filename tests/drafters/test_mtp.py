@@ -52,7 +52,8 @@ def oracle() -> tuple[Any, Any]:
     """A model of transformers of random weights, and its block."""
     torch.manual_seed(0)
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)).eval()
-    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    model.config.num_mtp_layers = 1
+    model.config.mtp_layer_types = ["full_attention"]
     block = MtpModel(model, 1).eval()
     for parameter in (*model.parameters(), *block.layers.parameters()):
         parameter.data.normal_(*((0, 0.3) if parameter.dim() > 1 else (0.3, 0.3)))
@@ -104,7 +105,9 @@ def guessed(tokens: list[int], num: int) -> list[int]:
     model, block = oracle()
     ids = torch.tensor([tokens])
     with torch.inference_mode():
-        hidden, inputs, found = model.model(ids[:, :-1]).last_hidden_state, ids[:, 1:], list[int]()
+        hidden = model.model(ids[:, :-1]).last_hidden_state
+        inputs = ids[:, 1:]
+        found = list[int]()
         for _ in range(num):
             positions, length = torch.arange(1, inputs.shape[1] + 1)[None], inputs.shape[1]
             embedded = model.get_input_embeddings()(inputs)

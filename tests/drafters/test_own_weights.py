@@ -169,7 +169,8 @@ def test_a_search_ends_at_its_evaluations_and_needs_two_layers():
 
 def test_a_fitted_file_drafts_for_its_target_alone(tmp_path):
     """From the command to the engine: the text is plain decoding's; files of others are refused before weights are."""
-    target, out = write_tiny(tmp_path / "model"), tmp_path / "fitted" / "layers.safetensors"
+    target = write_tiny(tmp_path / "model")
+    out = tmp_path / "fitted" / "layers.safetensors"
     text = tmp_path / "text.txt"
     text.write_text("some text of the kind that is written", encoding="utf-8")
     arguments = ["train", "skip", "--target", str(target), "--text", str(text), "--out", str(out)]

@@ -58,9 +58,11 @@ def test_a_draft_is_what_the_target_computes_behind_the_vectors() -> None:
     run(engine, requests)
     runner, lengths = runner_with(MODEL, 400), set()
     for one in rounds:
-        known, num = texts[one.sequence_id][: one.position - 1], len(one.tokens)
+        known = texts[one.sequence_id][: one.position - 1]
+        num = len(one.tokens)
         if num:
-            tokens, rows = [*known, *[0] * num], {len(known) + j: vectors[j] for j in range(num)}
+            tokens = [*known, *[0] * num]
+            rows = {len(known) + j: vectors[j] for j in range(num)}
             runner.cache.open(one.sequence_id)
             logits = runner.forward([Run(one.sequence_id, tokens, vectors=rows)]).logits[0]
             assert logits[len(known) :].argmax(-1).tolist() == one.tokens

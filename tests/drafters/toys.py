@@ -45,7 +45,8 @@ def members_of(target: Any, **options: Any) -> dict[str, Drafter]:
 
 def drafts_of(llm: LLM, kind: type) -> list[tuple[list[int], list[int]]]:
     """A list that fills with what an engine's drafter, of that kind, drafts by itself, and the tokens behind which."""
-    drafter, seen = llm.engine.drafter.first, list[tuple[list[int], list[int]]]()
+    drafter = llm.engine.drafter.first
+    seen = list[tuple[list[int], list[int]]]()
     assert isinstance(drafter, kind)
     own: Any = drafter
     own_draft = own.own_draft

@@ -224,7 +224,9 @@ def test_a_listener_that_fails_before_it_is_known_how_to_end_it_is_dropped(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step runs as soon as the engine has it, before `listen` has returned."""
-    real, texts, failures = llm.engine.listen, list[str](), list[StepReport]()
+    real = llm.engine.listen
+    texts = list[str]()
+    failures = list[StepReport]()
 
     def listening(*given: Any, **named: Any) -> Any:
         end = real(*given, **named)
@@ -265,7 +267,8 @@ def generated(llm: LLM) -> list[int]:
 
 
 def test_a_rule_that_fails_for_one_request_ends_that_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    ratio, wanted = verify.find("ratio"), [params(), params(acceptance="ratio", spec_length=2)]
+    ratio = verify.find("ratio")
+    wanted = [params(), params(acceptance="ratio", spec_length=2)]
     expected = llm.generate(PROMPTS[0], wanted[0])[0].token_ids
     monkeypatch.setattr(ratio.module, "rule", lambda *args: 1 // 0)
     requests = llm.submit([PROMPTS[0], "x = 1\n" * 9], wanted)
@@ -327,7 +330,8 @@ def test_requests_carry_their_times(llm: LLM) -> None:
 
 
 def test_submitted_requests_tell_how_they_go_on_and_may_be_ended(llm: LLM) -> None:
-    expected, news = llm.generate(PROMPTS[0], params(40))[0], SimpleQueue[Request]()
+    expected = llm.generate(PROMPTS[0], params(40))[0]
+    news = SimpleQueue[Request]()
     kept, dropped = llm.submit(PROMPTS[:2], [params(40), params(400)], hear=news.put)
     while kept.seq.finish_reason is None:
         news.get(timeout=TIMEOUT_S)

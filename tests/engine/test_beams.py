@@ -78,7 +78,9 @@ class Found(NamedTuple):
 
 def searched(model: ToyModel, prompt: Seq[int], params: SamplingParams, end: int | None = END) -> list[Found]:
     """All texts of the pool of a beam search by the target alone, best first: every candidate is made and sorted."""
-    width, most, penalty = params.num_beams, params.max_tokens or 0, params.length_penalty
+    width = params.num_beams
+    most = params.max_tokens or 0
+    penalty = params.length_penalty
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     pool: list[Found] = []
     for length in range(1, most + 1):

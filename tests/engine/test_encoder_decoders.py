@@ -205,7 +205,9 @@ def test_equal_texts_of_other_sources_share_nothing(published: tuple[Any, Path, 
 
     Some sources here begin like others, by whole blocks.
     """
-    module, begun, params = published[0], [3, *range(10, 50)], {"max_tokens": 6, "temperature": 0.0, "draft": "none"}
+    module = published[0]
+    begun = [3, *range(10, 50)]
+    params = {"max_tokens": 6, "temperature": 0.0, "draft": "none"}
     texts, long = set(), [*range(60, 108)]
     for source in ([5, 80, 7, 9], [200, 201], [5, 80, 7, 9], long, long[:16], long[:32], [*long[:32], *[200] * 16]):
         (out,) = llm.generate(source, SamplingParams(**params, decoder_prompt=begun[1:]))

@@ -111,7 +111,10 @@ def test_a_chunk_that_is_long_itself_is_dearer_than_its_first_token() -> None:
 @pytest.mark.parametrize("num_tokens", [2_400, 16_000])
 def test_the_promise_holds_for_99_of_100_steps_of_a_noisy_machine(num_tokens: int, noise: float, pauses: float) -> None:
     """A simulated machine, with the times of a 0.5 B model on two cores; steps and chunks are noisy, some pause."""
-    chance, fair, seconds, usual_s = random.Random(7), Fair(3.0), list[float](), 0.013
+    chance = random.Random(7)
+    fair = Fair(3.0)
+    seconds = list[float]()
+    usual_s = 0.013
 
     def noisy(s: float) -> float:
         return s * chance.lognormvariate(0, noise) * (3 if chance.random() < pauses else 1)

@@ -107,10 +107,13 @@ class ForeignModel:
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.model, self.config = model, self
-        self.device, self.ops, self.rows = "cpu", ReferenceOps(), TorchRows("cpu", model.dtype)
+        self.device = "cpu"
+        self.ops = ReferenceOps()
+        self.rows = TorchRows("cpu", model.dtype)
         self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype_name(model.dtype)
         self.vocab_size, self.max_positions = model.config.vocab_size, model.config.max_position_embeddings
-        self.hidden_size, self.cache_shape = model.config.hidden_size, CacheShape(2, 2, 8)
+        self.hidden_size = model.config.hidden_size
+        self.cache_shape = CacheShape(2, 2, 8)
         self.encoder, self.has_experts, self.num_slots = None, False, 1
 
     def forward(
@@ -123,7 +126,8 @@ class ForeignModel:
     ) -> Passed:
         if batch.ancestors or layers is not None:
             raise InternalError("this model runs chains only, through all of its layers")
-        inputs, found = self.embed(batch.ids()[0]) if hidden is None else hidden, []
+        inputs = self.embed(batch.ids()[0]) if hidden is None else hidden
+        found = []
         for b, slot in enumerate(batch.slots):
             cache.truncate_to(slot, batch.cached[b])  # what an interrupted step left
             rows = inputs[list(batch.run(b))][None]

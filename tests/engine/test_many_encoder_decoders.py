@@ -154,7 +154,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_no_neighbour_and_no_preemption_moves_a_bit(small: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """300 requests in a cache of three, where texts that are being decoded are preempted, beside each of them alone."""
-    asked, drafts = asked_of(300), ("none", "suffix", "lookup", "model", "bigram", "prediction", "recycle")
+    asked = asked_of(300)
+    drafts = ("none", "suffix", "lookup", "model", "bigram", "prediction", "recycle")
     options: dict[str, Any] = {"ops": "reference_row_by_row", "dtype": "float32", "max_seq_len": 64}
     with LLM(small[0], draft="none", max_batch_size=1, prefix_caching=False, **options) as llm:
         alone = [told(llm.generate(source, SamplingParams(**fields))[0]) for source, fields in asked]

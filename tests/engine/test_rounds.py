@@ -258,7 +258,8 @@ def test_an_end_is_forced_where_the_largest_logit_is_found_alone() -> None:
 
 @pytest.mark.once("about threads")
 def test_a_step_on_native_operators_keeps_torch_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = LLM("shipped", draft="none", max_seq_len=64).engine, list[int]()
+    engine = LLM("shipped", draft="none", max_seq_len=64).engine
+    seen = list[int]()
     forward = engine.runner.forward
     monkeypatch.setattr(engine.runner, "forward", lambda runs: seen.append(torch.get_num_threads()) or forward(runs))
     before = torch.get_num_threads()

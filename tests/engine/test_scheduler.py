@@ -123,7 +123,8 @@ def test_no_more_places_are_taken_than_needed() -> None:
 
 def test_what_running_requests_share_is_not_freed_by_one_of_them() -> None:
     """11 blocks: 4 that an equal and a worse one share, one more of each: without the worse one 6 are free, not 10."""
-    engine, prompt = engine_with(176, prefill_chunk_tokens=128), [i % 7 for i in range(65)]
+    engine = engine_with(176, prefill_chunk_tokens=128)
+    prompt = [i % 7 for i in range(65)]
     equal = engine.add(prompt, greedy(15))
     engine.step()
     worse = engine.add(prompt, greedy(15, priority=1))

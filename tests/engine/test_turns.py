@@ -188,7 +188,8 @@ def test_a_stream_of_one_engine_cuts_the_prompt_of_another_and_the_texts_are_the
     teach(reads.scheduler.fair, streams.scheduler.fair)
     chunks = list[int]()
     reads.listen(lambda report: chunks.append(report.num_prefill_tokens))
-    stream, prompt = streams.add([1, 2], plain(60)), [i % 9 for i in range(100)]
+    stream = streams.add([1, 2], plain(60))
+    prompt = [i % 9 for i in range(100)]
     streams.step()
     streams.step()
     teach(reads.scheduler.fair, streams.scheduler.fair)

@@ -52,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def agreeing(method: str, weights: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """The weights of a random head, changed so that it says what the target's LM head makes of its row, about."""
-    width, final = model.config.hidden_size, torch.from_numpy(model.weight("model.norm.weight"))
+    width = model.config.hidden_size
+    final = torch.from_numpy(model.weight("model.norm.weight"))
     joins = ("fc.weight", "input.weight") if method == "eagle" else ("res_connection.weight",)
     for name, weight in weights.items():
         if name in ("d2t", head_files.PROBE):

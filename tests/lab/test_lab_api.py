@@ -77,7 +77,8 @@ LLAMAS = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "machine": "h100"}
 def test_the_roofline_takes_names(client: TestClient) -> None:
     given = {**LLAMAS, "context": 1000, "max_gamma": 3}
     found = evaluate(client, "roofline", **given, batch=[1, 512])
-    step, on = roofline.Step(batch=512, context=1000), roofline.MACHINES["h100"]
+    step = roofline.Step(batch=512, context=1000)
+    on = roofline.MACHINES["h100"]
     ratios = roofline.verify_ratios(roofline.SHAPES["llama-3.1-8b"], step, on, 3)
     assert found[1]["verify_ratios"] == pytest.approx(ratios)
     assert found[0]["verify_ratios"] == pytest.approx([1] * 4, rel=0.02)

@@ -228,7 +228,8 @@ def test_the_roofline_moves_with_the_batch(pages: Pages) -> None:
     page = pages.open()
     button(page, "landscape", "A batch that computes already").click()
     until(page, "document.querySelector('#landscape .regimes').innerText.includes('256 requests')")
-    shapes, machine = roofline.SHAPES, next(iter(roofline.MACHINES.values()))
+    shapes = roofline.SHAPES
+    machine = next(iter(roofline.MACHINES.values()))
     for batch in (256, 2):
         slide(page, "landscape", "requests in a batch", int(np.log2(batch)))
         step = roofline.Step(batch=batch, context=1000)
@@ -251,7 +252,8 @@ def test_the_roofline_of_a_mixture_moves_with_the_overlap_of_its_experts(pages: 
     assert not knob.is_visible()
     page.locator("#landscape").get_by_label("target", exact=True).select_option("qwen3-30b-a3b")
     knob.wait_for(state="visible")
-    target, machine = roofline.SHAPES["qwen3-30b-a3b"], next(iter(roofline.MACHINES.values()))
+    target = roofline.SHAPES["qwen3-30b-a3b"]
+    machine = next(iter(roofline.MACHINES.values()))
     costs = []
     for at, overlap in ((0, 0.0), (2, 0.5), (4, 1.0)):
         slide(page, "landscape", "overlap of experts", at)

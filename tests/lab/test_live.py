@@ -86,7 +86,8 @@ def test_a_text_of_split_characters_is_whole(llm: LLM, url: str) -> None:
     """So hot that bytes come that are no character: what was held back comes in the end, and nothing twice."""
     settings = {"temperature": 8.0, "seed": 1, "max_tokens": 200, "ignore_eos": True, "draft": "none"}
     events = watch(url, prompt=PROMPT, **settings)
-    end, pieces = of(events, "end")[0], [token["text"] for one in of(events, "round") for token in one["tokens"]]
+    end = of(events, "end")[0]
+    pieces = [token["text"] for one in of(events, "round") for token in one["tokens"]]
     assert "".join(pieces) + end["rest"] == end["text"] == llm.generate(PROMPT, SamplingParams(**settings))[0].text
     assert "" in pieces, "no token was held back"
     assert any(ord(character) > 127 for character in end["text"])

@@ -124,7 +124,8 @@ def value_rows(spec: Spec, arch: str, name: str) -> tuple[list[int], int] | None
 
     As convert_hf_to_gguf.py has it (_LinearAttentionVReorderBase): the first head of each group, then each second.
     """
-    r, part = recurrence_of(spec), name.partition(".linear_attn.")[2].partition(".")[0]
+    r = recurrence_of(spec)
+    part = name.partition(".linear_attn.")[2].partition(".")[0]
     if r is None or arch not in TILED or part in ("", "norm"):
         return None
     size = 1 if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else r.value_dim
@@ -154,7 +155,9 @@ def write_model(
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**usual(config, arch), **byte_vocabulary(), **_dotted(metadata)}.items():
         add_key(writer, key, value)
-    kept, names, stacked = {}, names_of(config) if arch != "gpt-oss" else None, dict[tuple[str, str], list[Array]]()
+    kept = {}
+    names = names_of(config) if arch != "gpt-oss" else None
+    stacked = dict[tuple[str, str], list[Array]]()
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     theirs = gguf.get_tensor_name_map(known[arch], config.num_layers)
     stored = dict(weights) if names is None else published(names, config, weights)
@@ -256,7 +259,9 @@ def write_tiny_model(path: Path) -> Path:
 def usual(spec: Spec, arch: str) -> dict[str, Any]:
     """The metadata of a model, without its tokenizer."""
     found = [block.attention for block in spec.blocks if block.attention is not None]
-    a, norm, experts = found[0], spec.final_norm, next((b.experts for b in spec.blocks if b.experts is not None), None)
+    a = found[0]
+    norm = spec.final_norm
+    experts = next((b.experts for b in spec.blocks if b.experts is not None), None)
     mlp = next((block.mlp for block in spec.blocks if block.mlp is not None), experts and experts.mlp)
     assert mlp is not None
     assert norm is not None

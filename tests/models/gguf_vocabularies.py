@@ -44,7 +44,8 @@ def texts() -> list[str]:
     """240 pieces of code, and 260 mixtures of scripts, blanks, digits and the texts of special tokens."""
     lines = (DATA / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     code = [json.loads(line)["text"][i % 40 :][:160] for i, line in enumerate(lines)]
-    pieces, chance = [piece for piece in PIECES.replace("|\n", "|").strip("\n").split("|") if piece], random.Random(7)
+    pieces = [piece for piece in PIECES.replace("|\n", "|").strip("\n").split("|") if piece]
+    chance = random.Random(7)
     pieces += [*ADDED, " unmergeable", "zzzqqq", "unmergeable", "<|im_start|>user\n", "<|endoftext|>"]
     mixed = []
     for _ in range(260):

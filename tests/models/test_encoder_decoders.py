@@ -201,7 +201,8 @@ def test_a_cache_of_some_layers_has_what_these_read(published: tuple[Any, Path])
 def test_kernels_behind_long_sources(published: tuple[Any, Path]) -> None:
     """Ranges of keys that threads share, far beyond the largest distance: bits depend on neither threads nor chunks."""
     module, folder = published
-    source, text = [3 + i * i % 93 for i in range(700)], [0, *(3 + i * 7 % 90 for i in range(320))]
+    source = [3 + i * i % 93 for i in range(700)]
+    text = [0, *(3 + i * 7 % 90 for i in range(320))]
     rows = []
     for num_threads, step in [(1, 321), (2, 321), (12, 50), (3, 1)]:
         model = load_checkpoint(folder, dtype="float32", ops=CpuOps(num_threads=num_threads)).model

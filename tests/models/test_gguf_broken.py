@@ -34,7 +34,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refused(path: Path, dtype: str = "float32", ops: ReferenceOps | None = None) -> str | None:
     """The sentence of the refusal, None where the file is read. Raises for every other error, and for waste."""
-    before_s, before_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before_s = time.process_time()
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         load_checkpoint(path, dtype=dtype, ops=ops, with_tokenizer=True)
     except UserError as error:
@@ -85,7 +86,9 @@ def numbers(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def test_200_files_with_one_wrong_number(whole: Path, tmp_path: Path) -> None:
-    data, chance, path = whole.read_bytes(), random.Random(5), tmp_path / "broken.gguf"
+    data = whole.read_bytes()
+    chance = random.Random(5)
+    path = tmp_path / "broken.gguf"
     places = list(numbers(whole))
     assert len(places) > 100
     for i in range(200):
@@ -102,7 +105,8 @@ def test_200_files_with_one_wrong_number(whole: Path, tmp_path: Path) -> None:
 def test_300_broken_pieces(whole: Path, tmp_path: Path) -> None:
     """A wrong number, key or end in one of three pieces, whichever of them is opened."""
     pieces = split(shutil.copy(whole, tmp_path / "a.gguf"), 5)
-    good, chance = [piece.read_bytes() for piece in pieces], random.Random(17)
+    good = [piece.read_bytes() for piece in pieces]
+    chance = random.Random(17)
     assert refused(pieces[0]) is None
     places = [list(numbers(piece)) for piece in pieces]
     own = [  # where a piece says which one it is
@@ -166,7 +170,9 @@ def test_files_that_end_too_early(whole: Path, tmp_path: Path) -> None:
 
 def test_bytes_changed_at_random(whole: Path, tmp_path: Path) -> None:
     """Where a weight or a name of no meaning is changed the file is still one; nothing else may happen."""
-    data, chance, path = whole.read_bytes(), random.Random(11), tmp_path / "changed.gguf"
+    data = whole.read_bytes()
+    chance = random.Random(11)
+    path = tmp_path / "changed.gguf"
     header = gguf.GGUFReader(whole).data_offset
     num_refused = 0
     for _ in range(120):
@@ -182,7 +188,9 @@ def test_bytes_changed_at_random(whole: Path, tmp_path: Path) -> None:
 def test_300_broken_files_of_types_with_tables(tmp_path: Path) -> None:
     """Bytes of headers and of blocks, types that change places, files cut short: read or refused in a sentence."""
     config = resized(CONFIG, num_layers=1, hidden_size=256, ffn_size=256, head_dim=16)
-    whole, path, chance = tmp_path / "whole.gguf", tmp_path / "broken.gguf", random.Random(7)
+    whole = tmp_path / "whole.gguf"
+    path = tmp_path / "broken.gguf"
+    chance = random.Random(7)
     write_random(whole, config, lambda name: MIXED.get(name.split(".")[-2], "Q4_0"))
     data, reader = whole.read_bytes(), gguf.GGUFReader(whole)
     types = [tensor.field.offset + sum(p.nbytes for p in tensor.field.parts[:-2]) for tensor in reader.tensors]

@@ -91,7 +91,8 @@ def test_opening_a_pair_asks_each_listing_once(hub: HubServer, client: Client, t
 
 def started(client: Client, code: str, *arguments: str) -> Any:
     """A process that runs this code; it is written to, and read."""
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", code, *arguments]
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code, *arguments]
     return processes.Popen(command, stdin=pipe, stdout=pipe, text=True, env=client.environ(), cwd=client.home)
 
 

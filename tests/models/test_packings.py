@@ -64,7 +64,8 @@ def change(folder: Path, name: str, tensor: Tensor | None) -> None:
 
 def assert_loads(folder: Path, weights: dict[str, Tensor]) -> None:
     """Dense, and packed by the native operators and for CUDA where they can pack the scheme."""
-    model, source = load_checkpoint(folder, dtype="float32").model, open_source(folder)
+    model = load_checkpoint(folder, dtype="float32").model
+    source = open_source(folder)
     for name, weight in weights.items():
         assert torch.equal(model.weights[name], weight.float()), name
         scheme = source.tensors[name].scheme

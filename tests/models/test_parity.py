@@ -364,7 +364,8 @@ def test_the_text_model_of_one_that_sees(tmp_path: Path, caplog: pytest.LogCaptu
         for name, weight in oracle.named_parameters():
             weight.copy_(torch.randn(weight.shape) * 0.15 + ("norm" in name and case != "gemma3"))
     oracle.save_pretrained(tmp_path / "now")
-    tokens, tolerance = tokens_of(30, 1), 5e-5 if case.startswith("qwen") else 1e-5
+    tokens = tokens_of(30, 1)
+    tolerance = 5e-5 if case.startswith("qwen") else 1e-5
     with torch.inference_mode():
         expected = oracle(input_ids=torch.tensor([tokens])).logits[0]
     found = load_file(tmp_path / "now" / "model.safetensors")

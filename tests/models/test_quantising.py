@@ -105,7 +105,8 @@ def test_matrices_are_rounded_and_the_rest_is_not(tmp_path: Path, text: str, bit
 def test_experts_are_rounded_and_their_router_is_not(tmp_path: Path, text: str) -> None:
     """While they are loaded, and of a model in memory."""
     folder = write_tiny(tmp_path / "moe", "qwen3_moe")
-    prompts, params = [[5, 80, 3], list(range(40, 60))], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    prompts = [[5, 80, 3], list(range(40, 60))]
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     with LLM(str(folder), draft="none", quantization=text) as llm:
         texts = [out.token_ids for out in llm.generate(prompts, params)]
         model = llm.engine.runner.model
@@ -234,7 +235,8 @@ def test_a_saved_checkpoint_is_what_was_loaded(
 
     said = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
     schemes = list(QuantizationConfig(**said).config_groups.values())
-    stored, package = load_file(tmp_path / "saved" / "model.safetensors"), BaseCompressor
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    package = BaseCompressor
     for name in (name for name, weight in rounded.items() if weight.ndim == 2):
         prefix = name.removesuffix("weight")
         parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items() if part.startswith(prefix)}

@@ -173,7 +173,8 @@ def test_configs(llama_raw: Raw, keys: Raw, sentence: str) -> None:
 
 def test_code_that_is_known_to_be_what_is_computed_does_not_matter(llama_raw: Raw) -> None:
     """Phi-3's and Phi-4-mini's files bring along what transformers has."""
-    phi, own = llama_raw | {"model_type": "phi3"}, "modeling_phi3.Phi3ForCausalLM"
+    phi = llama_raw | {"model_type": "phi3"}
+    own = "modeling_phi3.Phi3ForCausalLM"
     assert read_config(phi | {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": own}}) == read_config(phi)
     for model_type, name in (("phi3", "modeling_phi4.Phi4ForCausalLM"), ("llama", own)):
         with pytest.raises(UnsupportedModel, match="never runs a checkpoint's code"):

@@ -71,7 +71,8 @@ def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("archives")
 @pytest.mark.parametrize("ops", ["auto", "reference"])
 def test_a_format_is_one_file(tmp_path: Path, ops: str) -> None:
-    folder, archive = write_tiny(tmp_path / "tiny"), tmp_path / "tiny.archive"
+    folder = write_tiny(tmp_path / "tiny")
+    archive = tmp_path / "tiny.archive"
     weights = load_file(folder / "model.safetensors")
     with zipfile.ZipFile(archive, "w") as file:
         for path in folder.glob("*.json"):

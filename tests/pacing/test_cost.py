@@ -36,7 +36,11 @@ class Machine:
     """A clock that passes move on: `curve` seconds by rows, times a speed that drifts from pass to pass."""
 
     def __init__(self, curve: Callable[[int], float], drift: float = 1.0, most_rows: int = 10**6) -> None:
-        self.curve, self.drift, self.speed, self.now, self.most_rows = curve, drift, 1.0, 0.0, most_rows
+        self.curve = curve
+        self.drift = drift
+        self.speed = 1.0
+        self.now = 0.0
+        self.most_rows = most_rows
         self.ran: list[int] = []
 
     def run(self, rows: int) -> None:
@@ -113,7 +117,8 @@ def test_passes_are_measured_when_no_request_comes(folder, monkeypatch):
     monkeypatch.setattr("forerun.engine.loop.PAUSE_S", 0.01)
     passes, llm = list[int](), LLM("shipped", max_seq_len=256, max_batch_size=1)
     runner, running = llm.engine.runner, llm.engine.scheduler.running
-    try_pass, params = runner.try_pass, SamplingParams(max_tokens=40, temperature=0)
+    try_pass = runner.try_pass
+    params = SamplingParams(max_tokens=40, temperature=0)
     monkeypatch.setattr(runner, "try_pass", lambda num, behind=0: passes.append(len(running)) or try_pass(num, behind))
     llm.generate("def f(", SamplingParams(max_tokens=40, temperature=0, draft="none"))
     time.sleep(0.1)
@@ -414,7 +419,8 @@ def test_passes_that_come_slowly_into_caches_are_timed_when_they_have():
 def test_passes_are_calibrated_behind_a_text(folder, monkeypatch):
     """Of as many tokens as CONTEXT_TOKENS says, of which nothing is left in the cache; without where it has no room."""
     for size, seen in ((256, CONTEXT_TOKENS), (64, 0)):
-        engine, behind = LLM("shipped", draft="none", max_seq_len=size, max_batch_size=1).engine, set[int]()
+        engine = LLM("shipped", draft="none", max_seq_len=size, max_batch_size=1).engine
+        behind = set[int]()
         runner, forward = engine.runner, engine.runner.forward
 
         def seen_forward(runs, runner=runner, forward=forward, behind=behind):

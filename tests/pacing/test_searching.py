@@ -49,7 +49,10 @@ class Machine:
 
     def _step(self, step: int) -> None:
         granted = self.pacing.budget(self.seqs, [16] * len(self.seqs))
-        stops, rounds, num_searched, num_nodes = self.pacing.stops(self.seqs, granted), list[SequenceStep](), 0, 0
+        stops = self.pacing.stops(self.seqs, granted)
+        rounds = list[SequenceStep]()
+        num_searched = 0
+        num_nodes = 0
         for b, seq in enumerate(self.seqs):
             stop: Stop | None = stops.get(b)
             if stop is not None and self.draft == "model":

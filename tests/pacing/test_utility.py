@@ -33,7 +33,8 @@ def report(
     num, pairs = len(drafted), zip(drafted, accepted, strict=True)
     rounds = [SequenceStep(b, "model", k, k, tuple(range(n))) for b, (k, n) in enumerate(pairs)]
     step = StepReport(num_decoding=num, num_rows=num + sum(drafted), num_emitted=num + sum(accepted), sequences=rounds)
-    step.score_s, step.draft_s = ROW_S * (1 + row * (step.num_rows - 1)), draft_s
+    step.score_s = ROW_S * (1 + row * (step.num_rows - 1))
+    step.draft_s = draft_s
     step.drafts["model"] = DraftStep(draft_s, sum(k > 0 for k in drafted), sum(drafted))
     for name, value in told.items():
         setattr(step, name, value)
@@ -183,7 +184,8 @@ def test_a_draft_pays_by_the_tokens_of_the_whole_pass():
 
     By its own tokens a request would gain, 3 for 11 / 8 of the time; the pass has 10 tokens for 8.
     """
-    pacing, seqs = policy(row=1.0), [sequence(b, **({} if b == 0 else {"spec_length": 1})) for b in range(8)]
+    pacing = policy(row=1.0)
+    seqs = [sequence(b, **({} if b == 0 else {"spec_length": 1})) for b in range(8)]
     for _ in range(TEST_ROUNDS):
         assert pacing.budget(seqs, [64] * 8) == [3] + [1] * 7
         pacing.observe(report([3] + [0] * 7, [2] + [0] * 7, row=1.0))

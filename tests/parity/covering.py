@@ -72,7 +72,8 @@ class _Drawn:
         self.values: Counter[tuple[tuple[str, str, int], Any]] = Counter()
 
     def group(self, num_neighbours: int) -> Group:
-        size, factors = num_neighbours + 1, [name for name in LEVELS if name != "rule"]
+        size = num_neighbours + 1
+        factors = [name for name in LEVELS if name != "rule"]
         choices = [
             (level_of(name, num_neighbours),) if name == "num_neighbours" else range(len(LEVELS[name]))
             for name in factors

@@ -234,7 +234,8 @@ def run(case: Case, folders: Folders) -> dict[str, str]:
     engine = llm.engine
     # How much of a text a draft model catches up with in a step is up to the clock: here as much as at first, always.
     engine.stepper.catchup.observe = lambda report: None  # type: ignore[method-assign]
-    recorder, searches = Recorder(engine.runner), "num_beams" in case.params[0]
+    recorder = Recorder(engine.runner)
+    searches = "num_beams" in case.params[0]
     assert engine.tokenizer is not None
     requests = list[Request]()
     for text, each in zip(PROMPTS, case.params, strict=True):

@@ -95,6 +95,7 @@ def test_ten_thousand_requests_with_aborts_lose_nothing(say: Callable[[str], Non
     assert answers == NUM_MANY
     for cache in caches(engine):
         assert cache.free_tokens() == cache.num_blocks * cache.block_tokens
-    times, megabytes = engine.scheduler.num_preemptions, [round(b / 1e6) for b in resident]
+    times = engine.scheduler.num_preemptions
+    megabytes = [round(b / 1e6) for b in resident]
     say(f"\n{NUM_MANY} requests, {aborted} aborted, {times} preemptions; resident MB {megabytes}")
     assert resident[-1] < resident[1] * 1.02 + 2e6

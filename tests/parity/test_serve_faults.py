@@ -30,7 +30,9 @@ class Client:
     """Sends requests of random kinds and counts the statuses of their answers."""
 
     def __init__(self, server: Running, seed: int) -> None:
-        self.random, self.server, self.codes = random.Random(seed), server, Counter[tuple[str, int]]()
+        self.random = random.Random(seed)
+        self.server = server
+        self.codes = Counter[tuple[str, int]]()
         self.host, self.port = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
         self.http = httpx.AsyncClient(base_url=server.url, timeout=120)
 

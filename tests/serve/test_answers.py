@@ -56,7 +56,9 @@ def test_every_torn_line_is_cut_off_and_nothing_else(tmp_path: Path) -> None:
 
 def test_what_was_appended_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When `append` returns, and when answers were dropped: all bytes of the file, and its name in the folder."""
-    path, synced, real = tmp_path / "out.jsonl", dict[str, int](), os.fsync
+    path = tmp_path / "out.jsonl"
+    synced = dict[str, int]()
+    real = os.fsync
 
     def fsync(fd: int) -> None:
         real(fd)

@@ -107,7 +107,8 @@ def test_refused_requests_have_their_line_and_the_others_their_answer(
     ]
     fine = [(f"fine {i}", COMPLETIONS, {"prompt": "x =", "max_tokens": 4}) for i in range(3)]
     refused = [(custom_id, url, body) for custom_id, url, body, _, _ in cases]
-    requests, out = write(fine[0], *refused, *fine[1:]), tmp_path / "out.jsonl"
+    requests = write(fine[0], *refused, *fine[1:])
+    out = tmp_path / "out.jsonl"
     done = cli("batch", str(requests), str(out), "--kv-cache-tokens", "512", code=2)
     assert done.is_spared, "a garbage collection would stop all requests for a while"
     first = "'stream' was refused: stream=true is not possible: a batch writes whole answers; leave it out\n"
@@ -299,7 +300,8 @@ def test_refused_requests_are_asked_again_where_that_is_wanted(
 
 @pytest.mark.once("nothing is run")
 def test_answers_of_an_earlier_version_count_as_they_are(cli: Any, write: Any, tmp_path: Path) -> None:
-    requests, out = write(("a", COMPLETIONS, {"prompt": "x"})), tmp_path / "out.jsonl"
+    requests = write(("a", COMPLETIONS, {"prompt": "x"}))
+    out = tmp_path / "out.jsonl"
     line = {"id": "batch_req_0123456789abcdef01234567", "custom_id": "a", "response": {"status_code": 200}}
     out.write_text(json.dumps(line) + "\n", encoding="utf-8")
     for flags in ((), ("--redo-changed",)):
@@ -357,7 +359,8 @@ def test_the_first_malformed_lines_are_named(refused: Any, tmp_path: Path) -> No
 
 @pytest.mark.once("nothing is run")
 def test_wrong_outputs_and_models_without_a_template(refused: Any, write: Any, tmp_path: Path) -> None:
-    requests, out = write(("a", CHAT, {"messages": messages("x")})), tmp_path / "out.jsonl"
+    requests = write(("a", CHAT, {"messages": messages("x")}))
+    out = tmp_path / "out.jsonl"
     before = requests.read_bytes()
     said = refused("batch", str(requests), str(requests), "--target", "nowhere")
     assert "is not an answer of forerun batch: name the output file" in said

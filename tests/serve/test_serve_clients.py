@@ -136,7 +136,9 @@ def test_ids_of_prompts_and_answers(server: Running, plain: LLM) -> None:
 def test_several_prompts_and_choices_with_log_probabilities(client: Any) -> None:
     given: Any = {"prompt": [CODE, "class A:"], "n": 2, "seed": 5, "logprobs": 2, "max_tokens": 12}
     whole = client.completions.create(model="shipped", **given)
-    texts, tokens, offsets = [""] * 4, [list[str]() for _ in range(4)], [list[int]() for _ in range(4)]
+    texts = [""] * 4
+    tokens = [list[str]() for _ in range(4)]
+    offsets = [list[int]() for _ in range(4)]
     for chunk in client.completions.create(model="shipped", stream=True, **given):
         for choice in chunk.choices:
             texts[choice.index] += choice.text

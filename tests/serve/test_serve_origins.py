@@ -50,7 +50,8 @@ def ask(server: Running, path: str = "/v1/completions", **headers: str) -> tuple
 
 
 def test_only_pages_of_the_server_and_its_friends_make_it_compute(friendly: Running) -> None:
-    own, said = friendly.url.removeprefix("http://"), {"content_type": "application/json"}
+    own = friendly.url.removeprefix("http://")
+    said = {"content_type": "application/json"}
     port = own.rpartition(":")[2]
     for host in (
         own,

@@ -176,7 +176,9 @@ def test_what_an_answer_repeats_is_bounded(name: str) -> None:
 
 async def test_a_stream_that_says_nothing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ollama's lines have no sign of life. The stream waits all the same, and does not ask again at once."""
-    llm, may_step, num_waits = LLM("shipped", **llm_options()), threading.Event(), 0
+    llm = LLM("shipped", **llm_options())
+    may_step = threading.Event()
+    num_waits = 0
     real = Patience.wait
 
     async def wait(self: Patience, awaited: Any, at_most_s: float) -> Any:

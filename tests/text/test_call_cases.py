@@ -70,7 +70,8 @@ def template(case: dict[str, Any]) -> str:
 
 def is_held(case: dict[str, Any], folder: Path) -> bool:
     """Whether a grammar that asks for calls, and allows text where there is some, allows what was said."""
-    name, said = case["dialect"], case["said"].rstrip().removesuffix("<|call|>")
+    name = case["dialect"]
+    said = case["said"].rstrip().removesuffix("<|call|>")
     tools = Tools({name: FILE["tools"][name] for name in case["tools"]})
     use = ToolRequest(tools, strict=frozenset(tools)) if "text" in case else ToolRequest(tools, REQUIRED)
     pairs = tuple(pair for pair in THOUGHTS if pair[0] in (case.get("prompt", ""), said[: len(pair[0])]))

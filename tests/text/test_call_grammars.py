@@ -157,7 +157,8 @@ def test_an_answer_of_a_schema_or_calls(name: str, tokenizer: Tokenizer) -> None
     assert may_say(tokenizer.encode(before + '{"n": 3}'), free)
     for wrong in ('{"n": "x"}', "It is 3.", '{"n": 3} and'):
         assert not may_say(tokenizer.encode(before + wrong), free), wrong
-    forced, num = AnswerForm(answer_marks, ToolRequest(TOOLS, "required")), 0
+    forced = AnswerForm(answer_marks, ToolRequest(TOOLS, "required"))
+    num = 0
     for _ in range(6):
         if (ids := said(held(forced, tokenizer), tokenizer, rng)) is not None:
             assert may_say(ids, ToolRequest(TOOLS, strict=frozenset(TOOLS))), tokenizer.decode(ids)
@@ -271,7 +272,8 @@ def test_reasoning_is_closed_behind_its_limit(tmp_path: Path) -> None:
         (CHANNELS, "x", analysis, f"{next_channel}final<|message|>So.", ""),
         (channel_call, "x", analysis, next_channel + in_channel, f"{next_channel}final"),
     ):
-        end, begun = ("<|end|>" if "channel" in before else "</think>"), tokenizer.encode(before)
+        end = "<|end|>" if "channel" in before else "</think>"
+        begun = tokenizer.encode(before)
         closing = tokenizer.encode(end)[0]
         for thought in ("", "abc", "<|end|>" if how in (PLAIN, CALL) else "</think>"):
             ids = [*begun, *tokenizer.encode(thought), closing]

@@ -164,7 +164,8 @@ def test_a_stop_string_that_ends_in_the_first_tokens_stops_nothing(name: str, da
     free = certain[num_free] if num_free <= len(ids) else len(text)
     ends = [i + len(stop) for i in range(len(text)) if stop and text.startswith(stop, i)]
     expected = min((end for end in ends if end > free), default=None)
-    detokenizer, out = Detokenizer(tokenizer, prompt, (stop,) if stop else (), num_free=num_free), ""
+    detokenizer = Detokenizer(tokenizer, prompt, (stop,) if stop else (), num_free=num_free)
+    out = ""
     for part in rounds(ids, cuts):
         out += detokenizer.push(part).text
     out += detokenizer.finish()
@@ -177,7 +178,9 @@ def test_byte_tokens_of_a_text_are_what_the_library_decodes(text: str, cuts: lis
     """And each whole character is released with its last byte."""
     prompt = data.draw(st.sampled_from([[1, 262], [1, 260], [262, *as_bytes("é")], [262, 13]]))
     ids = [i for c in text for i in data.draw(st.sampled_from([as_bytes(c), METASPACE.encode(c, False)[1:] or [263]]))]
-    detokenizer, released, num_read = Detokenizer(METASPACE, prompt), "", 0
+    detokenizer = Detokenizer(METASPACE, prompt)
+    released = ""
+    num_read = 0
     for part in rounds(ids, cuts):
         released += detokenizer.push(part).text
         num_read += len(part)

@@ -26,7 +26,8 @@ def test_rounds(alpha, gamma):
     """Equation (1), the distribution of the length, Theorems 3.8 and 3.11, memory accesses, and alpha-hat."""
     done = simulate.rounds(alpha, gamma, MILLION, seed=gamma)
     agrees(done.tokens, formulas.expected_tokens(alpha, gamma))
-    shares, probs = done.num_rounds_by_accepted / MILLION, formulas.accepted_length_probs(alpha, gamma)
+    shares = done.num_rounds_by_accepted / MILLION
+    probs = formulas.accepted_length_probs(alpha, gamma)
     assert probs.sum() == pytest.approx(1)
     assert np.all(np.abs(shares - probs) <= 4 * np.sqrt(probs * (1 - probs) / MILLION) + 1e-12)
     agrees(done.speedup(gamma, 0.1, 1.3, 0.05), formulas.speedup(alpha, gamma, 0.1, verify_ratio=1.3, overhead=0.05))

@@ -162,7 +162,8 @@ def test_a_target_that_is_trained_along_is_another_one(tiny: Make, checkpoint: C
     assert 0.5 < both["same_best"] < 1
     assert both["overlap_1"] > alone["overlap_1"] + 0.01
     assert fingerprint(checkpoint.model) == before  # the original stays as it is
-    new, options = load_checkpoint(config.out / "model"), {"ops": "reference", "dtype": "float32", "max_seq_len": 128}
+    new = load_checkpoint(config.out / "model")
+    options = {"ops": "reference", "dtype": "float32", "max_seq_len": 128}
     card = (config.out / "model" / "README.md").read_text(encoding="utf-8")
     assert "**It is not that\nmodel**" in card
     assert before in card
@@ -171,7 +172,8 @@ def test_a_target_that_is_trained_along_is_another_one(tiny: Make, checkpoint: C
     old, llm = (LLM(str(path), draft="none", **options) for path in (folder, config.out / "model"))
     draft = f"medusa:path={config.out / 'head'}"
     drafting = LLM(str(config.out / "model"), draft=draft, spec_length=3, pacing="fixed", **options)
-    prompts, greedy = [[5, 9, 40, 8], [70, 71, 72], [33, 8]], SamplingParams(max_tokens=40, temperature=0)
+    prompts = [[5, 9, 40, 8], [70, 71, 72], [33, 8]]
+    greedy = SamplingParams(max_tokens=40, temperature=0)
     texts = [[out.token_ids for out in each.generate(prompts, greedy)] for each in (old, llm, drafting)]
     assert texts[0] != texts[1] == texts[2]
     assert drafting.generate(prompts, greedy)[0].report.num_drafted > 20
@@ -276,7 +278,9 @@ def test_what_is_learned_is_what_the_target_says_there(tiny: Make, checkpoint: C
         anchors = torch.arange(1, batch.ids.shape[1], 3)
         parts, columns, first = task.head._places(batch, anchors), anchors, 0
     else:
-        parts, columns, first = parts_of(task.head, batch), torch.arange(batch.ids.shape[1]), 1
+        parts = parts_of(task.head, batch)
+        columns = torch.arange(batch.ids.shape[1])
+        first = 1
     with torch.no_grad():
         for k, (learned, own, target) in enumerate(parts):
             said = heads.shifted(batch.best, k + first)[:, columns][learned]

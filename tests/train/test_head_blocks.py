@@ -141,7 +141,8 @@ def test_without_the_rows_before_the_last_layer_the_part_stays_whole(
 @torch.no_grad()
 def test_a_narrow_part_keeps_what_adds_something(tmp_path: Path) -> None:
     """Where half of the inner outputs add nothing, a part of the other half says what the whole one says."""
-    idle, name = torch.arange(0, 48, 2), "model.layers.0.mlp.down_proj.weight"
+    idle = torch.arange(0, 48, 2)
+    name = "model.layers.0.mlp.down_proj.weight"
 
     def rest(last: Any) -> None:
         last[name][:, idle] = 0

@@ -58,7 +58,9 @@ def test_resumed_run_equals_an_uninterrupted_one(tiny: Make, interrupt: Interrup
 
 
 def test_gradients_are_clipped_before_they_are_used(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    norms, said, real_step = list[float](), list[float](), loop.train_step
+    norms = list[float]()
+    said = list[float]()
+    real_step = loop.train_step
 
     def watched_step(run: loop.Run) -> tuple[float, float]:
         def look(*_: Any) -> None:
@@ -122,7 +124,8 @@ def test_a_draft_that_learns_after_another_covers_more(tiny: Make, teacher: Path
     small: dict[str, Any] = {"shape": ModelShape(16, 1, 2, 1, 32, 300), "teacher": str(teacher)}
     small |= {"loss": "kl", "lr": 2e-2, "validation_windows": 16}
     lm.train(first := tiny("first", steps=25, **small), quiet=True)
-    second, after = {**small, "steps": 40, "seed": 1}, (str(first.out / "model"),)
+    second = {**small, "steps": 40, "seed": 1}
+    after = (str(first.out / "model"),)
     lm.train(alike := tiny("alike", **second), quiet=True)
     gained = lm.train(tiny("after", **second, after=after), quiet=True)
     alone = lm.prepare(tiny("both", **second, after=after, init_from=alike.out / "model")).validate()

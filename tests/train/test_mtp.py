@@ -76,7 +76,8 @@ def test_no_draft_changes_what_a_trained_hybrid_writes(hybrid: Path, dtype: str)
     """Chains, trees, its block, a search, and what a grammar leaves no choice of; together in one batch, too."""
     if native.isa() == "reference":
         pytest.skip(f"no native operators: {native.why_not()}")
-    target, options = hybrid / "mtp" / "model", {"dtype": dtype, "pacing": "fixed", "spec_length": 4}
+    target = hybrid / "mtp" / "model"
+    options = {"dtype": dtype, "pacing": "fixed", "spec_length": 4}
     plain, _ = texts(target, "none", some_prompts(), dtype=dtype)
     drafts = ["mtp", "mtp:search=none", "suffix", "recycle", "forced", f"model:path={hybrid / 'target' / 'model'}"]
     for draft in drafts:
@@ -200,7 +201,8 @@ def nest(folder: Path) -> None:
 
 
 def test_nothing_is_added_to_a_gguf_file(tmp_path: Path) -> None:
-    spec, file = resized(mini("qwen2"), vocab_size=260), tmp_path / "target.gguf"
+    spec = resized(mini("qwen2"), vocab_size=260)
+    file = tmp_path / "target.gguf"
     generator = torch.Generator().manual_seed(0)
     shapes = weight_shapes(spec).items()
     write_model(file, spec, {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes})
@@ -218,7 +220,8 @@ def test_nothing_is_added_to_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_a_block_of_another_target_is_refused(hybrid: Path, tmp_path: Path) -> None:
-    target, block = shutil.copytree(hybrid / "target" / "model", tmp_path / "other"), hybrid / "mtp" / "head"
+    target = shutil.copytree(hybrid / "target" / "model", tmp_path / "other")
+    block = hybrid / "mtp" / "head"
     weights = load_file(target / "model.safetensors")
     weights["model.embed_tokens.weight"] = torch.randn(300, 32, generator=torch.Generator().manual_seed(0))
     save_file(weights, target / "model.safetensors", {"format": "pt"})

@@ -70,7 +70,8 @@ def test_a_drafter_of_nothing_but_hours(target: Path, tmp_path: Path, monkeypatc
     out, said = tmp_path / "out", list[str]()
     monkeypatch.setattr(Recomputed, "of", None)  # for nothing is run again
     head = recipe.make(config_of(out), str(target), ops="native", quiet=True, say=said.append, clock=clock_of())
-    samples, state = read_samples(out / "samples.ids").samples, State.of(config_of(out))
+    samples = read_samples(out / "samples.ids").samples
+    state = State.of(config_of(out))
     assert state.is_sampled
     share_s = SAMPLE_SHARE * 3600 * HOURS
     assert share_s <= state.sampled_s <= share_s + 2, "the target has written for its share, and no longer"
@@ -109,7 +110,8 @@ def test_a_run_that_was_stopped_goes_on(target: Path, tmp_path: Path, stops_at: 
     stored = out / "features" / "features.bin"
     bytes_before = stored.read_bytes() if stored.exists() else b""
     recipe.make(config_of(out), str(target), quiet=True, clock=clock_of())
-    after, samples = State.of(config_of(out)), read_samples(out / "samples.ids").samples
+    after = State.of(config_of(out))
+    samples = read_samples(out / "samples.ids").samples
     assert len(samples) >= num_before
     assert after.sampled_s >= max(before.sampled_s, SAMPLE_SHARE * 3600 * HOURS)
     assert (before.is_sampled, len(samples)) in ((False, len(samples)), (True, num_before))

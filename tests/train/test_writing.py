@@ -83,7 +83,8 @@ def test_a_day_later_it_goes_on_as_it_was_begun(tmp_path: Path, monkeypatch: pyt
 def test_a_file_without_a_frame_goes_on(folder: Path, tmp_path: Path) -> None:
     """One of before, when files had none; and one of continuations, where it is other shares that are refused."""
     writer = writer_of(folder, shares=ALL_KINDS, ops="reference")
-    options, how = writer.options(), {"seed": 0, "lengths": writer.lengths}
+    options = writer.options()
+    how = {"seed": 0, "lengths": writer.lengths}
     older = {name: value for name, value in options.items() if name != "frame"}
     again = Writer(writer.llm, TEXTS, shares=ALL_KINDS, begun=older, **how)
     assert again.options() == older

@@ -51,7 +51,8 @@ def translations(num: int, seed: int) -> Iterator[tuple[Split, Example]]:
     rng = random.Random(seed)
     for _ in range(num):
         sentence = draw_sentence(rng)
-        source, target = PREFIX + sentence.english, sentence.german(Drawn(rng))
+        source = PREFIX + sentence.english
+        target = sentence.german(Drawn(rng))
         split = split_of(source)
         also = [] if split == "train" else [text for text in sentence.answers() if text != target]
         yield split, Example("translation", source, target, tuple(also))

@@ -230,7 +230,8 @@ def phrase(draw: Draw, word: Word, adjectives: Seq[Word], kind: str) -> Phrase:
         elif kind == "this":
             first = form(DEMONSTRATIVE, gender, case)
         elif kind == "count":
-            first, endings = figures(number) if in_figures else spelled(number), STRONG
+            first = figures(number) if in_figures else spelled(number)
+            endings = STRONG
         elif kind == "whose":
             first, endings = owner[1] + "s", STRONG
         else:

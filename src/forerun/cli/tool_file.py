@@ -85,7 +85,9 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """
     doc = inspect.getdoc(function) or ""
     said = {match[1]: match[2] for line in doc.splitlines() if (match := _ARGUMENT.match(line))}
-    hints, properties, required = typing.get_type_hints(function), {}, []
+    hints = typing.get_type_hints(function)
+    properties = {}
+    required = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise BadOption(f"{function.__name__} has the parameter {name}, which cannot be called by its name")

@@ -373,7 +373,8 @@ class Target:
 
     def operators(self, spec: Spec) -> Operators:
         """Return the operators of a draft model. Raises UnsupportedModel where no allowed operators compute it."""
-        target_ops, config = self.model.ops, cast("Spec", self.model.config)
+        target_ops = self.model.ops
+        config = cast("Spec", self.model.config)
         name = ops.beside(self.opened.config.ops, target_ops.name, self.model.device, config, spec)
         return target_ops if name == target_ops.name else ops.make(name, self.model.device, spec)
 

@@ -167,7 +167,8 @@ class AssistantDrafter(SearchingDrafter):
 
         Returns the logits or the best id of each row, and the rows that the next step reads, [n, size].
         """
-        model, positions = self.model, [len(seq.tokens) - 1 for seq in seqs]
+        model = self.model
+        positions = [len(seq.tokens) - 1 for seq in seqs]
         assert self._cache is not None
         with model.ops.inference():
             joined = model.rows.join(list(rows))

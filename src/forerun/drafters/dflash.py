@@ -212,7 +212,8 @@ class DFlashDrafter(Drafter):
         self.model.remember(pack(runs, self.cache), self.cache, [self.model.rows.join(rows) for rows in taps])
         self.cache.keep({run.slot: range(len(run.tokens)) for run in runs})
         for text in feeds:
-            text.num_kept, text.waiting = text.num_kept + text.num_waiting, []
+            text.num_kept += text.num_waiting
+            text.waiting = []
 
 
 Child = tuple[int, Probs, float]  # a token, the distribution that goes with it, and the head's confidence in it

@@ -42,7 +42,8 @@ class SeveralDrafter(Compound):
     def propose(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
         self.start()
         budget.limits = []  # forced tokens within a chain would take nodes from the other chains
-        left, chains = list(budget.num_tokens), [list[Draft]() for _ in seqs]
+        left = list(budget.num_tokens)
+        chains = [list[Draft]() for _ in seqs]
         for i, member in enumerate(self.members):
             num_left = len(self.members) - i
             budget.num_tokens = [-(-nodes // num_left) for nodes in left]  # a share, rounded up

@@ -235,7 +235,8 @@ class StandDrafter(Drafter):
             if len(ids):
                 self._learn(table, seq, view, ids, logits)
             elif self.options.from_prompt:
-                request, stop = self._requests[seq.id], view.start + len(view.kept)
+                request = self._requests[seq.id]
+                stop = view.start + len(view.kept)
                 self._read(table, seq.tokens, range(max(request.num_read, stop - READ_TOKENS), stop))
                 request.num_read = stop
 

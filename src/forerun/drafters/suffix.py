@@ -96,7 +96,8 @@ class SuffixDrafter(TextDrafter[Tokens]):
         begun = self.clock()
         guesses = [self._guess(seq, budget.num_tokens[b]) for b, seq in enumerate(seqs)]
         draft = Draft.joined([guess.draft(seqs[b], b, budget) for b, guess in enumerate(guesses)])
-        self.search_s, self.num_searched = self.clock() - begun, len(seqs)
+        self.search_s = self.clock() - begun
+        self.num_searched = len(seqs)
         return draft
 
     def end(self, seq: Sequence) -> None:

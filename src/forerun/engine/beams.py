@@ -87,7 +87,9 @@ class BeamSearch:
         """
         missing = self.branches.missing(self.tree)
         allowed = self.num_rows + limit
-        self.fed, self.guesses, self.num_levels = missing[:allowed], [], 0
+        self.fed = missing[:allowed]
+        self.guesses = []
+        self.num_levels = 0
         most = min(
             levels, (allowed - len(missing)) // self.width, self.search.rules.most_tokens - self.search.length - 1
         )

@@ -445,7 +445,8 @@ class Request:
             self._text += self._reader.push(self.seq.tokens[first + start : first + end]).text
             self._num_read = end
             if is_whole:
-                self._text, self._is_read = self._text + self._reader.finish(), True
+                self._text += self._reader.finish()
+                self._is_read = True
                 if self.seq.finish_reason == "length" and self._reader.stop is not None:
                     self.seq.finish_reason = "stop"  # a stop text was in the text that was held back until the end
 

@@ -171,7 +171,9 @@ class Router(Drafter):
         Forced tokens before a draft are never rejected. So the request's drafter drafts as if these tokens were
         committed, and the drafter's records of these tokens stay valid. held: the result of `_held`.
         """
-        asked, own_coins, limits = list(seqs), list(coins), [0] * len(seqs)
+        asked = list(seqs)
+        own_coins = list(coins)
+        limits = [0] * len(seqs)
         runs = self._forced(seqs, coins, held)
         for b, run in runs.items():
             asked[b], own_coins[b] = seqs[b].behind(run), LaterCoins(coins[b], len(run))

@@ -92,7 +92,8 @@ class Scheduler:
         fair: Fair | None = None,
         message_end_ids: Collection[int] = (),
     ) -> None:
-        self.fair, self.message_end_ids = fair or Fair(), message_end_ids
+        self.fair = fair or Fair()
+        self.message_end_ids = message_end_ids
         self.cache, self.drafter, self.sources = cache, drafter, sources
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
@@ -148,7 +149,8 @@ class Scheduler:
         has_ended = False
         offers = self._offers(prompts)
         for request, room, most in offers:
-            had, left = takes[request], len(request.seq.tokens) - 1 - room.length
+            had = takes[request]
+            left = len(request.seq.tokens) - 1 - room.length
             available = blocks + self.cache.missing_blocks(request.seq.id, had)
             take = min(most, had + allowance.fitting(room.length + had), self._fits(room, available))
             if take <= had or (is_quiet and has_ended and take < left):
@@ -436,7 +438,8 @@ class Scheduler:
         share = max(0, num_blocks) // num
         limits = []
         for request, room in decode:
-            seq, blocks = request.seq, self._next_blocks(request, room) + share
+            seq = request.seq
+            blocks = self._next_blocks(request, room) + share
             fitting = room.slack - request.num_rows + blocks * self.cache.block_tokens
             # A pass emits one token more than it accepts, and max_len must have room for all of them.
             left = seq.max_len - len(seq.tokens) - 1 if seq.hypotheses is None else most

@@ -407,7 +407,8 @@ class ModuleCache:
         The module's own cache is cut by the next pass.
         """
         for slot, rows in kept.items():
-            text, stay = self.texts[slot], (held or {}).get(slot, Held((), ()))
+            text = self.texts[slot]
+            stay = (held or {}).get(slot, Held((), ()))
             text.kept += [text.nodes[row] for row in rows]
             text.nodes = [text.nodes[row] for row in stay.rows]
             text.parents = list(stay.parents)

@@ -307,7 +307,8 @@ def _exact_tv(
     rule: str, target: tuple[float, ...], draft: tuple[float, ...], mutant: str | None, shape: str, size: int
 ) -> float:
     body = Setting(list(target), list(draft), rule, mutant, shape, size)
-    horizon, table = (2 if shape == "chain" else 1), _table(body.target)
+    horizon = 2 if shape == "chain" else 1
+    table = _table(body.target)
     try:
         said = testing.emitted(_judge(body), table, _drafter(body), horizon)
     except ForerunError:

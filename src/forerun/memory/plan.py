@@ -376,7 +376,8 @@ class _Needs:
         largest = self._target_pass() if name == "target" else self._draft_pass(name, self.drafts[name])
         num_bytes, counted = 0, list[str]()
         for kind, window in enumerate(shape.kinds):
-            block, each = PAGED_BLOCK_TOKENS, shape.bytes_per_token(dtype, kind)
+            block = PAGED_BLOCK_TOKENS
+            each = shape.bytes_per_token(dtype, kind)
             held = (
                 tokens
                 if window is None

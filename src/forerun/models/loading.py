@@ -118,7 +118,8 @@ def load_checkpoint(
     if not isinstance(opened, OpenedCheckpoint):
         opened = OpenedCheckpoint.of(opened, ignore_config_keys, with_tokenizer=with_tokenizer)
     opened.as_model().fetch_weights()
-    source, config = opened.weights, reaching(opened.spec, max_seq_len)
+    source = opened.weights
+    config = reaching(opened.spec, max_seq_len)
     if (kind := opened.raw.get("model_type")) != config.model_type:
         LOG.warning("%s is a %s, of which the text model runs alone, a %s", opened.asked, kind, config.model_type)
     tokenizer = opened.tokenizer if with_tokenizer else None

@@ -240,7 +240,8 @@ def _rows(how: Fused, sizes: list[int], spec: Spec) -> Iterator[list[int]]:
         yield from (list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         return
     [heads] = {a.heads for block in spec.blocks if (a := block.attention) is not None}
-    step, each = sum(sizes) // heads, [size // heads for size in sizes]
+    step = sum(sizes) // heads
+    each = [size // heads for size in sizes]
     for i, size in enumerate(each):
         first = sum(each[:i])
         yield [head * step + first + row for head in range(heads) for row in range(size)]

@@ -150,7 +150,8 @@ def _copy(shard: Path, to: Path, entries: Mapping[str, safetensors_file.Entry]) 
 
     A copy has the shard's modification time, by which later calls recognise it.
     """
-    kept, changed_ns = _without_block(entries), shard.stat().st_mtime_ns
+    kept = _without_block(entries)
+    changed_ns = shard.stat().st_mtime_ns
     is_whole = len(kept) == len(entries)
     is_there = to.exists() and to.stat().st_mtime_ns == changed_ns
     if is_whole and not (is_there and to.stat().st_size == shard.stat().st_size):

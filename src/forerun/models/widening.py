@@ -243,7 +243,8 @@ class _HeadPlaces:
         copies, group = _copies(config, wide), _group(config)
         # The query heads of a trained group follow one another, from the first of the wide groups with its copies on.
         q_heads = [i // group * copies * _group(wide) + i % group for i in range(config.num_heads)]
-        lanes, size = _lanes(config.head_dim, wide.head_dim), wide.head_dim
+        lanes = _lanes(config.head_dim, wide.head_dim)
+        size = wide.head_dim
         new_lanes = [lane for lane in range(size) if lane not in set(lanes)]
         kv_heads = range(config.num_kv_heads * copies)
         sources = [i // copies for i in kv_heads]
@@ -349,7 +350,8 @@ def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, s
 def _last_stream(config: Plain, weights: Mapping[str, HostTensor], seed: int) -> tuple[Floats, Floats]:
     """Return the residual stream before and after the final norm, float32 [T, H] each, from a run over random ids."""
     spec = config.spec
-    num, end = min(PROBE_TOKENS, config.max_positions), config.num_layers
+    num = min(PROBE_TOKENS, config.max_positions)
+    end = config.num_layers
     if weights[FINAL_NORM].dtype not in COMPUTED:
         weights = {name: weights[name].to("float32") for name in weight_shapes(spec)}
     model = ops.load_model(spec, weights, ops.make("auto", "cpu", spec))

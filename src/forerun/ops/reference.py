@@ -237,7 +237,9 @@ class ReferenceOps(Operators):
         comes first after that state. wanted: the tokens whose states are returned. Returns the outputs [T - first,
         heads, value_dim] of the tokens from `first` on, and the state after each wanted token.
         """
-        states, left, outs = {-1: state}, dict[int, Tensor](), list[Tensor]()
+        states = {-1: state}
+        left = dict[int, Tensor]()
+        outs = list[Tensor]()
         is_chain = parents == range(-1, len(parents) - 1)
         for token, parent in enumerate(parents):
             states[token] = gated.after(token, states[parent])

@@ -147,7 +147,8 @@ class TorchAttention:
     def __init__(self, a: Attention, parts: Parts, at: str, biased: TorchAttention | None = None) -> None:
         self.spec = a
         name_prefix = at + blocks.attention_name(a)
-        q, kv = ["q_proj", *(["gate_proj"] if a.gate else [])], list[str]()
+        q = ["q_proj", *(["gate_proj"] if a.gate else [])]
+        kv = list[str]()
         if a.shares_kv_of is None:
             kv = ["k_proj", *([] if a.k_is_v else ["v_proj"])]
         apart = parts.apart or a.sees == "encoder"
@@ -484,7 +485,9 @@ class TorchModel:
     ) -> None:
         if (why_not := supports(spec)) is not None:
             raise InternalError(f"model_type={spec.model_type!r} cannot be run in torch: {why_not}")
-        self.config, self.ops, self._lent = spec, ops or ReferenceOps(), lent
+        self.config = spec
+        self.ops = ops or ReferenceOps()
+        self._lent = lent
         self.weights: Mapping[str, Tensor] = weights
         some = next(iter(weights.values()))
         self.place, self.device = some.device, some.device.type

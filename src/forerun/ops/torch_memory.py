@@ -59,7 +59,8 @@ class ReferenceSizes:
         taken = {name: weight_bytes(model, self.dtype) for name, model in models.items()}
         parts = [MemoryPart(f"{name} weights", n, f"{n // size:,} weights x {size} bytes") for name, n in taken.items()]
         for name, head in beside.items():
-            num, floats = head.num_weights - head.num_floats, head.num_floats
+            num = head.num_weights - head.num_floats
+            floats = head.num_floats
             how = f"{num:,} weights x {size} bytes, {floats:,} x {FLOAT_BYTES} bytes"
             parts.append(MemoryPart(f"{name} weights", num * size + floats * FLOAT_BYTES, how))
         return parts

@@ -67,7 +67,8 @@ class TorchRecurrence:
         """Return the output of the recurrence [T, H]. y: the rows that the projections read."""
         if self.spec.kind == "short_conv":
             b, c, x = self.input.apply(ops, y)[0].chunk(3, -1)
-            inputs, gates = b * x, y.new_empty(len(y), 0, dtype=torch.float32)
+            inputs = b * x
+            gates = y.new_empty(len(y), 0, dtype=torch.float32)
         else:
             inputs, z = self.input.apply(ops, y)
             gates = torch.cat(list(self.gates.apply(ops, y)), -1).float()
@@ -152,5 +153,6 @@ class TorchRecurrence:
         times = r.value_heads // r.key_heads
         q, k = (ops.of_length_one(x.view(len(x), r.key_heads, r.key_dim), LENGTH_EPS) for x in (q, k))
         q, k = (x.repeat_interleave(times, 1) if r.grouped else x.repeat(1, times, 1) for x in (q, k))
-        q, v = q / r.key_dim**0.5, v.view(len(v), r.value_heads, r.value_dim)
+        q = q / r.key_dim**0.5
+        v = v.view(len(v), r.value_heads, r.value_dim)
         return Gated(q, k, v, *ops.gates_of(tokens.gates, self.dt_bias, self.decay))

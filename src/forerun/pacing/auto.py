@@ -88,7 +88,8 @@ class _SafetyNet:
     def allows(self, step: int) -> bool:
         """Return whether a step may run the drafts of its plan."""
         if step >= self.compare_at:
-            self.compare_at, self.num_left = step + LONGEST_WAIT, PLAIN_STEPS
+            self.compare_at = step + LONGEST_WAIT
+            self.num_left = PLAIN_STEPS
             self.plain[:] = 0
         self.num_left -= 1
         return self.num_left < 0 and step >= self.paused_until
@@ -114,7 +115,8 @@ class AutoPacing(Pacing):
     """
 
     def __init__(self, spec_length: int, costs: Costs) -> None:
-        self.spec_length, self.costs = min(spec_length, MAX_RANKS), costs
+        self.spec_length = min(spec_length, MAX_RANKS)
+        self.costs = costs
         self._known: dict[str, Acceptance] = {}  # by drafter
         self._stops = Stops(self.spec_length, costs)
         self._requests: dict[int, _Request] = {}
@@ -180,7 +182,9 @@ class AutoPacing(Pacing):
             request = self._requests.get(round_.sequence_id)
             if request is None:
                 continue
-            known, stop, request.stop = self._of(request.seq), request.stop, None
+            known = self._of(request.seq)
+            stop = request.stop
+            request.stop = None
             # An accepted guess of the text search says nothing about the model, so the model's probes become rarer.
             is_found = stop is not None and stop.search is not None and not stop.confidences
             if round_.accepted_ranks and not is_found:
@@ -225,7 +229,8 @@ class AutoPacing(Pacing):
         prices = self._stops.prices(seqs, are_drafting, len(others), num_rows)
         may_search = [r for r, most in zip(requests, limits, strict=True) if most > 0 and self._is_told(r)]
         searched, probed = self._searched(may_search, prices.rate)
-        is_time, does_pay = self._step >= self._choose_at, bool(searched)
+        is_time = self._step >= self._choose_at
+        does_pay = bool(searched)
         for request in confident:
             is_searched = request.seq.id in searched or request.seq.id in probed
             is_probe = not request.pays and self._step >= request.probe_at

@@ -86,7 +86,9 @@ class _Request:
         return self.utilities[self.best] > 1
 
     def begin_trial(self, length: int, num_rounds: int) -> None:
-        self.length, self.num_left, self.trial = length, num_rounds, _Trial()
+        self.length = length
+        self.num_left = num_rounds
+        self.trial = _Trial()
 
     def begin_set_phase(self, num_rounds: int) -> None:
         self.trial = None

@@ -95,7 +95,8 @@ class Counting:
 
     def forced(self, committed: Seq[int], drafted: Seq[int] = ()) -> list[int]:
         """Return the tokens that must come next."""
-        place, closing = self._place(committed, drafted), self._limit.closing
+        place = self._place(committed, drafted)
+        closing = self._limit.closing
         if place.left == 0:
             return [closing, *self.forced(committed, (*drafted, closing))]
         walk, path = self._walk(place.begin, committed, drafted)

@@ -85,7 +85,8 @@ class Patience:
     async def wait(self, awaited: Awaitable[T], at_most_s: float) -> T:
         """Return the result of `awaited`. After at_most_s, cancel it and raise TimeoutError."""
         assert self._task is not None
-        self._due_s, self._is_over = self._loop.time() + at_most_s, False
+        self._due_s = self._loop.time() + at_most_s
+        self._is_over = False
         if self._timer is None or self._timer.when() > self._due_s:
             self._set_timer()
         try:

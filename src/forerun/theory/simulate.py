@@ -244,7 +244,8 @@ def chains(
     going = np.ones(num_rounds, dtype=np.bool_)
     for length in range(1, gamma + 1):
         drafted = _draw(q, num_rounds, generator)
-        coins, ratios = generator.random(num_rounds), p[drafted] / q[drafted]
+        coins = generator.random(num_rounds)
+        ratios = p[drafted] / q[drafted]
         if not block:
             going &= coins < ratios
             accepted += going

@@ -156,7 +156,8 @@ class FeatureFile:
 
     def __init__(self, folder: Path, layers: Seq[int], width: int, facts: Mapping[str, Any]) -> None:
         record: list[Any] = [("layers", "<u2", (len(layers), width)), ("hidden", "<u2", (width,)), ("best", "<i4")]
-        self._record, self.path = np.dtype(record), folder / "features.bin"
+        self._record = np.dtype(record)
+        self.path = folder / "features.bin"
         folder.mkdir(parents=True, exist_ok=True)
         _check_facts(folder / "features.json", {**facts, "layers": list(layers), "width": width, "version": VERSION})
 

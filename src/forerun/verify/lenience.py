@@ -63,7 +63,8 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
     nodes = draft.nodes(b)
     for depth, node in enumerate(nodes):
         p, q, token = target_probs[depth], draft.probs[node], draft.tokens[node]
-        lenient, anew = _caps(p, options.l), options.correction == "target"
+        lenient = _caps(p, options.l)
+        anew = options.correction == "target"
         is_accepted = coins.accept(acceptance(lenient.at(token), q.at(token)), depth)
         tests.append(AcceptanceTest(node, p.at(token), q.at(token), is_accepted, _price(p, q, lenient, anew)))
         if not is_accepted:

@@ -70,7 +70,9 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 def _lanes(draft: Draft, b: int) -> dict[int, int]:
     """Number the nodes of each depth, in draft order, so that each node tosses a coin of its own."""
-    depths, lanes, counts = {-1: 0}, dict[int, int](), dict[int, int]()
+    depths = {-1: 0}
+    lanes = dict[int, int]()
+    counts = dict[int, int]()
     for node in draft.nodes(b):
         depth = depths[node] = depths[draft.parents[node]] + 1
         lanes[node] = counts.get(depth, 0)

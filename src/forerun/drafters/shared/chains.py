@@ -98,7 +98,9 @@ class Texts(Generic[T]):
     """
 
     def __init__(self, new: Callable[[Sequence], T], is_fast: bool = False) -> None:
-        self._new, self._is_fast, self.by_id = new, is_fast, dict[int, T]()
+        self._new = new
+        self._is_fast = is_fast
+        self.by_id = dict[int, T]()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         """Read the tokens that a pass ran and kept, and the committed token that follows them."""

@@ -74,7 +74,8 @@ def read(raw: Raw) -> Spec:
 def write(spec: Spec) -> Raw:
     """Return the config.json of a spec."""
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
-    a, windows = attentions[0], [layer.window for layer in attentions]
+    a = attentions[0]
+    windows = [layer.window for layer in attentions]
     return {
         **configs.usual_config(spec, "Gemma2ForCausalLM"),
         **configs.rope_config(a.rope),

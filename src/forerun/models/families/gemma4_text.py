@@ -207,7 +207,8 @@ def read(raw: Raw) -> Spec:
         mlp = Mlp(size(c, "intermediate_size") * wide, "gelu_tanh")
         block = Block(norm, attention, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm, out_scale=True)
         blocks.append(_with_experts(replace(block, per_layer_input=own_input), c, norm, hidden))
-    scale, cap = math.sqrt(hidden), number(c, CAP) if CAP in c else None
+    scale = math.sqrt(hidden)
+    cap = number(c, CAP) if CAP in c else None
     return configs.spec_of(c, "gemma4_text", blocks, norm, embed_scale=scale, logit_softcap=cap)
 
 

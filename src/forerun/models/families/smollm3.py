@@ -65,7 +65,8 @@ def _turned(raw: Raw, num: int) -> list[bool]:
 def write(spec: Spec) -> Raw:
     """Return the config.json of a spec."""
     attentions = [block.attention for block in spec.blocks if block.attention is not None]
-    mlp, windows = spec.blocks[0].mlp, [a.window for a in attentions]
+    mlp = spec.blocks[0].mlp
+    windows = [a.window for a in attentions]
     return {
         **configs.usual_config(spec, "SmolLM3ForCausalLM"),
         **configs.rope_config(next((a.rope for a in attentions if a.rope is not None), None)),

@@ -76,7 +76,8 @@ class _FusedBlock:
         self.attention, self.a = attention, attention.spec
         self.pre_attention, self.post_attention = _weighted(block.pre_attention), _weighted(block.post_attention)
         self.pre_mlp, self.post_mlp = _weighted(block.pre_mlp), _weighted(block.post_mlp)
-        self.at_sum, self.scale = spec.norm_at == "sum", spec.branch_scale
+        self.at_sum = spec.norm_at == "sum"
+        self.scale = spec.branch_scale
         self.qkv = _whole(attention._products[0][1])
         self.o = attention.o.parts[0]
         self.mlp = block.mlp

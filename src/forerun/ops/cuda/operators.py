@@ -453,7 +453,9 @@ class CudaOps(ReferenceOps):
         if pool is None:
             assert k is not None
             assert v is not None
-            pool, k, v = TorchPool(k.contiguous(), v.contiguous()), None, None
+            pool = TorchPool(k.contiguous(), v.contiguous())
+            k = None
+            v = None
         if k is not None and v is not None and len(k):
             width = pool.keys.shape[1] * pool.keys.shape[2]
             block = min(1024, _power(width))

@@ -77,7 +77,8 @@ def _tokenize_content(texts: Reader, given: dict[str, Any]) -> dict[str, Any]:
 
 def _detokenize(texts: Reader, read: Given) -> Counted:
     """Return the text of token ids."""
-    ids, num_ids = read.fields.get("tokens"), texts.tokenizer.num_ids
+    ids = read.fields.get("tokens")
+    num_ids = texts.tokenizer.num_ids
     if isinstance(ids, list) and len(ids) > (most := texts.max_seq_len):
         message = f"tokens has {len(ids):,} ids and the context {most:,}, so no text is as long: send them in parts"
         raise Refused(message, "tokens")

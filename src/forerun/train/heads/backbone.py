@@ -72,7 +72,9 @@ class Backbone:
         if config.has_states:
             raise BadOption("a target that keeps states cannot be trained along: leave out backbone=true")
         config_to_dict(config)
-        self.options, self.share, self._head = options, 0.0, teacher.head
+        self.options = options
+        self.share = 0.0
+        self._head = teacher.head
         self._ops = RememberingOps()
         weights = {name: tensor_of(teacher.model.weight(name)).clone() for name in weight_shapes(config)}
         self.weights = {f"{PREFIX}{n}": w.requires_grad_(True) for n, w in weights.items() if n not in FROZEN}
