@@ -1,8 +1,12 @@
 """Tables, shapes and small runs that the tests of several rules share."""
 
 import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 
 from forerun.testing import Branching, dense, drawn_tree, emitted, enumerate_outcomes, plain, tables, total_variation
 from forerun.verify import ratio
@@ -26,6 +30,14 @@ def random_shape(num_nodes: int, seed: int) -> tuple[int, ...]:
     """Parents of a random tree: each node hangs from the root or from a node before it."""
     rng = random.Random(seed)
     return tuple(rng.randrange(-1, node) for node in range(num_nodes))
+
+
+def law_of(run: Callable[[Branching], Any]) -> dict[Any, float]:
+    """Return the probability of each outcome of a run, over all the ways to it."""
+    law = defaultdict[Any, float](float)
+    for weight, outcome in enumerate_outcomes(run):
+        law[outcome] += weight
+    return law
 
 
 def one_level(p: tuple[float, ...], q: tuple[float, ...], num: int, rule=ratio.rule) -> tuple[list[float], float]:
@@ -55,11 +67,14 @@ def mean_tokens(rule, target, drafter) -> float:
     return sum(weight * num for weight, num in enumerate_outcomes(run))
 
 
+def error_of(rule, target, drafter) -> float:
+    """How far the texts of a rule, whose probabilities add up to 1, are from those of the target."""
+    said = emitted(rule, target, drafter, HORIZON)
+    assert sum(said.values()) == pytest.approx(1, abs=EXACT)
+    return total_variation(said, plain(target, HORIZON))
+
+
 def largest_error(rule, shape, draws, kinds=("unlike", "alike", "zeros")) -> float:
     """How far a wrong rule is from the target where it is farthest, among these tables."""
-    errors = []
-    for kind in kinds:
-        target, near = TABLES[kind]
-        said = emitted(rule, target, drawn_tree(shape, near, draws), HORIZON)
-        errors.append(total_variation(said, plain(target, HORIZON)))
-    return max(errors)
+    pairs = (TABLES[kind] for kind in kinds)
+    return max(error_of(rule, target, drawn_tree(shape, near, draws)) for target, near in pairs)

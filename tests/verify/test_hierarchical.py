@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from forerun.testing import dense, drawn_tree, emitted, enumerate_outcomes, plain, total_variation
+from forerun.testing import dense, drawn_tree, enumerate_outcomes, plain, total_variation
 from forerun.testing.rules import Outputs, RuleFunction, Table
 from forerun.theory import formulas
 from forerun.types import Coins, Draft, Probs
 from forerun.verify import Ruling, block
-from verify.cases import CAUGHT, CHAINS, EXACT, HORIZON, TABLES, largest_error, mean_tokens
+from verify.cases import CAUGHT, CHAINS, EXACT, TABLES, error_of, largest_error, law_of, mean_tokens
 
 Share = Callable[[Seq[float]], float]  # r_0 = 1, r_1, ..., r_i of a prefix -> its share, r_i as it is capped
 
@@ -96,8 +96,7 @@ def test_what_other_caps_gain_on_two_ids_is_their_error():
     for caps in ("the whole chain is judged by its uncapped ratio", "each prefix is capped by itself"):
         rule = hierarchical(*WRONG[caps])
         assert mean_tokens(rule, TARGET, drafter) == pytest.approx(7 / 3, abs=EXACT)
-        said = emitted(rule, TARGET, drafter, HORIZON)
-        assert total_variation(said, plain(TARGET, HORIZON)) == pytest.approx(1 / 9, abs=EXACT)
+        assert error_of(rule, TARGET, drafter) == pytest.approx(1 / 9, abs=EXACT)
 
 
 # ------------------------------------------------------------------------------------- what a rule without a state can
@@ -150,10 +149,7 @@ def after(
         path, token, _ = UNCAPPED(draft, 0, rows, coins)
         return (*draft.tokens[: len(path)], token)
 
-    texts = defaultdict[tuple[int, ...], float](float)
-    for weight, text in enumerate_outcomes(run):
-        texts[text] += weight
-    for text, weight in texts.items():
+    for text, weight in law_of(run).items():
         left = carried(target, near, text, num_drafted)
         for share, more, behind in after(left, shifted(near, text), num_drafted, num_rounds - 1):
             yield weight * share, (*text, *more), behind
