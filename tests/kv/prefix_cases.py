@@ -148,7 +148,9 @@ class Driven:
         self._held.pop(slot, None)
 
     def feed(self, slot: int, tokens: Seq[int]) -> None:
-        """Run a chain and keep all of it."""
+        """Run a chain in a slot, which may be a new one, and keep all of it."""
+        if slot not in self.kept:
+            self.open(slot)
         self.write(slot, tokens)
         self.keep(slot, list(range(len(tokens))))
 
@@ -166,10 +168,11 @@ class Driven:
         self._runs.pop(slot, None)
         self._held.pop(slot, None)
 
-    def release(self, slot: int) -> None:
-        self.cache.release(slot)
-        for of_slots in (self.kept, self.salts, self._runs, self._held):
-            of_slots.pop(slot, None)  # type: ignore[attr-defined]
+    def release(self, *slots: int) -> None:
+        for slot in slots:
+            self.cache.release(slot)
+            for of_slots in (self.kept, self.salts, self._runs, self._held):
+                of_slots.pop(slot, None)  # type: ignore[attr-defined]
 
     def found(self, tokens: Seq[int], salt: str | None = None) -> int:
         """Return how many tokens a new sequence would find, and end it. The found blocks count as used."""

@@ -148,21 +148,28 @@ TestCacheFuzz.settings = settings(
 )
 
 
-def make(backend: Any = "paged", **more: Any) -> BlockCache:
-    return BlockCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, **more)
+def make(backend: Any = "paged", *, num_slots: int = 1, **more: Any) -> BlockCache:
+    """Make a cache of which so many slots are open."""
+    cache = BlockCache.create(SHAPE, backend, max_batch_size=2, max_seq_len=64, **more)
+    for slot in range(num_slots):
+        cache.open(slot)
+    return cache
+
+
+def feed(cache: BlockCache, slot: int, marks: list[int]) -> None:
+    """Write a pass and keep all of it."""
+    write(cache, slot, marks)
+    cache.keep({slot: range(len(marks))})
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
 @pytest.mark.parametrize(("num_accepted", "target", "draft"), [(2, 12, 12), (4, 14, 13), (0, 10, 10)])
 def test_lengths_of_one_round(backend: Any, num_accepted: int, target: int, draft: int) -> None:
     """L = 10 committed, gamma = 4; the draft feeds 4 tokens, the target 5."""
-    cache = make(backend)
-    for slot, context in ((0, 9), (1, 9)):
-        cache.open(slot)
-        write(cache, slot, list(range(context)))
-        cache.keep({slot: range(context)})
-    write(cache, 1, [9, 10, 11, 12])  # g, x1, x2, x3: the last drafted token is not fed
-    cache.keep({1: [0, 1, 2, 3]})
+    cache = make(backend, num_slots=2)
+    for slot in (0, 1):
+        feed(cache, slot, list(range(9)))
+    feed(cache, 1, [9, 10, 11, 12])  # g, x1, x2, x3: the last drafted token is not fed
     assert cache.length(1) == 13
     write(cache, 0, [9, 10, 11, 12, 13])
     cache.keep({0: range(num_accepted + 1)})
@@ -175,13 +182,10 @@ def test_lengths_of_one_round(backend: Any, num_accepted: int, target: int, draf
 
 
 def test_a_path_moves_across_block_boundaries() -> None:
-    cache = make()
-    for slot in (0, 1):
-        cache.open(slot)
+    cache = make(num_slots=2)
     for start in range(0, 12, 4):  # blocks of the two slots interleave
         for slot in (0, 1):
-            write(cache, slot, list(range(start, start + 4)))
-            cache.keep({slot: [0, 1, 2, 3]})
+            feed(cache, slot, list(range(start, start + 4)))
     write(cache, 0, list(range(100, 130)))
     cache.keep({0: [0, 3, 4, 9, 20, 21, 29]})
     assert contents(cache, 0) == [*range(12), 100, 103, 104, 109, 120, 121, 129]
@@ -191,7 +195,6 @@ def test_a_path_moves_across_block_boundaries() -> None:
 
 def test_what_is_held_comes_behind_what_is_kept() -> None:
     cache = make()
-    cache.open(0)
     write(cache, 0, [1, 2, 3])
     with pytest.raises(InternalError, match="they must ascend"):
         cache.keep({0: [1]}, {0: Held([0], [-1])})
@@ -202,7 +205,6 @@ def test_what_is_held_comes_behind_what_is_kept() -> None:
 def test_blocks_behind_the_length_are_freed() -> None:
     cache = make()
     free = cache.free_tokens()
-    cache.open(0)
     write(cache, 0, list(range(33)))
     assert cache.free_tokens() == free - 3 * PAGED_BLOCK_TOKENS
     cache.keep({0: range(16)})
@@ -217,7 +219,6 @@ def test_blocks_behind_the_length_are_freed() -> None:
 
 def test_a_full_pool_says_so_and_changes_nothing() -> None:
     cache = make(num_tokens=32)
-    cache.open(0)
     write(cache, 0, list(range(20)))
     with pytest.raises(CapacityError, match="kv_cache_tokens"):
         cache.reserve(0, 33)
@@ -227,19 +228,16 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
 
 def test_disagreement_with_the_batch_is_an_internal_error() -> None:
     cache = make()
-    cache.open(0)
     with pytest.raises(InternalError, match="open already"):
         cache.open(0)
-    batch = RaggedBatch([1], [0], [0, 1], [0], [5])
     with pytest.raises(InternalError, match="holds 0 tokens, the batch says 5"):
-        cache.view(batch)
+        cache.view(RaggedBatch([1], [0], [0, 1], [0], [5]))
     with pytest.raises(InternalError, match="reserve them first"):
         cache.view(RaggedBatch([1], [0], [0, 1], [0], [0]))
 
 
 def test_a_pending_row_hangs_from_one_that_comes_before_it() -> None:
     cache = make()
-    cache.open(0)
     write(cache, 0, [1, 2])
     for parents in ([0, -1], [-1, 1], [-2, -1]):
         with pytest.raises(InternalError, match="a parent comes first"):
@@ -249,7 +247,6 @@ def test_a_pending_row_hangs_from_one_that_comes_before_it() -> None:
 
 def test_integrity_notices_a_block_owned_twice() -> None:
     cache = make()
-    cache.open(0)
     write(cache, 0, [1])
     cache._free.append(cache._slots[0].table[0])
     with pytest.raises(InternalError, match="owns one twice"):
@@ -261,9 +258,7 @@ def test_integrity_notices_a_block_owned_twice() -> None:
 def test_a_fork_shares_full_blocks_and_either_goes_on(length: int, cut: int | None) -> None:
     """cut: the slot that is cut inside of what both share, before both write."""
     cache = make(num_tokens=160)
-    cache.open(0)
-    write(cache, 0, list(range(length)))
-    cache.keep({0: range(length)})
+    feed(cache, 0, list(range(length)))
     write(cache, 0, [70, 71])
     cache.hold(0, [-1, -1])  # which the fork does not see
     free = cache.free_tokens()
@@ -293,9 +288,7 @@ def test_a_fork_shares_full_blocks_and_either_goes_on(length: int, cut: int | No
 
 def test_a_fork_needs_room_for_the_last_block_and_a_new_slot() -> None:
     cache = make(num_tokens=32)
-    cache.open(0)
-    write(cache, 0, list(range(20)))
-    cache.keep({0: range(20)})
+    feed(cache, 0, list(range(20)))
     with pytest.raises(CapacityError, match="kv_cache_tokens"):
         cache.fork(0, 1)
     with pytest.raises(InternalError, match="open already"):
@@ -311,7 +304,6 @@ def test_forks_publish_the_block_that_they_share() -> None:
     """Two slots publish the same blocks; the slot that first computed block 0 has ended."""
     d = driven(12)
     prompt = list(range(12))
-    d.open(0), d.open(2)
     d.feed(0, prompt)
     d.feed(2, prompt[:4])
     d.cache.publish(2, prompt[:4])

@@ -143,6 +143,21 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path, shape: CacheShape, is_native
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    folder = Folder(tmp_path / "kv", 1 << 30)
+    yield folder
+    folder.close()
+
+
+@pytest.fixture
+def shelf(folder: Folder) -> Shelf:
+    """A shelf that holds one block, of a chain."""
+    shelf = folder.shelf(["x"], [64])
+    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+    return shelf
+
+
+@pytest.fixture
 def may_read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """What the disk waits for before it answers."""
     may_read, reads = threading.Event(), Shelf.read
@@ -213,10 +228,7 @@ def test_blocks_of_a_fetch_that_was_given_up_are_free_at_once(filled: BlockCache
     assert all(pool[rows, 0, 0].float32().astype(int).tolist() == others[:48] for pool in cache.pools.tensors())
 
 
-def test_what_another_process_removed_is_not_there(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "kv", 1 << 30)
-    shelf = folder.shelf(["x"], [64])
-    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+def test_what_another_process_removed_is_not_there(folder: Folder, shelf: Shelf) -> None:
     for path, _, _ in folder.segments():
         remove(path)
     shelf._looked_at = 0
@@ -224,12 +236,10 @@ def test_what_another_process_removed_is_not_there(tmp_path: Path) -> None:
     assert not there(shelf, b"chain")
     shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
     assert len(folder.segments()) == 1, "it is written again, where others find it"
-    folder.close()
 
 
-def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path) -> None:
+def test_a_block_that_is_evicted_before_it_was_written_is_written(folder: Folder) -> None:
     """The thread that writes comes late: other sequences have taken the blocks."""
-    folder = Folder(tmp_path / "kv", 1 << 30)
     first = small_cache(folder)
     late = folder._jobs.pop()
     written(first, list(range(64)))
@@ -246,7 +256,6 @@ def test_a_block_that_is_evicted_before_it_was_written_is_written(tmp_path: Path
         rows = second.rows(start, 0, 48)
         assert all(pool.values[rows, 0, 0].astype(int).tolist() == tokens[:48] for pool in second.pools.tensors())
         second.release(start)
-    folder.close()
 
 
 @pytest.mark.parametrize(
@@ -484,19 +493,12 @@ def test_what_a_wrong_clock_left_does_not_stay_for_ever(tmp_path: Path, ahead_s:
     again.close()
 
 
-def test_tokens_are_compared(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "kv", 1 << 30)
-    shelf = folder.shelf(["x"], [64])
-    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+def test_tokens_are_compared(shelf: Shelf) -> None:
     assert shelf.find(0, b"chain", range(16)) is not None
     assert shelf.find(0, b"chain", range(1, 17)) is None
-    folder.close()
 
 
-def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "kv", 1 << 30)
-    shelf = folder.shelf(["x"], [64])
-    shelf.write(0, b"chain", range(16), memoryview(bytearray(64)))
+def test_nobody_else_can_read_the_folder(tmp_path: Path, folder: Folder, shelf: Shelf) -> None:
     folder.close()
     for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path

@@ -119,7 +119,6 @@ def test_the_longest_unused_goes_first_and_a_hit_is_a_use() -> None:
         d.start(0, chain[:BLOCK])
         d.release(0)
     assert d.found(chains[0]) == BLOCK  # now the second is the longest unused
-    d.open(0)
     d.feed(0, [7] * 5)  # the free block, then one that is evicted
     assert [d.found(chain) for chain in (chains[1], chains[0], chains[2])] == [0, BLOCK, BLOCK]
     d.feed(0, [7] * 4)  # and now it is the first, for the third was asked for after it
@@ -131,7 +130,6 @@ def test_tails_go_before_what_they_follow() -> None:
     d = driven(6)
     d.start(0, PROMPT)
     d.release(0)
-    d.open(1)
     found = []
     for _ in range(6):
         d.feed(1, [7] * BLOCK)
@@ -162,7 +160,6 @@ def test_a_block_in_use_is_never_evicted() -> None:
     d.start(0, PROMPT[:8])
     d.open(1, PROMPT[:9])
     d.release(0)
-    d.open(2)
     d.feed(2, [7] * 8)
     with pytest.raises(CapacityError):
         d.feed(2, [7])
@@ -216,7 +213,6 @@ def test_the_equal_block_is_evicted_while_its_copy_lives() -> None:
     d.feed(1, PROMPT[8:12])
     d.cache.publish(1, PROMPT[:12])
     d.release(0)
-    d.open(3)
     d.feed(3, [7] * 4 * BLOCK)  # two free blocks and both of slot 0
     assert d.found(PROMPT) == 0
     d.release(3)
@@ -226,10 +222,8 @@ def test_the_equal_block_is_evicted_while_its_copy_lives() -> None:
     assert d.start(4, PROMPT[:8]) == 0
     assert d.found(PROMPT) == 12
     d.check()
-    for slot in (1, 4):
-        d.release(slot)
+    d.release(1, 4)
     assert d.cache.free_tokens() == 7 * BLOCK
-    d.open(5)
     d.feed(5, [8] * 7 * BLOCK)  # nothing that cannot be found holds on to memory
     d.check()
 
@@ -240,9 +234,7 @@ def test_the_end_of_a_copy_is_a_use_of_what_it_equals() -> None:
     d.cache.publish(1, PROMPT[:12])
     d.release(0)
     d.start(2, next(new))
-    d.release(2)
-    d.release(1)
-    d.open(3)
+    d.release(2, 1)
     d.feed(3, [7] * (8 - 3) * BLOCK)  # the free ones, and slot 2's, which is now the longest unused
     assert d.found(PROMPT[:13]) == 12
     d.feed(3, [7] * BLOCK)
@@ -256,9 +248,7 @@ def test_the_end_of_a_copy_is_no_use_of_what_took_the_place_of_its_equal() -> No
     early, late = next(new), [*next(new), *next(new)][:12]
     d.start(3, late)  # the free blocks
     d.start(4, early)  # evicts both of slot 0
-    for slot in (4, 3, 1):
-        d.release(slot)
-    d.open(5)
+    d.release(4, 3, 1)
     d.feed(5, [7] * 3 * BLOCK)  # slot 1's, and the longest unused one
     assert (d.found([*early, 9]), d.found([*late, 9])) == (4, 12)
     d.check()
@@ -269,7 +259,6 @@ def test_a_long_text_does_not_take_the_ends_of_others(monkeypatch: pytest.Monkey
     d, long = driven(8, windows=(3,)), list(range(200, 260))
     d.start(0, PROMPT[:9])
     d.release(0)
-    d.open(1)
     for end in range(BLOCK, len(long) + 1, BLOCK):  # what it has passed makes room for it
         d.feed(1, long[end - BLOCK : end])
         d.cache.publish(1, long[:end])

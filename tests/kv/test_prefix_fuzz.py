@@ -183,8 +183,7 @@ def test_random_lives_share_what_is_equal_and_nothing_else(
     wanted |= {"gave back"} if windows else set()
     wanted |= {"cut to nothing"} if windows or has_states else set()
     assert lives.seen - rare == wanted
-    for slot in range(NUM_SLOTS):
-        lives.d.release(slot)
+    lives.d.release(*range(NUM_SLOTS))
     lives.d.check()
     assert lives.d.cache.free_tokens() == lives.num_blocks * BLOCK, "a block was lost"
     lives.d.cache.clear_prefixes()

@@ -38,8 +38,7 @@ def test_cut_anywhere_and_write_on(length: int, is_shared: bool) -> None:
     d.cache.publish(0, new)
     assert d.found([*new, 1]) == len(new) // BLOCK * BLOCK
     d.check()
-    for slot in list(d.kept):
-        d.release(slot)
+    d.release(*d.kept)
     assert d.cache.free_tokens() == 12 * BLOCK
 
 
