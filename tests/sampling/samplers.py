@@ -1,6 +1,7 @@
 """Rows that are hard for a sampler, and the native sampler of each instruction set."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,10 @@ import numpy.typing as npt
 import pytest
 
 from forerun import native
+from forerun.sampling.pipeline import _probs
+from forerun.sampling.random import _place, _race
 
+BY_NUMPY = SimpleNamespace(place=_place, race=_race, probs=_probs)  # as a native sampler has them
 ISAS = list(native.known_isas()) or ["none"]
 Row = npt.NDArray[np.float32]
 

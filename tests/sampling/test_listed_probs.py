@@ -20,7 +20,7 @@ from forerun.types import Draft, Probs, SamplingParams, Sequence
 from forerun.verify import match, ratio
 from house.enumeration import Case
 from house.test_lossless import assert_lossless
-from sampling.samplers import ISAS, row, sampler
+from sampling.samplers import BY_NUMPY, row
 
 V = 4096
 
@@ -60,11 +60,9 @@ def test_what_filters_leave_of_a_wide_row_is_a_list():
     assert probs(logits[:-1], SamplingParams(top_k=5)).dense.shape == (V - 1,), "a narrow row stays a vector"
 
 
-@pytest.mark.parametrize("isa", ["reference", *ISAS])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_draws_are_those_of_the_vector(isa, dtype, monkeypatch):
-    native = None if isa == "reference" else sampler(isa)
-    monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
+def test_draws_are_those_of_the_vector(kernels, dtype, monkeypatch):
+    monkeypatch.setattr(arithmetic, "native_sampler", lambda: None if kernels is BY_NUMPY else kernels)
     generator = np.random.default_rng(0)
     for seed in range(40):
         ids = np.sort(generator.permutation(1000)[: 1 + seed * 3])

@@ -9,20 +9,10 @@ from hypothesis import given, settings, strategies as st
 from forerun.sampling import arithmetic, random as rng
 from forerun.sampling.random import PhiloxCoins, _place, _race
 from forerun.types import Probs
-from sampling.samplers import ISAS, KINDS, Row, row, sampler
+from sampling.samplers import BY_NUMPY, KINDS, Row, row, sampler
 from sampling.test_random import KNOWN
 
-BOTH = ["reference", *ISAS]
 WORD = st.integers(0, 2**32 - 1)
-
-
-def place(isa: str, weights: Row, uniform: int) -> int | None:
-    return _place(weights, uniform) if isa == "reference" else sampler(isa).place(weights, uniform)
-
-
-def race(isa: str, weights: Row, ids: np.ndarray | None, seed: int, position: int) -> int | None:
-    args = (weights, ids, seed, position)
-    return _race(*args) if isa == "reference" else sampler(isa).race(*args)
 
 
 def weights_of(kind: str, size: int, seed: int) -> Row:
@@ -43,10 +33,9 @@ def by_definition(weights: Row, ids: np.ndarray, seed: int, position: int) -> in
 # --------------------------------------------------------------------------------------------------------- generator
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_known_answers(isa, counter, key, words):
-    assert " ".join(f"{w:08x}" for w in sampler(isa).philox(*counter, *key)) == words
+def test_known_answers(native, counter, key, words):
+    assert " ".join(f"{w:08x}" for w in native.philox(*counter, *key)) == words
 
 
 @settings(max_examples=200, deadline=None)
@@ -55,16 +44,14 @@ def test_both_generators_agree(counter, key):
     assert sampler("baseline").philox(*counter, *key) == rng.philox_words(counter, key)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_log_has_the_bits_of_numpys(isa):
+def test_log_has_the_bits_of_numpys(native):
     generator = np.random.default_rng(0)
     borders = math.sqrt(0.5) * (1 + np.arange(-50, 50) * 2.0**-45)
     x = np.concatenate([generator.random(3000), 1 - generator.random(1000) * 1e-9, borders, [2.0**-33, 1e-300, 7e200]])
-    assert [sampler(isa).log(value) for value in x.tolist()] == arithmetic.log(x).tolist()
+    assert [native.log(value) for value in x.tolist()] == arithmetic.log(x).tolist()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_every_lane_of_the_race_has_its_own_noise(isa):
+def test_every_lane_of_the_race_has_its_own_noise(native):
     """Two ids with equal weights: who wins is who has the larger word; over all lanes of three blocks of 64."""
     words = rng.philox4x32([[9, rng.PURPOSE_MATCH, 0, j] for j in range(48)], rng.key_of(2**40 + 3)).reshape(-1)
     for i in range(192):
@@ -73,7 +60,7 @@ def test_every_lane_of_the_race_has_its_own_noise(isa):
                 weights = np.zeros(200, np.float32)
                 weights[[i, j]] = 0.5
                 expected = i if words[i] >= words[j] else j
-                assert race(isa, weights, None, 2**40 + 3, 9) == expected
+                assert native.race(weights, None, 2**40 + 3, 9) == expected
 
 
 # -------------------------------------------------------------------------------------------------------- the race
@@ -81,41 +68,38 @@ def test_every_lane_of_the_race_has_its_own_noise(isa):
 SIZES = st.sampled_from([1, 2, 3, 5, 63, 64, 65, 129, 1000, 4096])
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(KINDS), SIZES, st.integers(0, 2**64 - 1), st.integers(0, 2**33), st.floats(-40, 40))
-def test_races_agree(isa, kind, size, seed, position, scale):
+def test_races_agree(native, kind, size, seed, position, scale):
     """At every scale of the weights, with and without a list of ids."""
     weights = weights_of(kind, size, seed % 1000) * np.float32(2.0**scale)
-    winner = race(isa, weights, None, seed, position)
-    assert winner == race("reference", weights, None, seed, position)
+    winner = native.race(weights, None, seed, position)
+    assert winner == _race(weights, None, seed, position)
     assert winner == by_definition(weights, np.arange(size), seed, position)
     ids = np.flatnonzero(np.random.default_rng(seed).random(3 * size) < 0.3)[:size]
     if len(ids) and weights[: len(ids)].any():
         some = weights[: len(ids)]
-        winner = race(isa, some, ids, seed, position)
-        assert winner == race("reference", some, ids, seed, position) == by_definition(some, ids, seed, position)
+        winner = native.race(some, ids, seed, position)
+        assert winner == _race(some, ids, seed, position) == by_definition(some, ids, seed, position)
 
 
-@pytest.mark.parametrize("isa", BOTH)
-def test_whole_vocabularies(isa):
+def test_whole_vocabularies(kernels):
     for seed, kind in enumerate(("flat", "peaked", "all equal", "halves and gaps")):
         weights = weights_of(kind, 128_256, seed)
         weights /= weights.sum()
-        winner = race(isa, weights, None, seed, 77)
+        winner = kernels.race(weights, None, seed, 77)
         assert winner == by_definition(weights, np.arange(len(weights)), seed, 77)
         ids = np.flatnonzero(weights)[:: 50 + seed]
-        assert race(isa, weights[ids], ids, seed, 77) == by_definition(weights[ids], ids, seed, 77)
+        assert kernels.race(weights[ids], ids, seed, 77) == by_definition(weights[ids], ids, seed, 77)
 
 
-@pytest.mark.parametrize("isa", BOTH)
-def test_ids_beyond_2_to_the_18_have_noise_of_their_own(isa):
+def test_ids_beyond_2_to_the_18_have_noise_of_their_own(kernels):
     """Published vocabularies have up to 262,208 ids."""
     weights, last = np.zeros(262_208, np.float32), np.arange(2**18, 262_208)
     weights[last] = 2.0**-6
     for seed in range(20):
         winner = by_definition(weights[last], last, seed, 77)
-        assert race(isa, weights, None, seed, 77) == race(isa, weights[last], last, seed, 77) == winner
+        assert kernels.race(weights, None, seed, 77) == kernels.race(weights[last], last, seed, 77) == winner
 
 
 def words_of(size: int, seed: int, position: int) -> np.ndarray:
@@ -123,9 +107,8 @@ def words_of(size: int, seed: int, position: int) -> np.ndarray:
     return rng.philox4x32(counters, rng.key_of(seed)).reshape(-1)
 
 
-@pytest.mark.parametrize("isa", BOTH)
 @pytest.mark.parametrize("rest", [0.0, 1e-9, 1e-4])
-def test_ties_of_the_race_go_to_the_lowest_id(isa, rest):
+def test_ties_of_the_race_go_to_the_lowest_id(kernels, rest):
     """Among 2^17 ids some have the same word, so that equal weights finish at the same time, to the last bit."""
     size, num_tied = 2**17, 0
     for seed in range(3):
@@ -137,15 +120,14 @@ def test_ties_of_the_race_go_to_the_lowest_id(isa, rest):
                 continue  # late: another id may win
             weights = np.full(size, rest * 1e-5, np.float32)
             weights[[i, j]] = 0.5
-            assert race(isa, weights, None, seed, 4) == i
-            assert race(isa, weights[[i, j]], np.array([i, j]), seed, 4) == i
+            assert kernels.race(weights, None, seed, 4) == i
+            assert kernels.race(weights[[i, j]], np.array([i, j]), seed, 4) == i
             num_tied += 1
     assert num_tied >= 2
 
 
-@pytest.mark.parametrize("isa", BOTH)
 @pytest.mark.parametrize(("size", "seed", "position", "far"), [(4096, 1, 2, 1000), (1024, 289_736, 5, 236)])
-def test_the_best_word_wins_with_the_smallest_weight_that_can(isa, size, seed, position, far):
+def test_the_best_word_wins_with_the_smallest_weight_that_can(kernels, size, seed, position, far):
     """Pruning must not lose an id whose weight is tiny and whose time is tinier: just before and just after.
 
     The second one has the largest of all words: 1 - u is 2^-33, less than which there is not.
@@ -159,67 +141,61 @@ def test_the_best_word_wins_with_the_smallest_weight_that_can(isa, size, seed, p
     best_time, heavy_time = arithmetic.log((words[[best, heavy]] + 0.5) * 2.0**-32).tolist()
     for factor, winner in ((1 - 1e-6, heavy), (1 + 1e-6, best)):
         weights[best] = best_time / heavy_time * factor
-        assert race(isa, weights, None, seed, position) == winner
+        assert kernels.race(weights, None, seed, position) == winner
 
 
 # ----------------------------------------------------------------------------------------------------------- the draw
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(KINDS), SIZES, st.integers(0, 1000), st.integers(0, 2**53 - 1), st.floats(-100, 20))
-def test_draws_agree(isa, kind, size, seed, uniform, scale):
+def test_draws_agree(native, kind, size, seed, uniform, scale):
     weights = weights_of(kind, size, seed) * np.float32(2.0**scale)
     if weights.any():
         for u in (0, uniform, 2**53 - 1):
-            found = place(isa, weights, u)
-            assert found == place("reference", weights, u)
+            found = native.place(weights, u)
+            assert found == _place(weights, u)
             assert weights[found] > 0
 
 
-@pytest.mark.parametrize("isa", BOTH)
 @pytest.mark.parametrize("offset", [0, 1, 510, 511, 512, 513, 1023, 1024])
-def test_the_borders_between_places_are_exact(isa, offset):
+def test_the_borders_between_places_are_exact(kernels, offset):
     """Four equal weights own a quarter of the uniforms each, to the last of 2^53; zeros around them own nothing."""
     weights = np.zeros(2000, np.float32)
     places = [offset, offset + 1, offset + 5, offset + 700]
     weights[places] = 0.3
     for quarter, expected in enumerate(places):
-        assert place(isa, weights, quarter * 2**51) == expected
-        assert place(isa, weights, (quarter + 1) * 2**51 - 1) == expected
+        assert kernels.place(weights, quarter * 2**51) == expected
+        assert kernels.place(weights, (quarter + 1) * 2**51 - 1) == expected
 
 
-@pytest.mark.parametrize("isa", BOTH)
-def test_draws_are_the_inverse_of_the_sum_of_ticks(isa):
+def test_draws_are_the_inverse_of_the_sum_of_ticks(kernels):
     for seed, kind in enumerate(("flat", "peaked", "halves and gaps")):
         weights = weights_of(kind, 20_000, seed)
         mass = arithmetic.ticks(weights, len(weights), float(weights.max())).cumsum().tolist()
         for uniform in np.random.default_rng(seed).integers(2**53, size=30).tolist():
             expected = next(i for i, m in enumerate(mass) if m > uniform * mass[-1] >> 53)
-            assert place(isa, weights, uniform) == expected
+            assert kernels.place(weights, uniform) == expected
 
 
-@pytest.mark.parametrize("isa", BOTH)
 @pytest.mark.parametrize("bad", [-1e-30, math.nan, -math.nan, math.inf])
 @pytest.mark.parametrize("at", [0, 64, 99])
-def test_what_is_no_distribution_is_refused(isa, bad, at):
+def test_what_is_no_distribution_is_refused(kernels, bad, at):
     weights = weights_of("flat", 100, 0)
     weights[at] = bad
-    assert place(isa, weights, 5) is None
-    assert race(isa, weights, None, 5, 5) is None
-    assert race(isa, weights, np.arange(0, 200, 2), 5, 5) is None
-    assert place(isa, np.zeros(70, np.float32), 5) is race(isa, np.zeros(70, np.float32), None, 5, 5) is None
+    assert kernels.place(weights, 5) is None
+    assert kernels.race(weights, None, 5, 5) is None
+    assert kernels.race(weights, np.arange(0, 200, 2), 5, 5) is None
+    assert kernels.place(np.zeros(70, np.float32), 5) is kernels.race(np.zeros(70, np.float32), None, 5, 5) is None
     zeros = np.zeros(100, np.float32)
     zeros[at] = -0.0
     zeros[7] = 1e-30
-    assert place(isa, zeros, 2**53 - 1) == race(isa, zeros, None, 5, 5) == 7, "minus zero is a weight"
+    assert kernels.place(zeros, 2**53 - 1) == kernels.race(zeros, None, 5, 5) == 7, "minus zero is a weight"
 
 
-@pytest.mark.parametrize("isa", BOTH)
-def test_the_text_of_a_seed_is_this(isa, monkeypatch):
+def test_the_text_of_a_seed_is_this(kernels, monkeypatch):
     """Pinned: what a seed says may not change with a library, a processor, or from version to version by accident."""
-    native = None if isa == "reference" else sampler(isa)
-    monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
+    monkeypatch.setattr(arithmetic, "native_sampler", lambda: None if kernels is BY_NUMPY else kernels)
     words = rng.philox4x32([[j, 1, 2, 3] for j in range(1250)], (4, 5)).reshape(-1)
     weights = arithmetic.exp(-(words >> 8).astype(np.float32) * np.float32(2.0**-21))
     probs = Probs(dense=weights)

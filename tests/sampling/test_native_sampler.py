@@ -4,7 +4,9 @@ The first two must agree in every bit, and the third holds both to what they pro
 """
 
 import hashlib
+import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from forerun.sampling import arithmetic, random as rng
 from forerun.sampling.pipeline import Filters, _argmax, _probs, probs
 from forerun.sampling.random import PhiloxCoins
 from forerun.types import Probs, SamplingParams
-from sampling.samplers import ISAS, KINDS, Row, row, sampler
+from sampling.samplers import BY_NUMPY, KINDS, Row, row
 
 NONE = -math.inf
 Made = tuple[np.ndarray | None, np.ndarray] | None
@@ -39,14 +41,9 @@ def by_definition(logits: Row, temperature: float, top_k: int, log_min_p: float,
     kept = sorted(range(len(logits)), key=lambda i: (-scaled[i], i))[: top_k or None]
     kept = [i for i in kept if scaled[i] >= np.float32(log_min_p)]
     if top_p < 1:
-        total = sum(ticks[i] for i in kept)
-        mass, prefix, goal = 0, [], math.ceil(top_p * float(total))
-        for i in kept:
-            prefix.append(i)
-            mass += ticks[i]
-            if mass >= goal:
-                break
-        kept = prefix
+        masses = list(itertools.accumulate(ticks[i] for i in kept))
+        goal = math.ceil(top_p * float(masses[-1]))
+        kept = kept[: 1 + sum(mass < goal for mass in masses)]
     divisor = np.float32(sum(ticks[i] for i in kept) * 2.0 ** (1 - arithmetic.tick_bits(len(logits))))
     return {i: float(weights[i] / divisor) for i in sorted(kept) if weights[i] > 0}
 
@@ -71,10 +68,8 @@ def test_exp_is_within_one_unit_in_the_last_place_and_monotone():
     assert arithmetic.exp(ends).tolist() == [1.0, 1.0, float(np.float32(np.exp(-87.0))), 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [1, 7, 64, 1000, 50_257])
-def test_masses_are_the_same_in_numpy_and_in_every_instruction_set(isa, size):
-    native = sampler(isa)
+def test_masses_are_the_same_in_numpy_and_in_every_instruction_set(native, size):
     for kind in KINDS:
         logits = row(kind, size, size)
         weights = arithmetic.exp(logits - logits.max()) * np.float32(0.37)
@@ -147,11 +142,10 @@ FILTERS = st.tuples(
 )
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=250, deadline=None)
 @given(st.sampled_from(KINDS), SIZES, st.integers(0, 10**6), FILTERS)
-def test_every_bit_is_the_same(isa: str, kind: str, size: int, seed: int, filters: Filters) -> None:
-    native, logits = sampler(isa), row(kind, size, seed)
+def test_every_bit_is_the_same(native: Any, kind: str, size: int, seed: int, filters: Filters) -> None:
+    logits = row(kind, size, seed)
     with np.errstate(over="ignore"):
         made = _probs(logits, *filters)
     assert same(native.probs(logits, *filters), made)
@@ -166,22 +160,19 @@ def test_numpy_is_the_definition(kind: str, size: int, seed: int, filters: Filte
         assert as_dict(_probs(logits, *filters)) == by_definition(logits, *filters[:4])
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
-def test_an_id_has_a_probability_down_to_87_below_the_largest(isa):
+def test_an_id_has_a_probability_down_to_87_below_the_largest(kernels):
     below = np.nextafter(np.float32(-87), np.float32(-88))
     logits = np.array([0, -87, below, -88, -np.inf] * 20, np.float32)
-    _, values = (_probs if isa is None else sampler(isa).probs)(logits, 1.0, 0, NONE, 1.0, 0)
+    _, values = kernels.probs(logits, 1.0, 0, NONE, 1.0, 0)
     assert (values > 0).tolist() == [True, True, False, False, False] * 20
 
 
 WIDE = [(0.8, 50, NONE, 0.9), (0.8, 0, NONE, 0.95), (0.8, 0, NONE, 1.0), (1.3, 5000, -4.0, 0.5), (1.0, 0, -3.0, 0.999)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [128_256, 200_000, 262_208])
-def test_whole_vocabularies(isa, size):
+def test_whole_vocabularies(native, size):
     """As wide as published models are; beyond 2^18 ids a weight has fewer ticks."""
-    native = sampler(isa)
     for seed, kind in enumerate(("flat", "peaked", "whole numbers", "close")):
         logits = row(kind, size, seed)
         for filters in WIDE[seed % 2 :: 2] if size > 128_256 else WIDE:
@@ -190,10 +181,9 @@ def test_whole_vocabularies(isa, size):
             assert native.argmax(logits) == _argmax(logits)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_rows_that_lie_anywhere(isa):
+def test_rows_that_lie_anywhere(native):
     """No alignment is assumed, and a row is never written to."""
-    native, memory = sampler(isa), row("flat", 5000, 3)
+    memory = row("flat", 5000, 3)
     before = memory.copy()
     memory.setflags(write=False)
     for start in range(1, 18):
@@ -206,39 +196,35 @@ def test_rows_that_lie_anywhere(isa):
 # ------------------------------------------------------------------------------------------------------- thresholds
 
 
-def kept_ids(isa: str | None, logits: Row, *filters: float, most_listed: int = 0) -> list[int]:
-    made = (_probs if isa is None else sampler(isa).probs)(logits, *filters, most_listed)
-    return list(as_dict(made))
+def kept_ids(kernels: Any, logits: Row, *filters: float, most_listed: int = 0) -> list[int]:
+    return list(as_dict(kernels.probs(logits, *filters, most_listed)))
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
 @pytest.mark.parametrize("size", [70, 700, 7000])
 @pytest.mark.parametrize("k", [1, 5, 6, 7, 63, 64, 65, 68, 69])
-def test_ties_of_top_k_are_filled_by_lowest_id(isa, size, k):
+def test_ties_of_top_k_are_filled_by_lowest_id(kernels, size, k):
     """Five ids are above; the others are tied, so each further one kept is the lowest that is left."""
     logits = np.zeros(size, np.float32)
     above = [3, 62, 63, 64, size - 1]
     logits[above] = 1
     others = [i for i in range(size) if i not in above]
     expected = above[:k] if k <= 5 else sorted(above + others[: k - 5])
-    assert kept_ids(isa, logits, 1.0, k, NONE, 1.0) == expected
+    assert kept_ids(kernels, logits, 1.0, k, NONE, 1.0) == expected
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
 @pytest.mark.parametrize("size", [128, 2048, 8192])
 @pytest.mark.parametrize("share", [1, 2, 17, 63, 64, 65, 127])
-def test_ties_of_top_p_are_filled_by_lowest_id(isa, size, share):
+def test_ties_of_top_p_are_filled_by_lowest_id(kernels, size, share):
     """All equal: `share` of 128 parts are the first ids, exactly; a hair more is one id more."""
     logits = np.full(size, 2.5, np.float32)
     count = share * size // 128
-    assert kept_ids(isa, logits, 1.0, 0, NONE, share / 128) == list(range(count))
-    assert kept_ids(isa, logits, 1.0, 0, NONE, math.nextafter(share / 128, 1)) == list(range(count + 1))
-    assert kept_ids(isa, logits, 1.0, 0, NONE, share / 128 + 1e-9, most_listed=size) == list(range(count + 1))
+    assert kept_ids(kernels, logits, 1.0, 0, NONE, share / 128) == list(range(count))
+    assert kept_ids(kernels, logits, 1.0, 0, NONE, math.nextafter(share / 128, 1)) == list(range(count + 1))
+    assert kept_ids(kernels, logits, 1.0, 0, NONE, share / 128 + 1e-9, most_listed=size) == list(range(count + 1))
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
 @pytest.mark.parametrize("size", [64, 4096])
-def test_ties_of_top_p_below_the_largest(isa, size):
+def test_ties_of_top_p_below_the_largest(kernels, size):
     """One id has half of the mass and the tied ones share the other half."""
     value = np.float32(math.log(1 / (size - 1)))
     logits = np.full(size, value, np.float32)
@@ -250,12 +236,11 @@ def test_ties_of_top_p_below_the_largest(isa, size):
         first = [i for i in range(size) if i != size // 2]
         for top_p, more in ((reached * (1 - 1e-12), 0), (reached * (1 + 1e-12), 1)):
             expected = sorted([size // 2, *first[: num_ties + more]])
-            assert kept_ids(isa, logits, 1.0, 0, NONE, top_p) == expected
+            assert kept_ids(kernels, logits, 1.0, 0, NONE, top_p) == expected
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
 @pytest.mark.parametrize("depth", [0.003, 0.25, 5.0, 9.0, 17.0])
-def test_a_goal_that_is_reached_exactly_takes_nobody_more(isa, depth):
+def test_a_goal_that_is_reached_exactly_takes_nobody_more(kernels, depth):
     """The mass of the better half is the goal, to the tick: the next best value stays out, wherever it lies."""
     logits = np.full(8192, -depth, np.float32)
     logits[1::2] = 0
@@ -263,49 +248,44 @@ def test_a_goal_that_is_reached_exactly_takes_nobody_more(isa, depth):
     total, half = float(counts.sum()), int(counts[1::2].sum())
     near = half / total + np.arange(-8, 9) * 2.0**-53
     top_p = next(float(p) for p in near if math.ceil(float(p) * total) == half)
-    assert kept_ids(isa, logits, 1.0, 0, NONE, top_p) == list(range(1, 8192, 2))
-    assert kept_ids(isa, logits, 1.0, 0, NONE, top_p + 2.0**-52) == [0, *range(1, 8192, 2)]
+    assert kept_ids(kernels, logits, 1.0, 0, NONE, top_p) == list(range(1, 8192, 2))
+    assert kept_ids(kernels, logits, 1.0, 0, NONE, top_p + 2.0**-52) == [0, *range(1, 8192, 2)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [2**18 - 1, 2**18])
-def test_the_smallest_mass_that_counts(isa, size):
+def test_the_smallest_mass_that_counts(native, size):
     """More than half a tick is one, and up to one and a half; of 2^18 ids and more a tick is twice as large."""
     logits = np.full(size, math.log(0.6) - 42 * math.log(2), np.float32)
     logits[0] = 0
     made = _probs(logits, 1.0, 0, NONE, 1 - 1e-8, 0)
-    assert same(sampler(isa).probs(logits, 1.0, 0, NONE, 1 - 1e-8, 0), made)
+    assert same(native.probs(logits, 1.0, 0, NONE, 1 - 1e-8, 0), made)
     assert 1 < len(as_dict(made)) < size
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
-def test_min_p_keeps_what_is_equal(isa):
+def test_min_p_keeps_what_is_equal(kernels):
     logits = np.array([0, -3, np.nextafter(np.float32(-3), np.float32(-4)), -2.5, -np.inf] * 40, np.float32)
     expected = [i for i in range(200) if i % 5 in (0, 1, 3)]
     for top_k in (0, 199):
-        assert kept_ids(isa, logits, 1.0, top_k, -3.0, 1.0) == expected
-    assert kept_ids(isa, logits, 1.0, 0, 0.0, 1.0) == list(range(0, 200, 5))
+        assert kept_ids(kernels, logits, 1.0, top_k, -3.0, 1.0) == expected
+    assert kept_ids(kernels, logits, 1.0, 0, 0.0, 1.0) == list(range(0, 200, 5))
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
-def test_ties_that_only_the_temperature_makes(isa):
+def test_ties_that_only_the_temperature_makes(kernels):
     """Different logits whose scaled values round to one float are ties, and the lowest id wins."""
     logits = np.array([0.0, 3e-39, 7e-39, 1e-39] * 500, np.float32)
     assert len(set(logits.tolist())) == 4
-    assert kept_ids(isa, logits, 3e38, 3, NONE, 1.0) == [0, 1, 2]
+    assert kept_ids(kernels, logits, 3e38, 3, NONE, 1.0) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("isa", [None, *ISAS])
-def test_a_list_has_at_most_as_many_ids_as_it_may(isa):
-    probs_of = _probs if isa is None else sampler(isa).probs
+def test_a_list_has_at_most_as_many_ids_as_it_may(kernels):
     logits = row("flat", 5000, 1)
     logits[:10] = -200  # far enough to have no weight
     for top_k, log_min_p, top_p in ((50, NONE, 1.0), (0, NONE, 0.5), (0, -2.0, 1.0)):
-        count = len(as_dict(probs_of(logits, 1.0, top_k, log_min_p, top_p, 0)))
-        ids, values = probs_of(logits, 1.0, top_k, log_min_p, top_p, count)
+        count = len(as_dict(kernels.probs(logits, 1.0, top_k, log_min_p, top_p, 0)))
+        ids, values = kernels.probs(logits, 1.0, top_k, log_min_p, top_p, count)
         assert len(ids) == len(values) == count
-        assert probs_of(logits, 1.0, top_k, log_min_p, top_p, count - 1)[0] is None
-    ids, values = probs_of(logits, 1.0, 4999, NONE, 1.0, 4999)
+        assert kernels.probs(logits, 1.0, top_k, log_min_p, top_p, count - 1)[0] is None
+    ids, values = kernels.probs(logits, 1.0, 4999, NONE, 1.0, 4999)
     assert len(ids) == 4990, "nine ids passed top-k and have no weight"
     assert values.min() > 0
 
@@ -313,11 +293,9 @@ def test_a_list_has_at_most_as_many_ids_as_it_may(isa):
 # ------------------------------------------------------------------------------------------------------- dead ends
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
-def test_what_is_no_number_is_seen_wherever_it_stands(isa, size, bad):
-    native = sampler(isa)
+def test_what_is_no_number_is_seen_wherever_it_stands(native, size, bad):
     for place in {0, size // 2, size - 1}:
         logits = row("flat", size, 0)
         logits[place] = bad
@@ -328,10 +306,8 @@ def test_what_is_no_number_is_seen_wherever_it_stands(isa, size, bad):
     assert native.argmax(nothing) is native.probs(nothing, 1.0, 0, NONE, 1.0, 0) is None
 
 
-@pytest.mark.parametrize("isa", ["reference", *ISAS])
-def test_the_errors_are_the_same(isa, monkeypatch):
-    native = None if isa == "reference" else sampler(isa)
-    monkeypatch.setattr(arithmetic, "native_sampler", lambda: native)
+def test_the_errors_are_the_same(kernels, monkeypatch):
+    monkeypatch.setattr(arithmetic, "native_sampler", lambda: None if kernels is BY_NUMPY else kernels)
     for temperature in (0.0, 1.0):
         with pytest.raises(InternalError, match="no numbers"):
             probs(np.array([1.0, math.nan], np.float32), SamplingParams(temperature=temperature))
@@ -343,19 +319,17 @@ def test_the_errors_are_the_same(isa, monkeypatch):
                 draw(Probs(dense=np.array(weights, np.float32)), 0)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_the_pipeline_takes_the_native_sampler(isa, monkeypatch):
+def test_the_pipeline_takes_the_native_sampler(native, monkeypatch):
     """Through `probs`: greedy, lists and vectors; float64 rows stay with numpy."""
-    native = sampler(isa)
     logits = row("peaked", 4096, 5)
     everything = [{"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}, {"temperature": 0.7}, {"min_p": 0.1}]
-    made = {}
-    for name, kernels in (("reference", None), (isa, native)):
+    by_kernels = []
+    for kernels in (None, native):
         monkeypatch.setattr(arithmetic, "native_sampler", lambda kernels=kernels: kernels)
-        made[name] = [probs(logits, SamplingParams(**params)) for params in everything]
+        by_kernels.append([probs(logits, SamplingParams(**params)) for params in everything])
         assert probs(logits.astype(np.float64), SamplingParams()).dense.dtype == np.float64
-    for a, b in zip(made["reference"], made[isa], strict=True):
+    for a, b in zip(*by_kernels, strict=True):
         assert (a.point, a.dense is None, a.ids is None) == (b.point, b.dense is None, b.ids is None)
         assert a.point is not None or (a.weights == b.weights).all()
         assert a.ids is None or (a.ids == b.ids).all()
-    assert [a.ids is not None for a in made[isa]] == [False, True, False, True]
+    assert [a.ids is not None for a in by_kernels[1]] == [False, True, False, True]

@@ -1,13 +1,11 @@
 """The first ids of the race of a match draw, in production and by enumeration."""
 
-from collections import defaultdict
-
 import numpy as np
 import pytest
 
 from forerun.sampling.random import PhiloxCoins, gumbel
-from forerun.testing import Branching, enumerate_outcomes
 from forerun.types import Probs
+from verify.cases import law_of
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
@@ -29,24 +27,14 @@ def test_picks_are_the_largest_of_log_probs_plus_noise(is_listed: bool) -> None:
 
 def test_an_enumerated_order_has_its_probability() -> None:
     p = np.array([0.5, 0.3, 0.2])
-    found: dict[tuple[int, ...], float] = defaultdict(float)
-    for weight, order in enumerate_outcomes(lambda way: tuple(way.picks(Probs(dense=p), 0, 2))):
-        found[order] += weight
-    assert len(found) == 6
-    for (x, y), share in found.items():
+    law = law_of(lambda way: tuple(way.picks(Probs(dense=p), 0, 2)))
+    assert len(law) == 6
+    for (x, y), share in law.items():
         assert share == pytest.approx(p[x] * p[y] / (1 - p[x]), abs=1e-12)  # without replacement
 
 
 def test_picks_and_a_later_pick_share_their_noise() -> None:
     p, q = (Probs(dense=np.array(w)) for w in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
-
-    def run(way: Branching) -> tuple[int, int]:
-        return way.picks(q, 0, 2)[0], way.pick(p, 0)
-
-    direct: dict[tuple[int, int], float] = defaultdict(float)
-    for weight, outcome in enumerate_outcomes(lambda way: (way.pick(q, 0), way.pick(p, 0))):
-        direct[outcome] += weight
-    ordered: dict[tuple[int, int], float] = defaultdict(float)
-    for weight, outcome in enumerate_outcomes(run):
-        ordered[outcome] += weight
+    direct = law_of(lambda way: (way.pick(q, 0), way.pick(p, 0)))
+    ordered = law_of(lambda way: (way.picks(q, 0, 2)[0], way.pick(p, 0)))
     assert ordered == pytest.approx(direct, abs=1e-12)

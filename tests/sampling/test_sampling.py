@@ -134,9 +134,8 @@ def test_ids_beyond_the_row_are_no_ones_penalty():
     """A draft model may have a smaller head than the target whose tokens it continues."""
     history = History([7, 1], 0, end_ids=frozenset({9}), bad_word_ids=((8,),))
     params = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "min_tokens": 3}
-    assert distribution(row(1.0, 1.0, 1.0), history, **params) == distribution(
-        row(1.0, 1.0, 1.0), History([1], 0), **params
-    )
+    logits = row(1.0, 1.0, 1.0)
+    assert distribution(logits, history, **params) == distribution(logits, History([1], 0), **params)
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
