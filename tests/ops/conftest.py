@@ -1,10 +1,27 @@
-"""Which tests of the CUDA kernels run where there is no card: Triton's interpreter takes seconds for each pass.
+"""Instruction sets and types of weights that a test asks for, and which tests of the CUDA kernels run without a card.
 
-All run on a card, and with `make parity`.
+Triton's interpreter takes seconds for each pass. All of them run on a card, and with `make parity`.
 """
+
+from typing import Any
 
 import pytest
 import torch
+
+from ops.native_cases import DTYPES, ISAS
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Any:
+    """A test that takes an instruction set runs on each that this processor has."""
+    return request.param
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> Any:
+    """A test that takes a type of weights and names none runs with each."""
+    return request.param
+
 
 # By test, the cases that each run of the tests has. Tests that are not named run whole.
 EVERY_TIME = {

@@ -262,8 +262,7 @@ class Native:
         num_slots: int = 3,
     ) -> None:
         self.spec, self.kept, ops = spec, dict[str, Any](), ops_of(isa, num_threads)
-        groups = products(weights(spec))
-        for product, members in groups.items():
+        for product, members in products(weights(spec)).items():
             if product == "embedding" and not spec.tied:
                 continue
             parts: list[Any] = [stored[m.name] for m in members]
@@ -361,13 +360,6 @@ def depths(run: list[int], tree: list[int] | None) -> list[int]:
         parent = i - 1 if tree is None else tree[i]
         found.append(0 if parent < 0 else found[parent] + 1)
     return found
-
-
-def path_to(row: int, tree: list[int] | None) -> list[int]:
-    path = [row]
-    while (parent := path[0] - 1 if tree is None else tree[path[0]]) >= 0:
-        path.insert(0, parent)
-    return path
 
 
 def _group(num_in: int) -> int:

@@ -48,22 +48,12 @@ def ops_of(isa: str, num_threads: int = 1) -> CpuOps:
     return TensorOps(isa, num_threads)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a product with weights of this type sees of a row, exactly, as float64."""
-    return x.to(dtype).double()
-
-
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=seeded(seed))
-
-
-def whole_numbers(seed: int, *shape: int, largest: int = 8) -> Tensor:
-    """Small whole numbers, exact in both types: their products and sums are exact in every order."""
-    return torch.randint(-largest, largest + 1, shape, generator=seeded(seed)).float()
 
 
 def same_bits(a: Tensor | HostTensor, b: Tensor | HostTensor) -> bool:
@@ -136,10 +126,15 @@ class RunShape:
 
     def path(self, row: int) -> list[int]:
         """Return the pending rows and rows of the run that row i sees, itself included, in depth order."""
-        path = [self.num_pending + row]
-        while self.parents[path[0]] >= 0:
-            path.insert(0, self.parents[path[0]])
-        return path
+        return path_to(self.num_pending + row, self.parents)
+
+
+def path_to(row: int, tree: Seq[int] | None) -> list[int]:
+    """Return the rows from the root of a tree to this one; without a tree each row hangs from the one before it."""
+    path = [row]
+    while (parent := path[0] - 1 if tree is None else tree[path[0]]) >= 0:
+        path.insert(0, parent)
+    return path
 
 
 def chain(cached: int, num_rows: int) -> RunShape:

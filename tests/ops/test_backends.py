@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams, ops
-from forerun.blocks import Attention, Block, Experts, Mlp, Plain, Recurrence, Spec, weight_shapes
+from forerun.blocks import Attention, Experts, Mlp, Plain, Recurrence, Spec, weight_shapes
 from forerun.cli import doctor
 from forerun.cli.words import backend, closing_line
 from forerun.config import EngineConfig
@@ -23,9 +23,12 @@ from tiny import byte_tokenizer, write_tiny
 PLAIN = Plain("llama", 61, 32, 2, 4, 2, 8, 48, 1e-5, 64, tied=True).spec
 
 
+def with_blocks(**changes: Any) -> Spec:
+    return replace(PLAIN, blocks=tuple(replace(block, **changes) for block in PLAIN.blocks))
+
+
 def with_experts(**changes: Any) -> Spec:
-    experts = Experts(4, 2, Mlp(16), **changes)  # beside a feed-forward part, as Gemma 4 has them
-    return replace(PLAIN, blocks=tuple(replace(block, experts=experts) for block in PLAIN.blocks))
+    return with_blocks(experts=Experts(4, 2, Mlp(16), **changes))  # beside a feed-forward part, as Gemma 4 has them
 
 
 def test_a_backend_is_its_file_and_an_option_of_the_engine() -> None:
@@ -37,24 +40,18 @@ def test_a_backend_is_its_file_and_an_option_of_the_engine() -> None:
         EngineConfig(ops="nativ")
 
 
-def with_odd_heads() -> Spec:
-    def odd(block: Block) -> Block:
-        return replace(block, attention=block.attention and replace(block.attention, head_dim=15))
-
-    return replace(PLAIN, blocks=tuple(map(odd, PLAIN.blocks)))
-
-
 @needs_native
 def test_auto_takes_the_fastest_that_computes_a_model() -> None:
     assert ops.resolve("auto", "cpu", PLAIN) == "native"
     assert list(ops.faster("native", "cpu", PLAIN)) == []
     assert ops.resolve("auto", "cpu", with_experts()) == "native"
-    assert ops.resolve("auto", "cpu", with_odd_heads()) == "reference"
-    assert list(ops.faster("reference", "cpu", with_odd_heads())) == [
+    odd = with_blocks(attention=Attention(4, 2, 15))
+    assert ops.resolve("auto", "cpu", odd) == "reference"
+    assert list(ops.faster("reference", "cpu", odd)) == [
         ("native", "the native kernels compute no pairs of dimensions where head_dim is odd, as 15")
     ]
     with pytest.raises(UnsupportedModel, match="cannot run on ops='native': the native kernels compute no pairs"):
-        ops.resolve("native", "cpu", with_odd_heads())
+        ops.resolve("native", "cpu", odd)
     with pytest.raises(BadOption, match="ops='native' computes on the CPU and contradicts"):
         ops.resolve("native", "cuda")
 
@@ -68,8 +65,7 @@ def test_auto_takes_the_fastest_that_computes_a_model() -> None:
     ],
 )
 def test_cuda_refuses_what_its_kernels_lack(changes: dict[str, Any], words: str) -> None:
-    spec = replace(PLAIN, blocks=tuple(replace(block, **changes) for block in PLAIN.blocks))
-    assert words in (ops.backend("cuda").supports(spec) or "")
+    assert words in (ops.backend("cuda").supports(with_blocks(**changes)) or "")
 
 
 @needs_native
@@ -93,6 +89,9 @@ def test_the_closing_line_says_what_computes_and_why(tmp_path: Path, monkeypatch
     assert "reference operators (the native kernels compute no such thing), greedy" in said
 
 
+REFUSED = "the native kernels compute no pairs of dimensions where head_dim is odd, as 5"
+
+
 def write_odd(folder: Path, **changes: int) -> Path:
     """A tiny GPT-2 whose heads have 5 dimensions, which the kernels refuse."""
     sizes = {"n_embd": 15, "n_head": 3, "n_layer": 1, "n_positions": 128, "vocab_size": 257, **changes}
@@ -110,11 +109,10 @@ def test_target_and_draft_model_are_each_computed_by_the_best(tmp_path: Path) ->
     """And the texts are those of the target alone; what an option names computes both, or refuses."""
     native_one, odd = str(write_tiny(tmp_path / "tiny")), str(write_odd(tmp_path / "odd"))
     params = SamplingParams(max_tokens=8, temperature=0)
-    reason = "the native kernels compute no pairs of dimensions where head_dim is odd, as 5"
     for target, draft, expected in (
-        (native_one, odd, f"native operators; drafts by reference operators ({reason})"),
-        (odd, native_one, f"reference operators ({reason}); drafts by native operators"),
-        (odd, odd, f"reference operators ({reason})"),
+        (native_one, odd, f"native operators; drafts by reference operators ({REFUSED})"),
+        (odd, native_one, f"reference operators ({REFUSED}); drafts by native operators"),
+        (odd, odd, f"reference operators ({REFUSED})"),
     ):
         plain = LLM(target, draft="none", max_seq_len=128).generate([[5, 6, 7]], params)[0].token_ids
         llm = LLM(target, draft=draft, pacing="fixed", spec_length=3, max_seq_len=128)
@@ -122,7 +120,7 @@ def test_target_and_draft_model_are_each_computed_by_the_best(tmp_path: Path) ->
         assert out.token_ids == plain
         assert out.report.num_drafted > 0
         assert backend(llm) == expected
-    with pytest.raises(UnsupportedModel, match=f"cannot run on ops='native': {reason}"):
+    with pytest.raises(UnsupportedModel, match=f"cannot run on ops='native': {REFUSED}"):
         LLM(native_one, draft=odd, ops="native", max_seq_len=128)
     llm = LLM(native_one, draft=odd, ops="reference", max_seq_len=128)
     assert backend(llm) == "reference operators"
@@ -132,9 +130,7 @@ def test_target_and_draft_model_are_each_computed_by_the_best(tmp_path: Path) ->
 def test_doctor_says_what_computes_a_model(tmp_path: Path) -> None:
     found = doctor.computed(str(write_odd(tmp_path / "odd")))
     assert found.backend == "reference"
-    assert found.slower_because == {
-        "native": "the native kernels compute no pairs of dimensions where head_dim is odd, as 5"
-    }
+    assert found.slower_because == {"native": REFUSED}
     assert doctor.computed(str(write_tiny(tmp_path / "tiny"))).slower_because == {}
 
 
@@ -165,11 +161,10 @@ def test_experts_are_those_of_the_formula(changes: dict[str, Any]) -> None:
         scores = weights[f"{at}gate.weight"] @ row
         scores = scores.sigmoid() if e.score == "sigmoid" else scores.softmax(-1)
         best = scores.topk(2)
-        chosen |= set(best.indices.tolist())
+        ids = best.indices.tolist()
+        chosen |= set(ids)
         shares = best.values / best.values.sum() if e.normalise else best.values
-        wanted = sum(
-            s * e.scale * fed(f"experts.{i}.", row) for s, i in zip(shares, best.indices.tolist(), strict=True)
-        )
+        wanted = sum(s * e.scale * fed(f"experts.{i}.", row) for s, i in zip(shares, ids, strict=True))
         if e.shared is not None:
             wanted += torch.sigmoid(weights[f"{at}shared_expert_gate.weight"] @ row) * fed("shared_expert.", row)
         assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-6)

@@ -16,10 +16,8 @@ from forerun.ops.reference import ReferenceOps, Scoring
 from forerun.ops.torch_tensors import host_of
 from ops.native_cases import (
     BFLOAT16,
-    DTYPES,
     FLOAT32,
     INF,
-    ISAS,
     NAN,
     TINY,
     AttentionCase,
@@ -31,7 +29,7 @@ from ops.native_cases import (
     ops_of,
 )
 
-pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
+pytestmark = needs_native
 
 # Queries are normal numbers: scores of a few units, whose error of some 2^-22 is what the weights, and so the outputs,
 # inherit; values are a few units, too.
@@ -79,12 +77,10 @@ def by_formula(case: AttentionCase, window: int | None = None) -> Tensor:
     return torch.stack(outs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 1, 8), (4, 2, 20), (4, 1, 32), (8, 1, 64), (6, 6, 80), (8, 4, 128), (16, 2, 64)])
 def test_ragged_runs_and_trees(isa: str, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     """Every head size, 1 to 8 query heads for each key head; rows of the pools that no run owns are NaN."""
-    case = attention_case(1, RAGGED, heads, dtype)
-    assert agrees(case, isa)
+    assert agrees(attention_case(1, RAGGED, heads, dtype), isa)
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -103,14 +99,11 @@ def test_rows_that_see_their_whole_run(isa: str, scale: float | None, heads: tup
     assert torch.equal(ops_of(isa).attention(case.q, None, None, **written), found)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 3, 16, 64, 65, 100, 500])
 def test_sliding_windows(isa: str, dtype: torch.dtype, window: int) -> None:
-    case = attention_case(2, [*RAGGED, RunShape(200, TREE)], (4, 2, 20), dtype)
-    assert agrees(case, isa, window)
+    assert agrees(attention_case(2, [*RAGGED, RunShape(200, TREE)], (4, 2, 20), dtype), isa, window)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 2, 7, 40])
 def test_what_left_the_window_does_not_count(isa: str, dtype: torch.dtype, window: int) -> None:
     """Keys outside the window have no effect, even if they are NaN, wherever in a block the window begins."""
@@ -132,7 +125,6 @@ def test_contexts_that_end_anywhere_in_a_key_block(isa: str, cached: int) -> Non
             assert agrees(case, isa, window)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cached", [240, 254, 255, 256, 257, 319, 510, 512, 3000])
 def test_contexts_that_end_anywhere_in_a_range_of_keys(isa: str, dtype: torch.dtype, cached: int) -> None:
     """Ranges of 256 keys have sums of their own; windows begin and end in any of them."""
@@ -160,7 +152,6 @@ def exact_case(runs: list[RunShape], heads: tuple[int, int, int], dtype: torch.d
 EXACT = 1e-6 * 100  # of values up to 100: a sum without rounding, times the rounded inverse of a count
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 20), (8, 1, 64), (2, 2, 80)])
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 64, 77])
 def test_a_query_of_zeros_averages_what_it_sees(
@@ -172,7 +163,6 @@ def test_a_query_of_zeros_averages_what_it_sees(
     assert close(case.attend(ops_of(isa), window), by_formula(case, window), EXACT)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(4, 2, 8), (4, 2, 20), (8, 1, 64), (2, 2, 80), (1, 1, 128)])
 @pytest.mark.parametrize("window", [None, 5, 77])
 def test_a_large_query_picks_its_keys(
@@ -198,7 +188,6 @@ def test_one_key_is_its_value(isa: str) -> None:
         assert torch.equal(found[row], case.v[row].repeat_interleave(2, dim=0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_rounded_to_nearest_and_sum_to_one(isa: str, dtype: torch.dtype) -> None:
     """Two keys that score 0 and -d, with values 0 and 1: out comes w / (1 + w), w = e^-d as the tile keeps it."""
     case = attention_case(13, [chain(1, 1)], (64, 64, 16), dtype)
@@ -261,7 +250,6 @@ def test_a_score_of_minus_infinity_weighs_nothing(isa: str, cached: int) -> None
     assert close(case.attend(ops_of(isa)), expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cached", [0, 3, 300])
 def test_scores_that_are_all_minus_infinity_make_nan(isa: str, dtype: torch.dtype, cached: int) -> None:
     """As a softmax over them is; nothing of the run that was computed before in the same memory comes out."""
@@ -276,11 +264,9 @@ def test_scores_that_are_all_minus_infinity_make_nan(isa: str, dtype: torch.dtyp
 
 
 def test_runs_of_nothing(isa: str) -> None:
-    case = attention_case(10, [chain(3, 0), chain(4, 2), chain(0, 0)], (2, 1, 8), FLOAT32)
-    assert agrees(case, isa)
+    assert agrees(attention_case(10, [chain(3, 0), chain(4, 2), chain(0, 0)], (2, 1, 8), FLOAT32), isa)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_odd_head_dim_is_refused(isa: str, dtype: torch.dtype) -> None:
     case = attention_case(1, [chain(3, 2)], (2, 1, 7), dtype)
     with pytest.raises(ValueError, match="head_dim must be even, not 7"):

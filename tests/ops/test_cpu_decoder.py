@@ -25,10 +25,8 @@ from forerun.sampling.random import PhiloxCoins
 from forerun.types import EDGES, Probs, RaggedBatch, SamplingParams, Stop
 from ops.native_cases import (
     BFLOAT16,
-    DTYPES,
     FLOAT32,
     INF,
-    ISAS,
     NAN,
     Session,
     make_config,
@@ -42,7 +40,7 @@ from ops.native_cases import (
 )
 from tensors import load_model
 
-pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
+pytestmark = needs_native
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -112,7 +110,6 @@ PASSES: list[tuple[dict[int, int], dict[int, list[int]]]] = [  # rows of each sl
 
 
 @architectures
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [16, 0, 1], ids=["paged", "contiguous", "scattered"])
 def test_a_pass_is_its_operators_one_after_the_other(isa: str, dtype: torch.dtype, name: str, layout: int) -> None:
     """Bit for bit: hidden states, logits, and what is in the cache, over passes of prompts, single rows and trees."""
@@ -136,7 +133,6 @@ def test_a_pass_is_its_operators_one_after_the_other(isa: str, dtype: torch.dtyp
 
 
 @architectures
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_pass_is_close_to_the_reference(isa: str, dtype: torch.dtype, name: str) -> None:
     """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
     config = make_config(**ARCHITECTURES[name])
@@ -154,7 +150,6 @@ def test_a_pass_is_close_to_the_reference(isa: str, dtype: torch.dtype, name: st
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_embeddings_come_out_of_the_packed_matrix(isa: str, dtype: torch.dtype, tied: bool) -> None:
     """A decoder without layers is the final norm of a token's row, which a tied one gathers from its packed LM head."""
     for hidden_size, vocab_size in ((1, 3), (31, 33), (52, 77), (64, 32)):
@@ -184,7 +179,6 @@ def by_numpy(logits: Tensor, num_ids: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 3, 31, 32, 33, 65, 1000, 5003])
 def test_argmax_is_the_argmax_of_the_logits(isa: str, dtype: torch.dtype, vocab_size: int, num_threads: int) -> None:
     weight = normal(1, vocab_size, 24).to(dtype)
@@ -201,7 +195,6 @@ def test_argmax_is_the_argmax_of_the_logits(isa: str, dtype: torch.dtype, vocab_
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_lowest_id_wins_a_tie(isa: str, dtype: torch.dtype, num_threads: int) -> None:
     """Equal rows of the matrix have equal logits; the copies are in one panel of 32, and in far-away ones.
 
@@ -219,7 +212,6 @@ def test_the_lowest_id_wins_a_tie(isa: str, dtype: torch.dtype, num_threads: int
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_argmax_of_infinities_and_nan(isa: str, dtype: torch.dtype, num_threads: int) -> None:
     """The first NaN before all, minus infinity everywhere is id 0, and rows know nothing of each other."""
     weight = normal(4, 2003, 40).to(dtype)
@@ -239,7 +231,6 @@ def test_argmax_of_infinities_and_nan(isa: str, dtype: torch.dtype, num_threads:
 
 
 @pytest.mark.parametrize("layout", [16, 3, 0])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     isa: str, dtype: torch.dtype, layout: int
 ) -> None:
@@ -260,8 +251,7 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     batch = at_once.batch(firsts, {})
     for slot, length in lengths.items():
         at_once.cache.reserve(slot, len(firsts[slot]) + length - 1)
-    ids = model.run_ahead(batch, list(lengths.values()), at_once.cache, num_ids).ids
-    assert ids == list(found.values())
+    assert model.run_ahead(batch, list(lengths.values()), at_once.cache, num_ids).ids == list(found.values())
     assert len(set(found[2])) > 2
     for slot, length in lengths.items():
         at_once.cache.keep({slot: range(len(firsts[slot]) + length - 1)})
@@ -280,8 +270,7 @@ def test_running_ahead_tells_probabilities_and_stops_by_them(isa: str) -> None:
             session.cache.reserve(slot, len(tokens) + 7)
         return model.run_ahead(session.batch(firsts, {}), [8, 8], session.cache, num_ids, stops=stops)
 
-    never = [Stop.never(8), Stop.never(8)]
-    seen = ahead(*never)
+    seen = ahead(Stop.never(8), Stop.never(8))
     whole = seen.ids
     assert whole == ahead().ids
     assert all(len(set(confidences)) > 2 for confidences in seen.confidences)
@@ -394,16 +383,14 @@ def test_running_ahead_stops_at_logits_that_are_no_numbers(isa: str) -> None:
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], NAN)
     session = Session(load_model(make_config(), weights, ops_of(isa)), max_seq_len=64)
     session.run({0: [1, 2]})
-    batch = session.batch({0: [3]}, {})
-    assert session.model.run_ahead(batch, [1], session.cache, 77) is None
+    assert session.model.run_ahead(session.batch({0: [3]}, {}), [1], session.cache, 77) is None
 
 
 def test_no_rows_and_no_tokens(isa: str) -> None:
     model = make_decoder(make_config(), BFLOAT16, isa)
     assert model.logits(torch.empty(0, 52)).shape == (0, 77)
     assert model.best(torch.empty(0, 52), [], 77) == ([], [])
-    session = Session(model)
-    assert session.run({}).shape == (0, 52 + 77)
+    assert Session(model).run({}).shape == (0, 52 + 77)
 
 
 def test_what_a_pass_reads_is_counted_with_its_padding(isa: str) -> None:

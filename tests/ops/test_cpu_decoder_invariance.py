@@ -13,7 +13,6 @@ from torch import Tensor
 
 from forerun.ops.torch import TorchModel
 from ops.native_cases import (
-    DTYPES,
     FLOAT32,
     ISAS,
     NAN,
@@ -31,13 +30,11 @@ from ops.native_cases import (
 from tensors import load_model
 
 pytestmark = needs_native
-every_isa = pytest.mark.parametrize("isa", ISAS)
 # Of long passes `make test` leaves the slowest kernels to `make parity`.
 fast_isas = [
     pytest.param(isa, marks=pytest.mark.parity) if isa == "baseline" and len(ISAS) > 1 else isa for isa in ISAS
 ]
 every_fast_isa = pytest.mark.parametrize("isa", fast_isas)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 NUM_TOKENS = 530
 NAN_TOKEN, HUGE_TOKEN = 75, 76  # whose embeddings are not numbers, or huge: never among the tokens that are compared
@@ -77,8 +74,6 @@ def chunks_of(seed: int, num: int, largest: int) -> list[int]:
     return sizes
 
 
-@every_isa
-@every_dtype
 @every_variant
 def test_chunks_neighbours_layouts_and_threads(isa: str, dtype: torch.dtype, variant: str) -> None:
     """A text cut at random into chunks of 1 to 512, with up to three other sequences in the pass, one of them wild."""
@@ -98,8 +93,6 @@ def test_chunks_neighbours_layouts_and_threads(isa: str, dtype: torch.dtype, var
         assert same_bits(session.written(0), written)
 
 
-@every_isa
-@every_dtype
 @every_variant
 def test_tree_rows_are_chain_rows(isa: str, dtype: torch.dtype, variant: str) -> None:
     """Random trees behind contexts that end anywhere in a block, kept along a random path, beside other runs."""
@@ -127,8 +120,6 @@ def test_tree_rows_are_chain_rows(isa: str, dtype: torch.dtype, variant: str) ->
         assert same_bits(session.run({0: [11]}), alone.run({0: [11]}))
 
 
-@every_isa
-@every_dtype
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_share_large_passes(isa: str, dtype: torch.dtype, num_threads: int) -> None:
     """Large enough that no part of the pass is left to one thread alone; repeated, for threads race."""
@@ -164,7 +155,6 @@ def long_rows(variant: str, dtype: torch.dtype, isa: str) -> Tensor:
 
 
 @every_fast_isa
-@every_dtype
 @pytest.mark.parametrize("variant", LONG_VARIANTS)
 def test_threads_that_share_a_sequence_by_ranges_of_its_keys(isa: str, dtype: torch.dtype, variant: str) -> None:
     """One row and up to 17 of them, behind contexts that end near the end of a range, with 2 to 4 threads."""
@@ -178,7 +168,6 @@ def test_threads_that_share_a_sequence_by_ranges_of_its_keys(isa: str, dtype: to
 
 
 @every_fast_isa
-@every_dtype
 @pytest.mark.parametrize("variant", LONG_VARIANTS)
 def test_trees_across_the_end_of_a_range(isa: str, dtype: torch.dtype, variant: str) -> None:
     """Nodes of one depth lie in different rows of the cache, and only the longer branches enter the next range."""

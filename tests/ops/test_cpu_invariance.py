@@ -17,7 +17,6 @@ from forerun.ops.cpu.model import CpuModel
 from forerun.ops.reference import ReferenceOps
 from ops.native_cases import (
     BFLOAT16,
-    DTYPES,
     FLOAT32,
     INF,
     ISAS,
@@ -37,8 +36,6 @@ from ops.native_cases import (
 from tensors import load_model
 
 pytestmark = needs_native
-every_isa = pytest.mark.parametrize("isa", ISAS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 num_threads = pytest.mark.parametrize("threads", [1, 2, 3])
 
 Operator = Callable[..., Tensor]  # tensors of T rows each -> a tensor of T rows
@@ -92,8 +89,6 @@ def feed_forward_of(ops: CpuOps, num_in: int, num_out: int, dtype: torch.dtype) 
     return lambda x, residual: ops.add_gated(residual, x, gate_up, down_packed)
 
 
-@every_isa
-@every_dtype
 @num_threads
 @pytest.mark.parametrize(("num_in", "num_out"), [(1024, 161), (77, 33), (3, 100)])
 def test_products(isa: str, dtype: torch.dtype, threads: int, num_in: int, num_out: int) -> None:
@@ -101,8 +96,6 @@ def test_products(isa: str, dtype: torch.dtype, threads: int, num_in: int, num_o
     assert first_difference(op, alone, (normal(7, 64, num_in),), EVERY_COUNT) is None
 
 
-@every_isa
-@every_dtype
 @pytest.mark.parametrize("num_in", [2049, 4096, 14336])
 def test_products_as_wide_as_published_models(isa: str, dtype: torch.dtype, num_in: int) -> None:
     """Products with few outputs and many inputs, where other kernels would split the inputs."""
@@ -110,8 +103,6 @@ def test_products_as_wide_as_published_models(isa: str, dtype: torch.dtype, num_
     assert first_difference(op, op, (normal(7, 64, num_in),), SOME_COUNTS) is None
 
 
-@every_isa
-@every_dtype
 @num_threads
 @pytest.mark.parametrize("make", [added_product_of, feed_forward_of])
 def test_products_with_what_follows(isa: str, dtype: torch.dtype, threads: int, make: Callable[..., Operator]) -> None:
@@ -119,8 +110,6 @@ def test_products_with_what_follows(isa: str, dtype: torch.dtype, threads: int, 
     assert first_difference(op, alone, (normal(7, 64, 257), normal(8, 64, 97)), EVERY_COUNT) is None
 
 
-@every_isa
-@every_dtype
 def test_products_of_whole_prompts(isa: str, dtype: torch.dtype) -> None:
     op = product_of(ops_of(isa), 150, 40, dtype)
     assert first_difference(op, op, (normal(7, 512, 150),), (65, 100, 168, 169, 255, 512)) is None
@@ -141,7 +130,6 @@ def test_the_slow_reference_passes_it() -> None:
 # -------------------------------------------------------------------------------------------------------- row by row
 
 
-@every_isa
 @num_threads
 @pytest.mark.parametrize("width", [1, 17, 52, 128, 2051])
 def test_norms_and_activations(isa: str, threads: int, width: int) -> None:
@@ -152,7 +140,6 @@ def test_norms_and_activations(isa: str, threads: int, width: int) -> None:
     assert first_difference(op.silu_mul, alone.silu_mul, (x, y), SOME_COUNTS) is None
 
 
-@every_isa
 @num_threads
 @pytest.mark.parametrize("dim", [8, 20, 64, 80])
 def test_rotary_positions(isa: str, threads: int, dim: int) -> None:
@@ -163,8 +150,6 @@ def test_rotary_positions(isa: str, threads: int, dim: int) -> None:
 # -------------------------------------------------------------------------------------------------------- the LM head
 
 
-@every_isa
-@every_dtype
 @num_threads
 def test_logits_and_their_argmax(isa: str, dtype: torch.dtype, threads: int) -> None:
     config = make_config(num_layers=0, vocab_size=5003, hidden_size=64)
@@ -223,8 +208,6 @@ def check_rows(case: AttentionCase, found: Tensor, isa: str, window: int | None 
             assert same_bits(found[row : row + 1], case.alone(b, i).attend(ops_of(isa), window)), (run, i)
 
 
-@every_isa
-@every_dtype
 @pytest.mark.parametrize("window", [None, 1, 5, 64, 100])
 def test_attention(isa: str, dtype: torch.dtype, window: int | None) -> None:
     """Rows of chains and trees in scattered caches are what they are alone, behind a cache in order."""
@@ -235,8 +218,6 @@ def test_attention(isa: str, dtype: torch.dtype, window: int | None) -> None:
         check_rows(case, case.attend(ops_of(isa, 1 + seed % 3), window), isa, window)
 
 
-@every_isa
-@every_dtype
 @pytest.mark.parametrize("group", range(1, 9))
 def test_attention_of_few_and_many_queries(isa: str, dtype: torch.dtype, group: int) -> None:
     """Instruction sets that have several layouts choose one by the number of queries; heads end in half a vector."""
@@ -245,8 +226,6 @@ def test_attention_of_few_and_many_queries(isa: str, dtype: torch.dtype, group: 
         check_rows(case, case.attend(ops_of(isa, 2), window), isa, window)
 
 
-@every_isa
-@every_dtype
 def test_wild_siblings_in_a_tree(isa: str, dtype: torch.dtype) -> None:
     """A tree row shares its blocks of keys with nodes that it does not see."""
     run = RunShape(50, tree_of(30, 3))
@@ -263,8 +242,6 @@ def test_wild_siblings_in_a_tree(isa: str, dtype: torch.dtype) -> None:
             assert same_bits(found[row : row + 1], case.alone(0, row).attend(ops_of(isa), window))
 
 
-@every_isa
-@every_dtype
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_wild_rows_behind_in_a_chain(isa: str, dtype: torch.dtype, window: int | None) -> None:
     """Rows of a chain share their last block of keys, with lanes that the earlier rows do not see."""
@@ -301,7 +278,6 @@ def test_both_ways_to_multiply_pairs_give_the_same_bits(dim: int, window: int | 
 @several_sets
 @pytest.mark.parametrize("window", [None, 23])
 @pytest.mark.parametrize("dim", [8, 40, 64, 80, 128])
-@every_dtype
 def test_sets_have_the_same_bits(dtype: torch.dtype, dim: int, window: int | None) -> None:
     """Of products, and of attention of few rows, many, and trees; of numbers near the least ones and infinite ones.
 
@@ -325,7 +301,6 @@ def test_sets_have_the_same_bits(dtype: torch.dtype, dim: int, window: int | Non
         assert all(map(same_bits, results(isa), first)), isa
 
 
-@every_isa
 def test_a_chain_behind_a_pending_chain(isa: str) -> None:
     """Written as a tree, with its pending rows named; the other runs of the pass carry no parents."""
     runs = [RunShape(50, chain(0, 20).parents, 11), chain(0, 70), RunShape(3, (-1, -1))]

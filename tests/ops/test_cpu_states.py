@@ -25,11 +25,10 @@ from forerun.ops.cpu.model import CpuModel
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch_tensors import tensor_of
 from ops.native_blocks import DELTA, GATED, NUM_POSITIONS, RMS, SHORT, Native, spec_of, with_state
-from ops.native_cases import DTYPES, FLOAT32, ISAS, needs_native, ops_of, seeded, several_sets
+from ops.native_cases import FLOAT32, ISAS, needs_native, ops_of, seeded, several_sets
 from tensors import load_model
 
 pytestmark = needs_native
-every_isa = pytest.mark.parametrize("isa", ISAS)
 NUM_TOKENS, NUM_IDS = 150, 61
 TEXT = torch.randint(NUM_IDS, (NUM_TOKENS,), generator=seeded(7)).tolist()
 WIDE = Recurrence("gated_delta", 4, 2, 4, 32, 64, RMS)
@@ -173,8 +172,6 @@ def check(model: CpuModel, expected: np.ndarray[Any, Any], kept: str | None = No
     assert len(states) == 1
 
 
-@every_isa
-@pytest.mark.parametrize("dtype", DTYPES)
 @every_spec
 def test_bits_do_not_depend_on_how_tokens_came(name: str, dtype: torch.dtype, isa: str) -> None:
     expected = whole(model_of(name, dtype, isa))
@@ -183,7 +180,6 @@ def test_bits_do_not_depend_on_how_tokens_came(name: str, dtype: torch.dtype, is
     check(model_of(name, dtype, isa, 3), expected, seeds=2)
 
 
-@every_isa
 @pytest.mark.parametrize("kept", ["float32", "int8"])
 def test_in_a_cache_of_another_type(kept: str, isa: str) -> None:
     """In one of 8 bits inputs are bfloat16."""
@@ -191,7 +187,6 @@ def test_in_a_cache_of_another_type(kept: str, isa: str) -> None:
     check(model, whole(model, kept), kept, seeds=1)
 
 
-@every_isa
 def test_with_weights_of_four_bits(isa: str) -> None:
     model = model_of("wide", torch.bfloat16, isa, 2, rounds=True)
     assert model.weight_bits == (4, 8)
@@ -200,7 +195,6 @@ def test_with_weights_of_four_bits(isa: str) -> None:
 
 @several_sets
 @pytest.mark.parametrize("rounds", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
 @every_spec
 def test_sets_have_the_same_bits(name: str, dtype: torch.dtype, rounds: bool) -> None:
     rounds = rounds and name == "wide"
@@ -208,7 +202,6 @@ def test_sets_have_the_same_bits(name: str, dtype: torch.dtype, rounds: bool) ->
     assert all(other.tobytes() == first.tobytes() for other in others)
 
 
-@every_isa
 @every_spec
 def test_the_reference_computes_the_same(name: str, isa: str) -> None:
     """Of several blocks of tokens, whose states the reference goes through one token after the other."""
@@ -244,8 +237,6 @@ def test_blocks_of_states_are_the_same_in_both_languages() -> None:
     assert native.extension().STATE_TOKENS == STATE_TOKENS
 
 
-@every_isa
-@pytest.mark.parametrize("dtype", DTYPES)
 @every_spec
 def test_a_run_goes_on_as_one_pass_for_each_token_would(name: str, dtype: torch.dtype, isa: str) -> None:
     """Behind catching up with few tokens and many, two sequences at once, of which not all that was fed is kept."""

@@ -21,8 +21,8 @@ from forerun.kv.cache import BlockCache
 from forerun.ops import cuda, load_model
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch, ancestor_words
-from ops.native_blocks import RMS, SPECS, path_to, random_weights, spec_of
-from ops.native_cases import same_bits, seeded
+from ops.native_blocks import RMS, SPECS, random_weights, spec_of
+from ops.native_cases import path_to, same_bits, seeded
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -168,14 +168,12 @@ def test_a_run_ahead_finds_what_single_passes_find(operators: cuda.CudaOps) -> N
     weights = {n: w.to(DEVICE) for n, w in random_weights(spec, torch.float32, 0).items()}
     text = Text(spec, weights, operators)
     model: Any = text.model
-    batch = text.batch({0: [3, 4, 5], 1: [7]}, {}, more=3)
-    found = model.run_ahead(batch, [4, 2], text.cache, 61).ids
+    found = model.run_ahead(text.batch({0: [3, 4, 5], 1: [7]}, {}, more=3), [4, 2], text.cache, 61).ids
     single = Text(spec, weights, operators)
     for slot, run in ((0, [3, 4, 5]), (1, [7])):
         fed, expected = run, list[int]()
         for _ in range(len(found[slot])):
-            hidden = single.run({slot: fed})
-            expected.append(int(model.logits(hidden[-1:]).argmax()))
+            expected.append(int(model.logits(single.run({slot: fed})[-1:]).argmax()))
             fed = expected[-1:]
         assert found[slot] == expected
 

@@ -135,8 +135,7 @@ def test_outputs_are_taken_and_joined_as_they_are(name: str) -> None:
 
 def test_rows_are_read_in_blocks_of_any_size() -> None:
     blocks = [rows_of(PACKED["q4_k"], num, 256, seed) for seed, num in enumerate((32, 96, 12))]
-    whole = Packed.of(matrix_of(*blocks), DEVICE)
-    assert torch.equal(whole.float().cpu(), weights_of(*blocks))
+    assert torch.equal(Packed.of(matrix_of(*blocks), DEVICE).float().cpu(), weights_of(*blocks))
 
 
 def test_scales_of_k_quants_take_their_own_bits() -> None:

@@ -115,6 +115,9 @@ def test_rows_that_take_the_likeliest_id_and_rows_without_numbers() -> None:
 # ------------------------------------------------------------------------------------------------------------- engines
 
 
+ON_DEVICE: Any = {"ops": "cuda", "device": DEVICE.type, "max_seq_len": 64, "dtype": "float32"}
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A random target, and a draft model that resembles it."""
@@ -127,9 +130,8 @@ def texts(
 ) -> list[tuple[int, ...]]:
     """What an engine says, with the nodes that it drafted and accepted. unwritten: ids that no draft keeps."""
     options = {} if draft == "none" else {"pacing": "fixed", "spec_length": 3}
-    made: Any = {"ops": "cuda", "device": "cuda"} if DEVICE.type == "cuda" else {"ops": "cuda"}
     draft = draft.replace("MODEL", f"model:path={pair[1]}")
-    with LLM(pair[0], draft=draft, max_seq_len=64, max_batch_size=2, dtype="float32", **made, **options) as llm:
+    with LLM(pair[0], draft=draft, max_batch_size=2, **ON_DEVICE, **options) as llm:
         llm.engine.drafter.unwritten = unwritten
         found = llm.generate(["abc hello", "abcabcabcab"], params, raw=True)
         return [(o.report.num_drafted, o.report.num_accepted, *o.token_ids) for o in found]
@@ -197,8 +199,7 @@ def test_the_constants_of_kernels_are_those_of_the_host() -> None:
 
 def test_a_row_that_was_drawn_over_is_not_read(pair: tuple[str, str]) -> None:
     """The weights of a row may be asked for until the next draws from its model, and are then refused."""
-    made: Any = {"device": "cuda"} if DEVICE.type == "cuda" else {}
-    with LLM(pair[0], draft="none", ops="cuda", max_seq_len=64, dtype="float32", **made) as llm:
+    with LLM(pair[0], draft="none", **ON_DEVICE) as llm:
         runner = llm.engine.runner
         runner.cache.open(0)
         draw = PhiloxCoins(1, 3, 0).behind(filters_of(SamplingParams(temperature=1.0), 257), True, 0)

@@ -131,8 +131,7 @@ def test_a_wrong_number_of_a_pass_is_refused(
 ) -> None:
     given = wrong = good.of_forward()
     good.call(given)
-    every_kind = range(len(given["numbers"]) if path[0] == "numbers" and len(path) > 2 else 1)
-    for kind in every_kind:
+    for kind in range(len(given["numbers"]) if path[0] == "numbers" and len(path) > 2 else 1):
         wrong = changed(wrong, ("numbers", kind, *path[2:]) if kind else path, number)
     with pytest.raises(error, match=words):
         good.call(wrong)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from forerun.blocks import Attention, Block, Buckets, Mlp, Norm, Rope, Spec, weight_shapes
 from forerun.errors import UnsupportedModel
-from forerun.kv.cache import BlockCache
-from forerun.models.runner import Run, pack
 from forerun.ops.reference import ReferenceOps
 from forerun.ops.torch import TorchModel
+from ops.native_cases import Session, one_by_one
 
 HIDDEN, HEADS, KV, DIM, EPS, THETA = 12, 4, 2, 6, 1e-5, 100.0
 TEXT = torch.randint(31, (14,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -147,43 +146,29 @@ def formula(spec: Spec, w: dict[str, Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ in three ways
 
 
-class Bench:
-    def __init__(self, spec: Spec, row_by_row: bool) -> None:
-        self.model = TorchModel(spec, weights_of(spec), ReferenceOps(row_by_row=row_by_row))
-        self.cache = BlockCache.of(self.model, "paged", max_batch_size=1, max_seq_len=64)
-        self.cache.open(0)
-
-    def run(self, tokens: list[int], parents: list[int] | None = None) -> Tensor:
-        self.cache.reserve(0, len(tokens))
-        with torch.inference_mode():
-            batch = pack([Run(0, tokens, parents=parents)], self.cache)
-            logits = self.model.logits(self.model.forward(batch, self.cache).hidden)
-        self.cache.keep({0: range(len(tokens)) if parents is None else []})
-        return logits.double()
+def at_once(session: Session) -> Tensor:
+    return session.run({0: TEXT})
 
 
-def at_once(bench: Bench) -> Tensor:
-    return bench.run(TEXT)
+def alone(session: Session) -> Tensor:
+    return one_by_one(session, TEXT)
 
 
-def alone(bench: Bench) -> Tensor:
-    return torch.cat([bench.run([token]) for token in TEXT])
-
-
-def in_a_tree(bench: Bench) -> Tensor:
+def in_a_tree(session: Session) -> Tensor:
     """The last rows are the second, fourth ... of a tree; the others are a path of other tokens beside it."""
-    begun, own = bench.run(TEXT[:6]), TEXT[6:]
+    begun, own = session.run({0: TEXT[:6]}), TEXT[6:]
     tokens = [token for t in own for token in ((t + 1) % 31, t)]
-    found = bench.run(tokens, [max(i - 2, -1) for i in range(len(tokens))])
+    found = session.run({0: tokens}, {0: [max(i - 2, -1) for i in range(len(tokens))]})
     return torch.cat((begun, found[1::2]))
 
 
 @pytest.mark.parametrize("row_by_row", [False, True])
 @pytest.mark.parametrize("way", [at_once, alone, in_a_tree])
 @pytest.mark.parametrize("name", SPECS)
-def test_rows_are_those_of_the_formula(name: str, way: Callable[[Bench], Tensor], row_by_row: bool) -> None:
+def test_rows_are_those_of_the_formula(name: str, way: Callable[[Session], Tensor], row_by_row: bool) -> None:
     spec = SPECS[name]
-    expected, found = formula(spec, weights_of(spec)), way(Bench(spec, row_by_row))
+    model = TorchModel(spec, weights_of(spec), ReferenceOps(row_by_row=row_by_row))
+    expected, found = formula(spec, weights_of(spec)), way(Session(model, max_seq_len=64))[:, HIDDEN:]
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), "angles and scores are float32"
 
 

@@ -16,7 +16,7 @@ from forerun.ops.passes import Lent
 from forerun.ops.quantising import scheme_of
 from forerun.ops.reference import ReferenceOps
 from forerun.types import RaggedBatch
-from ops.native_cases import ISAS, needs_native, ops_of, same_bits, seeded
+from ops.native_cases import needs_native, ops_of, same_bits, seeded
 from ops.test_cuda import DEVICE, needs_triton, operators
 from tensors import TensorOps, as_host, load_model
 
@@ -120,7 +120,6 @@ def test_a_head_is_what_torch_computes(name: str, backend: str, request: pytest.
         assert torch.allclose(one.cpu(), other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=["float32", "bfloat16", "int8"])
 def test_a_row_of_features_is_its_own(isa: str, dtype: torch.dtype | None) -> None:
     """Its bits do not depend on how many rows are joined, nor do those of what a head makes of it."""

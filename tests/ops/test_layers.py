@@ -124,8 +124,6 @@ def test_taps_begin_with_embeddings_and_end_before_the_final_norm(
 
 @needs_native
 @every_variant
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize("isa", ISAS)
 def test_native_taps_are_those_of_the_reference(isa: str, dtype: torch.dtype, variant: str) -> None:
     """In float64, of the same weights; bfloat16 rounds the inputs of each product on the way."""
     native = decoder(ops_of(isa), dtype, variant)

@@ -21,16 +21,14 @@ from ops.native_blocks import (
     SPECS,
     Native,
     Reference,
-    path_to,
     random_weights,
     spec_of,
     stands_for,
 )
-from ops.native_cases import BFLOAT16, FLOAT32, ISAS, Session, needs_native, ops_of, same_bits, seeded
+from ops.native_cases import BFLOAT16, FLOAT32, ISAS, Session, needs_native, ops_of, path_to, same_bits, seeded
 from tensors import load_model
 
 pytestmark = needs_native
-every_isa = pytest.mark.parametrize("isa", ISAS)
 every_spec = pytest.mark.parametrize("name", SPECS)
 # What weights are stored as, and how far rows may be from those of exact arithmetic, in shares of their lengths.
 TYPES = [
@@ -106,7 +104,6 @@ def alone(model: Native, text: list[int]) -> Tensor:
     return torch.cat([model.run({2: [token]}, {2: i}) for i, token in enumerate(text)])
 
 
-@every_isa
 @every_type
 @every_spec
 def test_rows_are_those_of_torch_and_their_bits_those_of_rows_alone(
@@ -132,7 +129,6 @@ def test_rows_are_those_of_torch_and_their_bits_those_of_rows_alone(
     assert far <= (few * len(found) if tolerance > 1e-3 else 0)
 
 
-@every_isa
 def test_of_equal_scores_the_lowest_experts_are_chosen(isa: str) -> None:
     """Of a router whose rows are all alike, and of one in which the last two are alike and the largest."""
     spec = spec_of([replace(PLAIN, mlp=None, experts=Experts(6, 2, Mlp(24)))])
@@ -143,7 +139,6 @@ def test_of_equal_scores_the_lowest_experts_are_chosen(isa: str) -> None:
         assert float((found.double() - exact).norm()) <= 1e-5 * float(exact.norm())
 
 
-@every_isa
 def test_gates_are_bounded(isa: str) -> None:
     """Where gate and up are far beyond their bounds, on both sides."""
     spec = spec_of([replace(PLAIN, mlp=Mlp(40, "clamped_silu"))])
@@ -156,7 +151,6 @@ def test_gates_are_bounded(isa: str) -> None:
     assert float((loose - exact).norm()) > 0.1 * float(exact.norm())
 
 
-@every_isa
 def test_sinks_beside_keys_of_several_ranges(isa: str) -> None:
     """Texts of 600 tokens, whose ranges threads share; each row has the bits of one thread, whatever its chunk."""
     spec = replace(SPECS["gpt_oss, experts"], max_positions=640)
@@ -171,7 +165,6 @@ def test_sinks_beside_keys_of_several_ranges(isa: str) -> None:
     assert float((plain - reference).norm()) < 1e-5 * float(reference.norm())
 
 
-@every_isa
 def test_a_pass_tells_how_many_experts_its_rows_chose(isa: str) -> None:
     """Of each layer that has any, and of those alone that ran."""
     model, reference = model_of("experts", FLOAT32, 0, isa, 2)
@@ -190,14 +183,12 @@ def test_a_pass_tells_how_many_experts_its_rows_chose(isa: str) -> None:
     assert dense.num_experts == []
 
 
-@every_isa
 @every_spec
 def test_threads_do_not_matter(name: str, isa: str) -> None:
     one, three = (passes(model_of(name, BFLOAT16, 0, isa, num)[0]) for num in (1, 3))
     assert all(same_bits(a, b) for (_, a), (_, b) in zip(one, three, strict=True))
 
 
-@every_isa
 def test_the_best_id_is_that_of_the_logits(isa: str) -> None:
     """Where a cap makes logits equal, the lowest id wins, as among the logits that are written."""
     for name in ("gemma2", "sizes", "partial"):
@@ -209,7 +200,6 @@ def test_the_best_id_is_that_of_the_logits(isa: str) -> None:
         assert ids == [int((row == row.max()).nonzero()[0]) for row in logits]
 
 
-@every_isa
 def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
     for name in ("gemma3", "gpt2", "gemma4, own inputs", "gemma4, experts", "gpt_oss, experts"):
         model, _ = model_of(name, BFLOAT16, 0, isa, 2)
@@ -218,11 +208,9 @@ def test_a_run_goes_on_as_one_pass_for_each_token_would(isa: str) -> None:
         given = (text, list(range(9)), [9], [5], model.addresses, numbers, model.native_pools)
         ((ids,), _, _) = model.model.run_ahead(*given, list(range(model.spec.num_layers)), 61)
         for i, token in enumerate(ids):
-            rows = model.run({1: text + ids[:i]}, {1: 0})
-            assert token == int(rows[-1, 44:].argmax())
+            assert token == int(model.run({1: text + ids[:i]}, {1: 0})[-1, 44:].argmax())
 
 
-@every_isa
 def test_taps_parts_and_rows_in_place_of_embeddings(isa: str) -> None:
     """A pass cut behind a block goes on from its rows; learned positions come with the first block."""
     for name in ("gpt2", "gemma3", "gemma4, own inputs"):
@@ -248,7 +236,6 @@ def test_attention_over_rows_of_another_width_is_refused() -> None:
         model.run({0: [1]}, {0: 0})
 
 
-@every_isa
 def test_a_position_that_is_not_there_is_refused(isa: str) -> None:
     model, _ = model_of("gpt2", FLOAT32, 0, isa)
     with pytest.raises(IndexError, match="no position 96"):
@@ -257,7 +244,6 @@ def test_a_position_that_is_not_there_is_refused(isa: str) -> None:
         model.run({0: [61]}, {0: 0})
 
 
-@every_isa
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sizes"])  # whose rows no cache of one size holds
 def test_the_model_of_this_backend_computes_what_that_of_torch_does(name: str, isa: str) -> None:
     """Both as the engine has them, with its cache. A head of fewer ids has scale, cap and bias, too."""
@@ -318,8 +304,7 @@ def test_a_field_that_the_kernels_do_not_know_is_refused_unless_it_says_nothing(
 
 def test_a_missing_weight_is_named() -> None:
     spec = spec_of([PLAIN])
-    stored = random_weights(spec, FLOAT32)
-    made = Native(spec, stored, FLOAT32, ISAS[0])
+    made = Native(spec, random_weights(spec, FLOAT32), FLOAT32, ISAS[0])
     matrices = {name: packed.handle for name, packed in made.kept.items()}
     vectors = {name: tensor.data_ptr() for name, tensor in made._addressed[0].items()}
     backend = ops_of(ISAS[0]).backend

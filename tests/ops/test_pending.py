@@ -21,7 +21,7 @@ from forerun.ops.reference import ReferenceOps, run_mask
 from forerun.ops.rotary import Rotations
 from forerun.ops.torch import TorchModel
 from forerun.types import RaggedBatch, ancestor_words
-from ops.native_cases import FLOAT32, ISAS, Same, every_ops, make_config, ops_of, random_weights, read, tokens_of
+from ops.native_cases import ISAS, Same, every_ops, make_config, make_decoder, path_to, random_weights, read, tokens_of
 from tensors import load_model
 
 NEIGHBOUR = 7  # a slot
@@ -45,10 +45,7 @@ class Tree:
         return cls(tokens_of(num_nodes, seed), parents)
 
     def path(self, node: int) -> list[int]:
-        path = [node]
-        while self.parents[path[0]] >= 0:
-            path.insert(0, self.parents[path[0]])
-        return path
+        return path_to(node, self.parents)
 
     def levels(self) -> list[list[int]]:
         depths = [len(self.path(node)) - 1 for node in range(len(self.tokens))]
@@ -143,8 +140,7 @@ def test_pending_rows_and_the_run_are_kept_as_one(ops: ReferenceOps, dtype: torc
     bench.cache.truncate_to(0, len(CONTEXT) + 2)
     assert list(bench.cache.pending(0)) == []
     bench.rows(Run(0, [4], pending=True))
-    last = bench.rows(Run(0, [6]))
-    assert same(last, expected[-1:])
+    assert same(bench.rows(Run(0, [6])), expected[-1:])
     bench.cache.keep({0: [0, 1]})
     assert same(bench.held(), held)
 
@@ -178,10 +174,7 @@ def test_a_word_says_what_a_row_sees(num_pending: int) -> None:
         assert shared >= 1
         assert max(own) < 1 << 64
         for i, word in enumerate(own):
-            path, at = list[int](), num_pending + i
-            while at >= 0:
-                path.insert(0, at)
-                at = parents[at]
+            path = path_to(num_pending + i, parents)
             seen = [j for j in range(64) if word >> j & 1]
             assert [*range(shared), *(shared + j for j in seen)] == path
             assert batch.visible(0, i) == [*range(7), *(7 + j for j in path)]
@@ -203,7 +196,7 @@ def test_what_cannot_be_pending() -> None:
 @pytest.mark.skipif(not ISAS, reason="the native decoder runs ahead")
 def test_nothing_runs_ahead_of_a_pending_tree() -> None:
     """Of a pending chain it does."""
-    bench = Bench(load_model(make_config(), random_weights(make_config(), FLOAT32), ops_of(ISAS[0])))
+    bench = Bench(make_decoder(make_config(), torch.float32, ISAS[0]))
     bench.rows(Run(0, [1, 2], pending=True))
     expected = bench.runner.run_ahead([Run(0, [3])], [4])
     bench.cache.keep({0: [0, 1]})

@@ -27,7 +27,6 @@ from ops.native_cases import (
 from tensors import load_model
 
 pytestmark = needs_native
-every_isa = pytest.mark.parametrize("isa", ISAS)
 
 HALF, BRAIN, SINGLE = "float16", "bfloat16", "float32"
 # The largest numbers of both signs, which sums must hold, and some between.
@@ -127,7 +126,6 @@ def test_rows_are_rounded_in_units_that_files_are_read_in() -> None:
     assert native.extension().UNIT == UNIT
 
 
-@every_isa
 @pytest.mark.filterwarnings("error")  # nobody need know that a square was infinite
 @pytest.mark.parametrize("bits", [4, 8])
 def test_kernels_round_as_numpy_does(bits: int, isa: str) -> None:
@@ -148,7 +146,6 @@ def test_kernels_round_as_numpy_does(bits: int, isa: str) -> None:
         assert np.array_equal(found.zeros, wanted.zeros)
 
 
-@every_isa
 @every_scheme
 def test_products_are_those_of_the_weights_in_the_file(scheme: Scheme, isa: str) -> None:
     blocks = [rows_of(scheme, 40, 512, 1), rows_of(scheme, 37, 512, 2)]
@@ -197,17 +194,20 @@ def check_sums(rows: QuantisedRows, number: int, isa: str) -> None:
         assert torch.equal(found, wanted.repeat(times)[:, None].expand(3 * times, 32))
 
 
-@every_isa
+def rows_of_one_code(bits: int, code: int, num_in: int) -> QuantisedRows:
+    """Of 32 outputs, with scales of 1 and minimums of 0."""
+    ones, none = (HostTensor.of(np.full((32, num_in // 32), number, np.float16)) for number in (1, 0))
+    codes = np.full((32, num_in), code, np.uint8)
+    return QuantisedRows(Scheme(bits, 32, "minimum", HALF), codes, ones, minimums=none)
+
+
 @pytest.mark.parametrize("code", [0, -1], ids=["least", "most"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_sums_of_extreme_codes_are_exact(bits: int, code: int, isa: str) -> None:
-    scheme, most = Scheme(bits, 32, "minimum", HALF), code & (1 << bits) - 1
-    codes = np.full((32, 160), most, np.uint8)
-    ones, none = (HostTensor.of(np.full((32, 5), number, np.float16)) for number in (1, 0))
-    check_sums(QuantisedRows(scheme, codes, ones, minimums=none), most, isa)
+    number = code & (1 << bits) - 1
+    check_sums(rows_of_one_code(bits, number, 160), number, isa)
 
 
-@every_isa
 @pytest.mark.parametrize("number", [-127, 127, -15, 16])
 def test_sums_of_extreme_numbers_of_a_table_are_exact(number: int, isa: str) -> None:
     """The largest that there are, and the largest that count as small ones."""
@@ -225,7 +225,6 @@ def test_scales_that_are_no_powers_of_two_are_kept_too(scale: float) -> None:
     assert same_bits(ops_of(ISAS[0]).pack(matrix_of(rows)).unpack(), weights_of(rows))
 
 
-@every_isa
 @every_scheme
 def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> None:
     packed = ops_of(isa).pack(matrix_of(rows_of(scheme, 77, 256)))
@@ -236,7 +235,6 @@ def test_bits_of_a_row_depend_on_that_row_alone(scheme: Scheme, isa: str) -> Non
         assert same_bits(some, whole)
 
 
-@every_isa
 def test_threads_round_many_rows_for_each_other(isa: str) -> None:
     """Into memory that grows with the widest product so far, and that the next one writes anew."""
     ops, alone = ops_of(isa, 3), ops_of(isa)
@@ -279,14 +277,11 @@ def test_products_of_four_bytes_give_the_bits_of_products_of_two(scheme: Scheme)
         assert same_bits(pairs.linear(x[:num_rows], pairs.pack(matrix)), fours.linear(x[:num_rows], fours.pack(matrix)))
 
 
-@every_isa
 @pytest.mark.parametrize("size", [1e-36, 9e-37, 3e-37, 1e-38, 1e-40, 1e-45])
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_inputs_that_are_hardly_more_than_zero(bits: int, size: float, isa: str) -> None:
     """Their inverse would be infinite. Each set has the same bits: those of the sums, or 0."""
-    codes = np.full((32, 64), 5, np.uint8)
-    ones, none = (HostTensor.of(np.full((32, 2), number, np.float16)) for number in (1, 0))
-    matrix = matrix_of(QuantisedRows(Scheme(bits, 32, "minimum", HALF), codes, ones, minimums=none))
+    matrix = matrix_of(rows_of_one_code(bits, 5, 64))
     x = torch.full((2, 64), size)
     x[:, ::3] = 0.0
     x[1, 32:] = 1.0  # the other unit's own
@@ -296,7 +291,6 @@ def test_inputs_that_are_hardly_more_than_zero(bits: int, size: float, isa: str)
     assert (found[1] == 160).all()
 
 
-@every_isa
 def test_a_row_of_no_numbers_spoils_no_other(isa: str) -> None:
     packed = ops_of(isa).pack(matrix_of(rows_of(SCHEMES["q4_1"], 48, 64)))
     x = torch.randn(3, 64, generator=seeded(5))
@@ -309,7 +303,6 @@ def test_a_row_of_no_numbers_spoils_no_other(isa: str) -> None:
         assert same_bits(found[::2], clean[::2])
 
 
-@every_isa
 def test_parts_of_different_schemes_are_packed_together(isa: str) -> None:
     """Each in its own format, where panels of 32 outputs end between them."""
     sizes = {"q4_k": 64, "q8_0": 32, "q6_k": 37}
@@ -322,7 +315,6 @@ def test_parts_of_different_schemes_are_packed_together(isa: str) -> None:
     assert same_bits(ops_of(isa, 2).linear(x, packed), wanted)
 
 
-@every_isa
 @pytest.mark.parametrize("names", [("q4_k", "q6_k"), ("iq4_xs", "q5_k"), ("iq4_nl", "mxfp4"), ("q2_k", "nvfp4")])
 @pytest.mark.parametrize("paired", [True, False])
 def test_parts_of_one_panel_share_a_format(paired: bool, names: tuple[str, str], isa: str) -> None:
@@ -331,7 +323,6 @@ def test_parts_of_one_panel_share_a_format(paired: bool, names: tuple[str, str],
     assert is_unpacked(packed.unpack(), weights_of(*parts))
 
 
-@every_isa
 def test_minimums_and_zeros_share_a_format(isa: str) -> None:
     parts = [rows_of(SCHEMES[name], 16, 256, i) for i, name in enumerate(("gptq", "q4_1", "q8_0", "channel"))]
     weights = weights_of(*parts)
@@ -342,7 +333,6 @@ def test_minimums_and_zeros_share_a_format(isa: str) -> None:
     assert ((ops_of(isa).linear(x, packed) - rounded(x) @ weights.double().T).abs() <= 4e-6 * scale).all()
 
 
-@every_isa
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_passes_have_the_bits_of_plain_decoding(tie: bool, isa: str) -> None:
     config = make_config(tied=tie, hidden_size=64, ffn_size=96, head_dim=16, num_heads=4, num_kv_heads=2)

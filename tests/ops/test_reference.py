@@ -2,78 +2,47 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.blocks import Plain, Rope, weight_shapes
-from forerun.kv.cache import BlockCache
-from forerun.models.runner import Run, pack
+from forerun.blocks import Plain, Rope
 from forerun.ops import load_model, reference
 from forerun.ops.reference import ACTIVATIONS, ReferenceOps, run_mask
 from forerun.ops.torch import TorchModel, empty_weights
 from forerun.types import CacheView, RaggedBatch
-from ops.native_cases import Same, by_value
+from ops.native_cases import Same, Session, by_value, one_by_one, path_to, random_weights, tokens_of
 
-CONFIG = Plain("llama", 61, 44, 2, 6, 2, 10, 51, 1e-5, 256, rope=Rope(), tied=True, windows=(None, 9)).spec
+CONFIG = Plain("llama", 77, 44, 2, 6, 2, 10, 51, 1e-5, 256, rope=Rope(), tied=True, windows=(None, 9)).spec
 
 
 def make_model(row_by_row: bool, dtype: torch.dtype = torch.float32, *, joined: bool = True) -> TorchModel:
-    generator = torch.Generator().manual_seed(5)
-    weights = {n: torch.randn(s, generator=generator) * 0.3 for n, s in weight_shapes(CONFIG).items()}
-    weights = {n: w.to(dtype) for n, w in weights.items()}
+    weights = random_weights(CONFIG, dtype)
     if joined:
         weights = {n: out.copy_(weights[n]) for n, out in empty_weights(CONFIG, dtype, "cpu").items()}
     return load_model(CONFIG, weights, ReferenceOps(row_by_row=row_by_row))
 
 
-def tokens_of(num: int, seed: int) -> list[int]:
-    return torch.randint(61, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-class Bench:
-    """A model with a cache of one backend."""
-
-    def __init__(self, model: TorchModel, backend: Any = "paged") -> None:
-        self.model = model
-        self.cache = BlockCache.of(model, backend, max_batch_size=4, max_seq_len=64)
-
-    def run(self, runs: dict[int, list[int]], parents: dict[int, list[int]] | None = None, keep: bool = True) -> Tensor:
-        """Logits of every row of one pass [T, V]."""
-        for slot, run in runs.items():
-            if slot not in self.cache._slots:
-                self.cache.open(slot)
-            self.cache.reserve(slot, len(run))
-        batch = pack([Run(slot, run, parents=(parents or {}).get(slot)) for slot, run in runs.items()], self.cache)
-        with torch.inference_mode():
-            logits = self.model.logits(self.model.forward(batch, self.cache).hidden)
-        if keep:
-            self.cache.keep({slot: range(len(run)) for slot, run in runs.items()})
-        return logits
-
-
 def plain(model: TorchModel, tokens: list[int]) -> Tensor:
     """One token at a time, alone, contiguous: what plain decoding computes."""
-    bench = Bench(model, "contiguous")
-    return torch.cat([bench.run({0: [token]}) for token in tokens])
+    return one_by_one(Session(model, 0), tokens)
 
 
 MODES = [pytest.param(True, torch.equal, id="row_by_row"), pytest.param(False, by_value, id="fast")]
 
 
 @pytest.mark.parametrize(("row_by_row", "same"), MODES)
-@pytest.mark.parametrize("backend", ["paged", "contiguous"])
-def test_chunks_and_neighbours_do_not_matter(row_by_row: bool, same: Same, backend: str) -> None:
+@pytest.mark.parametrize("layout", [16, 0], ids=["paged", "contiguous"])
+def test_chunks_and_neighbours_do_not_matter(row_by_row: bool, same: Same, layout: int) -> None:
     model, text = make_model(row_by_row), tokens_of(33, 1)
     expected = plain(model, text)
-    bench = Bench(model, backend)
+    session = Session(model, layout)
     found = [
-        bench.run({1: tokens_of(19, 2), 2: text[:7]})[19:],
-        bench.run({2: text[7:8]}),
-        bench.run({2: text[8:25], 1: tokens_of(1, 3), 3: tokens_of(5, 4)})[:17],
-        bench.run({3: tokens_of(2, 5), 2: text[25:]})[2:],
+        session.run({1: tokens_of(19, 2), 2: text[:7]})[19:],
+        session.run({2: text[7:8]}),
+        session.run({2: text[8:25], 1: tokens_of(1, 3), 3: tokens_of(5, 4)})[:17],
+        session.run({3: tokens_of(2, 5), 2: text[25:]})[2:],
     ]
     assert same(torch.cat(found), expected)
 
@@ -82,27 +51,21 @@ def test_chunks_and_neighbours_do_not_matter(row_by_row: bool, same: Same, backe
 def test_tree_rows_are_chain_rows(row_by_row: bool, same: Same) -> None:
     model, context = make_model(row_by_row), tokens_of(18, 6)
     tree, parents = tokens_of(8, 7), [-1, 0, 0, 1, 2, 1, 4, -1]
-    bench = Bench(model)
-    bench.run({0: context, 1: tokens_of(5, 8)})
-    logits = bench.run({1: tokens_of(3, 9), 0: tree}, {0: parents}, keep=False)[3:]
+    session = Session(model)
+    session.run({0: context, 1: tokens_of(5, 8)})
+    rows = session.run({1: tokens_of(3, 9), 0: tree}, {0: parents}, {0: [0, 2, 4], 1: []})[3:]
     for node in range(len(tree)):
-        path, at = [], node
-        while at >= 0:
-            path, at = [at, *path], parents[at]
+        path = path_to(node, parents)
         expected = plain(model, context + [tree[i] for i in path])[len(context) :]
-        assert same(logits[path], expected)
+        assert same(rows[path], expected)
     # The kept path is the chain in the cache too: what follows is computed from it.
-    bench.cache.truncate_to(1, 5)
-    bench.cache.keep({0: [0, 2, 4]})
-    after = bench.run({0: [11]})
-    assert same(after, plain(model, context + [tree[i] for i in (0, 2, 4)] + [11])[-1:])
+    assert same(session.run({0: [11]}), plain(model, context + [tree[i] for i in (0, 2, 4)] + [11])[-1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_row_by_row_is_invariant_in_every_type(dtype: torch.dtype) -> None:
     model, text = make_model(True, dtype), tokens_of(21, 10)
-    bench = Bench(model)
-    assert torch.equal(bench.run({0: text}), plain(model, text))
+    assert torch.equal(Session(model).run({0: text}), plain(model, text))
 
 
 def test_activations_are_what_they_are_defined_as() -> None:
@@ -156,8 +119,7 @@ def test_each_operator_on_one_row_among_many(num_rows: int) -> None:
 
 
 def test_joined_and_separate_projections_agree() -> None:
-    text = tokens_of(12, 11)
-    joined, separate = (Bench(make_model(False, joined=j)).run({0: text}) for j in (True, False))
+    joined, separate = (Session(make_model(False, joined=j)).run({0: tokens_of(12, 11)}) for j in (True, False))
     assert by_value(joined, separate)
 
 

@@ -25,13 +25,14 @@ from ops.native_cases import (
     needs_native,
     one_by_one,
     ops_of,
+    path_to,
     random_weights,
     read,
     same_bits,
     tokens_of,
 )
 
-pytestmark = [needs_native, pytest.mark.parametrize("isa", ISAS)]
+pytestmark = needs_native
 
 EIGHT = "int8"
 MODELS: dict[str, dict[str, Any]] = {
@@ -48,8 +49,7 @@ TREE = [-1, 0, 0, 1, 2, 1, 4, -1]
 
 def alone(model: Any, runs: list[list[int]]) -> Tensor:
     """Rows of one sequence, token by token, in a cache whose rows lie scattered."""
-    session = Session(model, 1, seed=1, kept=EIGHT)
-    return one_by_one(session, [token for run in runs for token in run])
+    return one_by_one(Session(model, 1, seed=1, kept=EIGHT), [token for run in runs for token in run])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,7 +62,6 @@ def test_sets_have_the_same_bits(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_bits_of_a_row_are_those_of_the_row_alone(isa: str, dtype: torch.dtype, name: str) -> None:
     """Prompts in chunks, beside others and on several threads: as token by token, whatever the layout."""
     config = make_config(**MODELS[name])
@@ -87,10 +86,8 @@ def test_rows_of_a_tree_are_those_of_its_paths(isa: str, name: str) -> None:
     session.run({0: prompt})
     found = session.run({0: tree}, {0: TREE}, {0: []})
     for row in range(len(TREE)):
-        path = [row]
-        while TREE[path[0]] >= 0:
-            path.insert(0, TREE[path[0]])
-        assert same_bits(found[row : row + 1], alone(model, [prompt, [tree[i] for i in path]])[-1:])
+        path = [tree[i] for i in path_to(row, TREE)]
+        assert same_bits(found[row : row + 1], alone(model, [prompt, path])[-1:])
 
 
 @pytest.mark.parametrize("name", MODELS)
