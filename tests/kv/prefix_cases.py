@@ -103,7 +103,8 @@ class Driven:
         start = len(own[0]) - 1 - len(run.before) - (len(run.paths[0]) if run.paths else 0)
         state = 0 if run.first == NOWHERE else int(layer.states.values[run.first, 0, 0, 0])
         assert state == (self.number(salt, own[0][:start]) if start else 0)
-        stored, numbers = layer.inputs.values[:, 0], [self.number(salt, chain) for chain in own]
+        stored = layer.inputs.values[:, 0]
+        numbers = [self.number(salt, chain) for chain in own]
         for i, chain in enumerate(own):
             behind = [stored[row] for row in run.before]
             if run.paths:
@@ -187,7 +188,8 @@ class Driven:
             assert self.cache.length(slot) == len(kept)
             wanted = [self.number(self.salts[slot], kept[: i + 1]) for i in range(len(kept))]
             for held, layer in self._layers():
-                rows, first = self.cache.rows(slot, 0, len(kept), self.cache.shape.kind_of(layer)), 0
+                rows = self.cache.rows(slot, 0, len(kept), self.cache.shape.kind_of(layer))
+                first = 0
                 first = self.first_seen(layer, len(kept))
                 assert held[rows, 0, 0].astype(int).tolist()[first:] == wanted[first:]
 

@@ -460,7 +460,8 @@ def there(shelf: Shelf, chain: bytes) -> bool:
 def test_the_folder_keeps_to_its_size_and_loses_what_was_used_longest_ago(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "kv", disk.LEAST_BYTES)
     shelf, rows = folder.shelf(["x"], [1 << 20]), memoryview(bytearray(1 << 20))
-    first, others = b"first", [str(number).encode() for number in range(150)]
+    first = b"first"
+    others = [str(number).encode() for number in range(150)]
     shelf.write(0, first, range(16), rows)
     for number, chain in enumerate(others):
         time.sleep(0.002)

@@ -124,7 +124,8 @@ class Lives:
         new_slot = self.random.randrange(NUM_SLOTS)
         if new_slot in self.tokens:
             return
-        is_partial, free = len(self.d.kept[slot]) % BLOCK > 0, self.d.cache.free_tokens()
+        is_partial = len(self.d.kept[slot]) % BLOCK > 0
+        free = self.d.cache.free_tokens()
         try:
             self.d.fork(slot, new_slot)
         except CapacityError:

@@ -261,7 +261,9 @@ class Native:
         num_threads: int = 1,
         num_slots: int = 3,
     ) -> None:
-        self.spec, self.kept, ops = spec, dict[str, Any](), ops_of(isa, num_threads)
+        self.spec = spec
+        self.kept = dict[str, Any]()
+        ops = ops_of(isa, num_threads)
         for product, members in products(weights(spec)).items():
             if product == "embedding" and not spec.tied:
                 continue
@@ -518,7 +520,8 @@ class Reference:
         beta = self.product(y, at + "in_proj_b").sigmoid()
         a = torch.nn.functional.softplus(self.product(y, at + "in_proj_a") + self.w(at + "dt_bias.weight"))
         decay = (a * (stored if r.decay == "negative" else -stored.exp())).exp()
-        state, outs = torch.zeros(r.value_heads, r.key_dim, r.value_dim).double(), []
+        state = torch.zeros(r.value_heads, r.key_dim, r.value_dim).double()
+        outs = []
         for t in range(num):
             state = state * decay[t, :, None, None]
             added = (v[t] - torch.einsum("hk,hkv->hv", k[t], state)) * beta[t, :, None]

@@ -289,7 +289,9 @@ def test_silu_mul(isa: str, width: int) -> None:
 @pytest.mark.parametrize("act", get_args(Act))
 @pytest.mark.parametrize("width", [1, 16, 67])
 def test_activations_by_themselves_and_as_gates(isa: str, act: Act, width: int) -> None:
-    gate, up, ops = normal(1, 9, width) * 8, normal(2, 9, width) * 8, ops_of(isa)
+    gate = normal(1, 9, width) * 8
+    up = normal(2, 9, width) * 8
+    ops = ops_of(isa)
     one = torch.full_like(gate, 0 if act == "clamped_silu" else 1)  # which adds 1 to what it is multiplied by
     for found, expected in (
         (ops.gated(act, gate, up), ReferenceOps().gated(act, gate.double(), up.double())),
@@ -303,7 +305,10 @@ def test_activations_by_themselves_and_as_gates(isa: str, act: Act, width: int) 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 52, 130])
 def test_layer_norm(isa: str, width: int) -> None:
-    x, weight, bias, ops = normal(1, 9, width) * 3 + 1, normal(2, width), normal(3, width), ops_of(isa)
+    x = normal(1, 9, width) * 3 + 1
+    weight = normal(2, width)
+    bias = normal(3, width)
+    ops = ops_of(isa)
     for parts in ((weight, bias), (weight, None), (None, None)):
         wide = [None if part is None else part.double() for part in parts]
         expected = ReferenceOps().layer_norm(x.double(), wide[0], wide[1], 1e-5)

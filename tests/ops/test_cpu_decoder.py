@@ -88,7 +88,8 @@ class Composed:
         if c.qk_norm:
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
         q, k = self.ops.rope(q, *rotation), self.ops.rope(k, *rotation)
-        view, window = cache.view(batch, cache.shape.kind_of(i)), c.windows[i] if c.windows else None
+        view = cache.view(batch, cache.shape.kind_of(i))
+        window = c.windows[i] if c.windows else None
         return self.ops.attention(q, k, v, pool=cache.pools[i], view=view, window=window).flatten(1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -240,7 +241,8 @@ def test_running_ahead_is_feeding_the_likeliest_token_again_and_again(
     lengths = {0: 5, 1: 1, 2: 9}
     for session in (at_once, by_hand):
         session.run({slot: tokens_of(4 + 20 * slot, slot, 77) for slot in lengths})
-    firsts, found = {0: [3], 1: [3, 5], 2: tokens_of(17, 9, 77)}, {slot: list[int]() for slot in lengths}
+    firsts = {0: [3], 1: [3, 5], 2: tokens_of(17, 9, 77)}
+    found = {slot: list[int]() for slot in lengths}
     fed = dict(firsts)
     for depth in range(max(lengths.values())):
         going = [slot for slot, length in lengths.items() if length > depth]
@@ -368,10 +370,12 @@ def test_running_ahead_refuses_what_does_not_fit_together(isa: str, changed: dic
     for slot in (0, 1):
         session.cache.reserve(slot, 3 - slot)
     fed = dataclasses.replace(batch, run_starts=[0, 3, 5])
-    numbers, pools = [run_numbers(fed, kind.tables(fed)) for kind in session.cache.kinds], session.cache.pools.native
+    numbers = [run_numbers(fed, kind.tables(fed)) for kind in session.cache.kinds]
+    pools = session.cache.pools.native
     rotations = session.model._turns(16)
     good: dict[str, Any] = {"tokens": [3, 4], "positions": [2, 2], "counts": [1, 1], "lengths": [3, 2]}
-    given, draw = good | changed, session.model.ops.extension.Draw(1.0, 0, -INF, 1.0, 0, True, 3, 4, 5)
+    given = good | changed
+    draw = session.model.ops.extension.Draw(1.0, 0, -INF, 1.0, 0, True, 3, 4, 5)
     draws = [draw] * given.pop("draws", 0)
     assert len(decoder._native.run_ahead(*good.values(), rotations, numbers, pools, [0, 1], 70)[0][0]) == 3
     with pytest.raises(ValueError, match=message):

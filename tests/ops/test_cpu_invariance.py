@@ -193,7 +193,8 @@ def random_runs(seed: int) -> list[RunShape]:
 
 def with_wild_run(case: AttentionCase) -> AttentionCase:
     """Put NaN and huge numbers into the first run, which must not change its neighbours."""
-    rows, past = case.view.batch.run(0), case.view.read_rows[0][: case.runs[0].num_before]
+    rows = case.view.batch.run(0)
+    past = case.view.read_rows[0][: case.runs[0].num_before]
     changed = {name: getattr(case, name).clone() for name in ("q", "k", "v", "keys", "values")}
     for i, name in enumerate(changed):
         part = past if name in ("keys", "values") else torch.tensor(rows)

@@ -111,7 +111,10 @@ class Composer:
 
     def tree(self, num: int) -> tuple[Run, list[int]]:
         """The text's next tokens with wrong ones beside and between them, and behind those."""
-        tokens, parents, path, last = list[int](), list[int](), list[int](), -1
+        tokens = list[int]()
+        parents = list[int]()
+        path = list[int]()
+        last = -1
         for i in range(num):
             for _ in range(self.random.choice([0, 0, 1, 2]) if tokens else 0):
                 tokens.append(self.random.randrange(NUM_IDS))

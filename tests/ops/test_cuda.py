@@ -95,7 +95,10 @@ class Text:
             self.cache.open(slot)
 
     def batch(self, runs: dict[int, list[int]], trees: dict[int, list[int]], more: int = 0) -> RaggedBatch:
-        tokens, positions, starts, ancestors = list[int](), list[int](), [0], list[int]()
+        tokens = list[int]()
+        positions = list[int]()
+        starts = [0]
+        ancestors = list[int]()
         cached = [self.cache.length(slot) for slot in runs]
         for (slot, run), length in zip(runs.items(), cached, strict=True):
             self.cache.reserve(slot, len(run) + more)

@@ -148,7 +148,9 @@ def test_two_parts_are_the_whole(ops: ReferenceOps, dtype: torch.dtype, same: Sa
     expected = whole.forward(both())
     for e in range(NUM_LAYERS + 1):
         cache = cache_of(model)
-        before, lower, upper = held(cache, everywhere[e:]), everywhere[:e], everywhere[e:]
+        before = held(cache, everywhere[e:])
+        lower = everywhere[:e]
+        upper = everywhere[e:]
         first = Runner(model, cache, layers=lower, taps=[e]).forward(both())
         assert same_bits(held(cache, upper), before)
         written, rows = held(cache, lower), dict(enumerate(first.taps[e]))

@@ -168,7 +168,8 @@ def test_a_word_says_what_a_row_sees(num_pending: int) -> None:
     for _ in range(20):
         parents = [-1, *(rng.randint(0, i - 1) for i in range(1, 65))]
         words = ancestor_words(parents)[num_pending:]
-        run_starts, positions = [0, len(words)], [word.bit_count() for word in words]
+        run_starts = [0, len(words)]
+        positions = [word.bit_count() for word in words]
         batch = RaggedBatch([0] * len(words), positions, run_starts, [0], [7], [num_pending], words)
         shared, own = batch.words(0)
         assert shared >= 1

@@ -307,7 +307,8 @@ def test_parts_of_different_schemes_are_packed_together(isa: str) -> None:
     """Each in its own format, where panels of 32 outputs end between them."""
     sizes = {"q4_k": 64, "q8_0": 32, "q6_k": 37}
     parts = [rows_of(SCHEMES[name], num_out, 256, num_out) for name, num_out in sizes.items()]
-    packed, alone = ops_of(isa).pack(list(map(matrix_of, parts))), [ops_of(isa).pack(matrix_of(p)) for p in parts]
+    packed = ops_of(isa).pack(list(map(matrix_of, parts)))
+    alone = [ops_of(isa).pack(matrix_of(p)) for p in parts]
     assert same_bits(packed.unpack(), weights_of(*parts))
     assert packed.nbytes == sum(part.nbytes for part in alone)
     x = torch.randn(9, 256, generator=seeded(6))

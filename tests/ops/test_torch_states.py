@@ -18,7 +18,10 @@ def wrong(chance: random.Random) -> int:
 
 def branched(chance: random.Random, path: list[int]) -> tuple[list[int], list[int], list[int]]:
     """A tree that holds a path among wrong siblings: its tokens, their parents, and where the path stands."""
-    tokens, parents, rows, last = list[int](), list[int](), list[int](), -1
+    tokens = list[int]()
+    parents = list[int]()
+    rows = list[int]()
+    last = -1
     for token in path:
         before, behind = ([wrong(chance)] * (chance.random() < 0.5) for _ in range(2))
         rows.append(len(tokens) + len(before))

@@ -177,7 +177,8 @@ def history(tokenizer, text: str = "", drafted: str = "", end_ids: frozenset[int
 
 
 def test_a_forbidden_id_has_probability_0_whatever_its_logit(tokenizer):
-    params, logits = SamplingParams(regex="[ab]c?"), np.random.default_rng(1).standard_normal(257, np.float32) * 9
+    params = SamplingParams(regex="[ab]c?")
+    logits = np.random.default_rng(1).standard_normal(257, np.float32) * 9
     a, b, c = (tokenizer.encode(text)[0] for text in "abc")
     for drafted, allowed in (("", [a, b]), ("a", [END, c]), ("bc", [END])):
         made = probs(logits, params, history(tokenizer, drafted=drafted, regex=params.regex))

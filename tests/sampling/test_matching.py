@@ -37,7 +37,8 @@ def tokenizer(is_special: bool) -> Tokenizer:
     """Bytes, some longer tokens, the marks of all dialects, special or none; and marks of reasoning that are texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     spelled = {chr(i): chr(i) for i in range(33, 127)} | {" ": "Ġ", "\n": "Ċ"}
-    vocab, merges = {byte: i for i, byte in enumerate(alphabet)}, list[tuple[str, str]]()
+    vocab = {byte: i for i, byte in enumerate(alphabet)}
+    merges = list[tuple[str, str]]()
     for text in MERGED:
         whole = "".join(spelled[char] for char in text)
         for num in range(2, len(whole) + 1):

@@ -45,7 +45,8 @@ def hierarchical(share: Share, last: Share | None = None) -> RuleFunction:
         nodes, ratios = list(draft.nodes(b)), [1.0]
         for row, node in zip(rows, nodes, strict=False):
             ratios.append(ratios[-1] * row.at(draft.tokens[node]) / draft.probs[node].at(draft.tokens[node]))
-        prob, rest = min(1.0, (last or share)(ratios)), rows[len(nodes)].weights
+        prob = min(1.0, (last or share)(ratios))
+        rest = rows[len(nodes)].weights
         for i in reversed(range(len(nodes) + 1)):
             if i < len(nodes):
                 difference = share(ratios[: i + 1]) * rows[i].weights - draft.probs[nodes[i]].weights

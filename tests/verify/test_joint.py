@@ -215,7 +215,8 @@ def test_mutants_are_caught(mutant, rule):
 
 def test_m7_m8_and_m9_are_caught_in_a_traversal():
     for mutant in (m for m in MUTANTS if m.needs != "chain"):
-        wrong, kinds = mutant.apply(traversal.rule), ("unlike", "alike", "flat")
+        wrong = mutant.apply(traversal.rule)
+        kinds = ("unlike", "alike", "flat")
         assert largest_error(wrong, (-1, -1, 0), mutant.needs, kinds) > CAUGHT, mutant.name
 
 

@@ -25,7 +25,9 @@ class Rows(list[Probs]):
 @pytest.mark.parametrize("name", verify.rules())
 def test_a_rule_reads_the_rows_that_it_declares(name: str) -> None:
     """A rule that does not need all rows reads those of the root and of accepted nodes; one that does reads others."""
-    module, target, near = verify.find(name).module, tables(3, 1), tables(3, 2)
+    module = verify.find(name).module
+    target = tables(3, 1)
+    near = tables(3, 2)
     others = set[int]()
     for seed in range(40):
         coins = PhiloxCoins(seed, 5, 0)
