@@ -190,15 +190,19 @@ $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 	@$(BIN)/python -c "$$DEPENDENCIES" test > $(VENV)/dependencies.txt && index="$$($(FIND_TORCH_INDEX))" && $(INSTALL)
 	@touch $@ $(NATIVE)
 
-# Packages arrive while the kernels are compiled. A terminal shows how far that is: each file is an object in the end.
+# Packages arrive while the kernels are compiled. A terminal shows one line, of how far both are: each file of the kernels
+# is an object in the end, and pip says what it does last.
 define INSTALL
 echo "the kernels are compiled while packages arrive, which takes two to nine minutes" && \
-	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled' INT TERM HUP; } && \
-	$(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); arrived=$$?; \
-	while [ -t 1 ] && kill -0 $$compiled 2> /dev/null; do printf '\r%d of %d files are compiled ' \
-		"$$(find build -name '*.o' | wc -l)" "$$(cat build/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:')"; sleep 1; \
-	done; \
-	wait $$compiled || { cat $(VENV)/compiled.txt >&2; exit 1; }; exit $$arrived
+	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled $$arrived' INT TERM HUP; } && \
+	said=/dev/stdout && { [ ! -t 1 ] || said=$(VENV)/arrived.txt; } && \
+	{ $(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS) > "$$said" 2>&1 & arrived=$$!; }; \
+	while [ -t 1 ] && { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
+		printf '\r\033[K%d of %d files are compiled; %.40s' "$$(find build -name '*.o' 2> /dev/null | wc -l)" \
+		"$$(cat build/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:')" "$$(tail -n 1 "$$said" | tr -cd " -~")"; sleep 1; \
+	done; [ ! -t 1 ] || echo; \
+	wait $$arrived || { [ ! -t 1 ] || cat "$$said" >&2; kill $$compiled; exit 1; }; \
+	wait $$compiled || { cat $(VENV)/compiled.txt >&2; exit 1; }
 endef
 
 define DEPENDENCIES
@@ -230,5 +234,5 @@ $(BIN)/python:
 		"install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "forerun needs Python 3.11 or newer," \
 		"and $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) could not create $(VENV)." \
+	@echo "making $(VENV)"; "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) could not create $(VENV)." \
 		"On Debian and Ubuntu this helps: apt-get install python3-venv" >&2; exit 1; }
