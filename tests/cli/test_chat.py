@@ -24,7 +24,7 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
 import processes
-from cli.conftest import little_room
+from cli.conftest import little_room, said
 from forerun import LLM, SamplingParams
 from forerun.cli import chat as chat_command, conversations
 from forerun.cli.chat import KEPT, LOOP_TIMES, LOOP_TOKENS, Chat, is_loop
@@ -442,6 +442,11 @@ def test_a_message_that_cannot_be_honoured_is_forgotten(cli: Any, talker: Path) 
     assert "error: the prompt has 1" in done.stderr
     assert len(re.findall(NUMBERS, done.stderr)) == 2  # //help is a message that begins with a slash
     assert "Traceback" not in done.stderr
+
+
+def test_a_long_text_in_a_pipe_is_not_refused_line_by_line(cli: Any, talker: Path) -> None:
+    done = cli("chat", str(talker), *SHORT_FLAGS, "--max-seq-len", "100", stdin=("x" * 100 + "\n") * 20, code=2)
+    assert said(done.stderr).count("error: the prompt has 1") == 3
 
 
 def test_a_checkpoint_without_a_template_is_refused_before_the_user_types(refused: Any) -> None:

@@ -54,6 +54,15 @@ def test_on_a_terminal_the_line_goes_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert said.getvalue().count("\n") == said.getvalue().count("\x1b[1A")
 
 
+def test_a_terminal_shows_nothing_of_what_is_soon_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Terminal()
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setenv("TERM", "xterm")
+    with Waiting("opening a model", 3600.0):
+        time.sleep(0.3)  # in which a line that does not wait would be there
+    assert said.getvalue() == ""
+
+
 def test_it_says_how_far_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("shipped", draft="none", prefill_chunk_tokens=16)
     told = list[str]()

@@ -92,7 +92,7 @@ def test_a_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
     write_tensors(file, {"output_norm.weight": ("F32", np.ones(8, np.float32))}, {}, "llama")
     assert source_module.recognises(file)
     file.write_bytes(file.read_bytes()[:3])
-    assert "a checkpoint is a folder" in refusal(NotFound, open_source, file)
+    assert "holds no model" in refusal(NotFound, open_source, file)
 
 
 @pytest.mark.parametrize("alignment", [32, 128])

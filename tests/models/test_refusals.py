@@ -191,7 +191,7 @@ SINGLE_FILES = {
     "model.pt": "{file} is " + PICKLE,
     "model.safetensors": "{file} is one file of a checkpoint: name its folder, {where}, which must hold "
     "config.json and tokenizer.json too",
-    "config.json": f"{{file}} is a file, and a checkpoint is a folder: name {WANTED}",
+    "config.json": f"{{file}} is a file that holds no model: name {WANTED}",
 }
 
 

@@ -92,7 +92,7 @@ def test_a_format_is_one_file(tmp_path: Path, ops: str) -> None:
 
 def test_a_path_that_no_format_recognises(tmp_path: Path) -> None:
     (tmp_path / "tiny.archive").write_bytes(b"")
-    with pytest.raises(NotFound, match=r"tiny\.archive is a file, and a checkpoint is a folder"):
+    with pytest.raises(NotFound, match=r"tiny\.archive is a file that holds no model"):
         open_source(tmp_path / "tiny.archive")
     with pytest.raises(NotFound, match=r"there is no config\.json in"):
         open_source(tmp_path)

@@ -51,6 +51,7 @@ Alt-Enter, or a backslash at the end of a line, begins a new line; a pasted text
 A message that begins with / is written with //."""
 SHIPPED_NOTE = "The shipped model knows no questions and answers: it continues the Python code that you type."
 SHIPPED_MAX_TOKENS = 128  # the shipped model seldom ends an answer by itself
+MOST_REFUSED = 3  # messages of a pipe in a row
 MOST_CALLS = 32  # different calls in one answer
 HOT = 2.0  # temperature above which any model writes noise
 LOOP_TOKENS, LOOP_TIMES, LONGEST_LOOP = 8, 6, 128  # a loop: the same 8 to 128 tokens, 6 times in a row
@@ -59,7 +60,7 @@ KEPT = "The conversation is kept: forerun chat --continue, with the same options
 NONE_KEPT = "no conversation was kept yet: with --kv-disk each is, behind its first answer"
 LEFT_OUT = "the answer has a call of a tool that is not whole, which was left out"
 FORGOTTEN = "nothing was answered, so this message is forgotten"
-COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
+COMMANDS = list(dict.fromkeys(line.split()[0] for line in HELP.splitlines() if line.startswith("/")))
 LEAVING = frozenset(("exit", "quit", "bye", "q", ":q"))  # what people type to leave
 HOW_TO_LEAVE = "to leave, type /exit or Ctrl-D; {0} is sent to the model if you type it again"
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -547,8 +548,12 @@ def run(
 
 
 def _talk(chat: Chat, terminal: bool) -> None:
-    """Answer messages and obey commands, until the input ends."""
+    """Answer messages and obey commands, until the input ends.
+
+    Lines of a pipe are given up where several in a row cannot be answered, as where a long text is piped in.
+    """
     leaving = set(LEAVING) if terminal else set[str]()
+    num_refused = 0
     for text in _typed() if terminal else _piped():
         if text.strip().lower() in leaving:
             note(HOW_TO_LEAVE.format(text.strip()))
@@ -564,7 +569,11 @@ def _talk(chat: Chat, terminal: bool) -> None:
                 note(_obey(chat, command))
             else:
                 note(chat.answer(text.removeprefix("/"), sys.stdout, keys=terminal))
+            num_refused = 0
         except (UserError, CapacityError) as error:
+            num_refused += 1
+            if num_refused == MOST_REFUSED and not terminal:
+                raise
             hint = " (/reset forgets the conversation)" if command is None and len(chat.messages) > 1 else ""
             note(f"error: {error}{hint}")
 

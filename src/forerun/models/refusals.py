@@ -49,7 +49,7 @@ def refuse_path(path: Path) -> NoReturn:
             f"{path} is one file of a checkpoint: name its folder, {path.parent}, which must hold config.json and "
             "tokenizer.json too"
         )
-    raise NotFound(f"{path} is a file, and a checkpoint is a folder: name {WANTED}")
+    raise NotFound(f"{path} is a file that holds no model: name {WANTED}")
 
 
 def refuse_without_weights(names: Collection[str], where: str, read: ReadJson) -> None:
