@@ -68,7 +68,7 @@ def test_a_folder_of_that_name_comes_first_and_an_unknown_name_is_answered(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_without_a_name_it_says_what_to_do(target: Path, method: str) -> None:
-    with pytest.raises(BadOption, match=rf"^{method} needs a head .*train head --method {method} .* or hub id$"):
+    with pytest.raises(BadOption, match=rf"^{method} needs a head .*train drafter --method {method} .* or hub id$"):
         LLM(str(target), draft=method)
 
 

@@ -467,7 +467,7 @@ def test_layers_that_are_read() -> None:
 
 def test_a_head_without_a_file_says_how_to_make_one(folder: Path) -> None:
     for name in ("eagle", "medusa", "hydra", "dflash", "blockwise", "pass"):
-        assert f"train head --method {name}" in refusal(BadOption, LLM, str(folder), draft=name)
+        assert f"train drafter --method {name}" in refusal(BadOption, LLM, str(folder), draft=name)
 
 
 def test_numbers_count_what_is_not_drafted_and_what_was_not_reached() -> None:

@@ -51,7 +51,7 @@ from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.models.runner import Runner
 from forerun.ops.model import LoadedModel
-from forerun.text.terminal import make_console
+from forerun.text.terminal import make_console, showing
 from forerun.types import SamplingParams, StepReport
 
 T = TypeVar("T")
@@ -130,8 +130,9 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
             f"draft model: {num_parameters(model.config):,} parameters ({describe(model.config)}), {model.precision}, "
             f"{share:.3f} of the target's bytes"
         )
-    for llm in llms.values():
-        llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))  # warm up
+    with showing("warming up"):
+        for llm in llms.values():
+            llm.generate(prompts[0][1], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     with progress_bar() as progress:
         tallies = tallied(llms, prompts, plan, progress)
     plain_pass_s = plain_pass_s_of(tallies.values())
@@ -192,14 +193,15 @@ def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, con
     for name, draft in drafts.items():
         for spec_length in plan.spec_lengths or (config.spec_length or DEFAULT_SPEC_LENGTH,):
             try:
-                draft = loaded_once(draft, checkpoint, config.ignored_config_keys)
-                llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
-                llm.measure_passes()
+                with showing(f"preparing {name}"):
+                    draft = loaded_once(draft, checkpoint, config.ignored_config_keys)
+                    llm = LLM(checkpoint, **{**options, "draft": draft, "spec_length": spec_length})
+                    llm.measure_passes()
                 llms[Variant(name, spec_length)] = llm
             except UserError as error:
                 if plan.drafts or plan.draft_shape != "none":
                     raise
-                console.print(f"left out: {error}")
+                console.print(f"left out: {name}, for {error}")
                 break
     return llms
 

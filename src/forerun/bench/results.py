@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence as Seq
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -27,7 +26,7 @@ from forerun.bench import bandwidth
 from forerun.bench.tables import Column, table
 from forerun.bench.widen import describe, num_parameters
 from forerun.ops.model import LoadedModel
-from forerun.text.terminal import make_console
+from forerun.text.terminal import showing
 from forerun.theory import formulas
 from forerun.types import StepReport
 
@@ -167,8 +166,7 @@ class Ceiling:
 
 def print_ceiling(model: LoadedModel, console: Console) -> Ceiling:
     """Measure the memory's bandwidth, and print the limit that it sets."""
-    waits = make_console(stderr=True)
-    with waits.status("measuring the memory") if waits.is_terminal else nullcontext():
+    with showing("measuring the memory"):
         measured = bandwidth.measure(model.device)
     what = "the experts that it chooses and all other weights" if model.config.has_experts else "all weights"
     ceiling = Ceiling(model.bytes_per_pass, measured.bytes_per_s, measured.probe)

@@ -5,7 +5,6 @@ numpy is imported when the command runs, not to print help. torch is imported on
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -126,9 +125,11 @@ def examine(root: Path = Path("/")) -> Facts:
 
     Raises BadOption for an environment variable that is wrong.
     """
+    from forerun.text.terminal import showing
+
     load = _load_average()  # before the measurements add to it
     operators = _operators()
-    with _patience():
+    with showing("measuring"):
         from forerun.bench.bandwidth import measure
         from forerun.memory.machine import available_bytes
         from forerun.version import __version__
@@ -212,16 +213,6 @@ def _operators() -> Operators:
         num_threads=native.num_threads(),
         default_dtype="float32" if isa == "reference" else "bfloat16",
     )
-
-
-@contextlib.contextmanager
-def _patience() -> Iterator[None]:
-    """Show a spinner on a terminal while the machine is measured."""
-    from forerun.text.terminal import make_console
-
-    console = make_console(stderr=True)
-    with console.status("measuring") if console.is_terminal else contextlib.nullcontext():
-        yield
 
 
 def _load_average() -> float | None:

@@ -95,7 +95,7 @@ def located(path: str | None, method: str) -> str:
     """
     if path is None:
         raise BadOption(
-            f"{method} needs a head that was trained for its target: make one with `forerun train head --method "
+            f"{method} needs a head that was trained for its target: make one with `forerun train drafter --method "
             f"{method} --target TARGET --out FOLDER`, then write {method}:path=FOLDER/head; a published one is named "
             "by its folder or hub id"
         )
@@ -147,7 +147,7 @@ def _known(method: str) -> str:
     shipped = shipped_names()
     listed = f", or one that ships here ({', '.join(shipped)})" if shipped else ""
     return (
-        f"a folder with {CONFIG} and {WEIGHTS}, which `forerun train head --method {method} --out FOLDER` writes as "
+        f"a folder with {CONFIG} and {WEIGHTS}, which `forerun train drafter --method {method} --out FOLDER` writes as "
         f"FOLDER/head, one that was published for the target, by its folder or as org/name of the hub{listed}"
     )
 
