@@ -73,7 +73,7 @@ def test_refusals(refused: Any, tmp_path: Path) -> None:
     kept = ("--kv-disk", f"1GB:{tmp_path / 'kv'}", "--target", "llama", "--draft", "none")
     for arguments, why in (
         (("prefill", str(file), "--target", "llama"), "prefill needs --kv-disk"),
-        (("prefill", str(tmp_path / "nowhere"), *kept), "there is no file"),
+        (("prefill", str(tmp_path / "nowhere"), *kept), "cannot be read (No such file or directory): check its name"),
         (("prefill", str(file), *kept), "must hold an object"),
         (("cache", "clear", "--folder", str(tmp_path)), "is no folder of kv_disk"),
         (("cache", "list", "--folder", str(tmp_path), "--kv-disk", "1GB"), "both name the folder: drop one"),

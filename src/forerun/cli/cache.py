@@ -57,9 +57,10 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
 ) -> None:
     """Remove what is kept, of one model or of all. Texts are then read again."""
-    from forerun.kv.disk import clear as removed
+    from forerun.kv.disk import clear as removed, kept_of
 
     path = _folder(folder, kv_disk)
+    kept_of(path, model)  # a model that is not there is refused before anybody is asked
     if not yes and sys.stdin.isatty():
         typer.confirm(f"remove what {shown(str(path))} keeps of {model or 'all models'}?", abort=True)
     typer.echo(f"{removed(path, model) / 1e9:.3f} GB removed")

@@ -14,7 +14,7 @@ import typer
 
 from forerun.cli import flags
 from forerun.cli.signatures import Given
-from forerun.errors import BadOption, NotFound
+from forerun.errors import BadOption
 
 FILE_HELP = (
     "a system prompt as a text, or in a .json file what every conversation begins with: messages, and tools, as in the "
@@ -33,12 +33,7 @@ def prefill(
     config = flags.engine_config({**engine, "target": target})
     if config.kv_disk is None:
         raise BadOption("prefill needs --kv-disk: without it nothing is left when the command ends")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {str(file)!r}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadOption(f"{str(file)!r} cannot be read: {error}") from None
+    text = flags.read_file(file, "file")
     from forerun.cli import waiting
     from forerun.engine.llm import LLM
     from forerun.types import SamplingParams
@@ -48,7 +43,7 @@ def prefill(
         llm = LLM.from_opened(opened)
     with llm:
         ids = llm.tokenizer.encode(text) if raw else _beginning(llm, file, text)
-        with waiting.Answering(llm, len(ids)):
+        with waiting.Answering(llm, len(ids), writes=False):
             (out,) = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0))
         report = out.report
         assert report.first_token_at_s is not None

@@ -80,12 +80,13 @@ class Waiting:
 class Answering(Waiting):
     """Shows how many tokens of the prompts were read, and then how many tokens were written.
 
-    num_tokens: the number of tokens of all prompts; None = not known yet.
+    num_tokens: the number of tokens of all prompts; None = not known yet. writes: whether written tokens are shown.
     """
 
-    def __init__(self, llm: LLM, num_tokens: int | None) -> None:
+    def __init__(self, llm: LLM, num_tokens: int | None, *, writes: bool = True) -> None:
         super().__init__("reading" if num_tokens is None else f"reading {counted(num_tokens, 'token')}")
         self._num_tokens = num_tokens
+        self._writes = writes
         self._num_read = 0
         self._num_written = 0
         self._unlisten = llm.listen(self._see)
@@ -98,7 +99,7 @@ class Answering(Waiting):
     def _see(self, report: StepReport) -> None:
         self._num_read += report.num_prefill_tokens
         self._num_written += report.num_committed
-        if self._num_written:
+        if self._num_written and self._writes:
             self.tell(f"{counted(self._num_written, 'token')} written")
         elif self._num_tokens is None:
             self.tell(f"{counted(self._num_read, 'token')} read")

@@ -147,14 +147,20 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
     return shelves
 
 
-def clear(path: Path, model: str | None = None) -> int:
-    """Remove the shelves of a model, and return how many bytes they had. model: None = all models.
+def kept_of(path: Path, model: str | None = None) -> list[Kept]:
+    """Return what is kept of a model. model: None = of all models.
 
     Raises BadOption where the folder is not a folder of kv_disk, and for a model that has no shelf there.
     """
     shelves = [one for one in kept(path) if model in (None, one.model)]
     if model is not None and not shelves:
         raise BadOption(f"nothing is kept of {shown(model)}: `forerun cache list` shows the models")
+    return shelves
+
+
+def clear(path: Path, model: str | None = None) -> int:
+    """Remove the shelves of a model, and return how many bytes they had. Raises what `kept_of` raises."""
+    shelves = kept_of(path, model)
     for one in shelves:
         shutil.rmtree(one.path, ignore_errors=True)
     return sum(one.num_bytes for one in shelves)
