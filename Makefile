@@ -201,8 +201,11 @@ echo "the kernels are compiled while packages arrive, which takes two to nine mi
 		printf '\r\033[K%d of %d files are compiled; %.40s' "$$(find build -name '*.o' 2> /dev/null | wc -l)" \
 		"$$(cat build/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:')" "$$(tail -n 1 "$$said" | tr -cd " -~")"; sleep 1; \
 	done; [ ! -t 1 ] || echo; \
-	wait $$arrived || { [ ! -t 1 ] || cat "$$said" >&2; kill $$compiled; exit 1; }; \
-	wait $$compiled || { cat $(VENV)/compiled.txt >&2; exit 1; }
+	wait $$arrived || { [ ! -t 1 ] || cat "$$said" >&2; kill $$compiled 2> /dev/null; \
+		echo "not all packages could be had, as pip says above: is there a network, and the index that it asks?" >&2; \
+		exit 1; }; \
+	wait $$compiled || { cat $(VENV)/compiled.txt >&2; echo "the kernels were not compiled: they need a C++ compiler" \
+		"and Python's headers (on Debian and Ubuntu: apt-get install g++ python3-dev)" >&2; exit 1; }
 endef
 
 define DEPENDENCIES

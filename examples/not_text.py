@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from forerun import LLM, SamplingParams
-from forerun.train import lm
+from forerun.errors import not_installed
+
+try:
+    from forerun.train import lm
+except ImportError as error:
+    sys.exit(str(not_installed("this example", "train", error.name)))
 from forerun.train.config import TrainConfig
 from forerun.train.shape import ModelShape
 

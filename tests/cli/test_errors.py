@@ -201,7 +201,7 @@ JSONL_CASES = {
     "value": ('{"prompt": "a", "top_k": 1.5}', "line 1: top_k=1.5 is not possible"),
     "bias": ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 1: logit_bias={'x': 1} is not possible"),
     "logprobs": ('{"prompt": "a", "logprobs": 1}', "logprobs are printed with --json only"),
-    "empty": ("", "there is no prompt"),
+    "empty": ("", "prompts.jsonl' is empty: write a text into it"),
 }
 
 

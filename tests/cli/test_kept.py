@@ -48,7 +48,9 @@ def test_what_is_kept_is_listed_verified_and_cleared(cli: Any, tmp_path: Path) -
     assert cli("cache", "verify", *folder, code=1).stdout == "8 blocks, 1 of them damaged\n"
     assert "nothing is kept of 'other'" in cli("cache", "clear", "other", *folder, code=2).stderr
     assert cli("cache", "list", *folder).stdout == listed.stdout
-    cli("cache", "clear", "llama", *folder)
+    assert "add --yes" in cli("cache", "clear", "llama", *folder, code=2).stderr
+    assert cli("cache", "list", *folder).stdout == listed.stdout
+    cli("cache", "clear", "llama", "--yes", *folder)
     assert cli("cache", "list", *folder).stdout == "Nothing is kept there yet.\n"
     assert (tmp_path / "kv" / "secret").exists()
 

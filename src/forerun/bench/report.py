@@ -31,6 +31,7 @@ from forerun.bench.exhibits import (
     save,
 )
 from forerun.errors import BadOption, NotFound, shown
+from forerun.text.output_file import write_whole
 
 Record = Mapping[str, Any]
 
@@ -90,7 +91,7 @@ def run(files: Seq[Path], out: Path) -> int:
     """Write the page, and return its number of records. Raises NotFound, and BadOption for a file without records."""
     check_can_draw()
     records = [(f"{file.name}, record {i}", record) for file in files for i, record in enumerate(read(file), 1)]
-    out.write_text(page_of(records), encoding="utf-8")
+    write_whole(out, page_of(records))
     return len(records)
 
 

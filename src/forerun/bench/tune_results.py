@@ -23,6 +23,7 @@ from forerun.bench.tables import Column, table
 from forerun.bench.tune_prediction import Prediction
 from forerun.config import EngineConfig
 from forerun.models import named
+from forerun.text.output_file import write_whole
 
 PLAIN, AUTO = "none", "auto"
 PLAIN_MARGIN = 1.03  # a way is chosen only if it is faster than plain decoding by this factor
@@ -287,7 +288,7 @@ def write_config(file: Path, options: Mapping[str, Any], results: Found) -> None
     else:
         lines = [f"# forerun tune. {reason_of(results)}", *(f"{name} = {_toml(v)}" for name, v in options.items())]
         text = "\n".join(lines)
-    file.write_text(f"{text}\n", encoding="utf-8")
+    write_whole(file, f"{text}\n")
 
 
 def _toml(value: Any) -> str:

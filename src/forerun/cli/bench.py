@@ -15,6 +15,7 @@ from forerun.cli import flags
 from forerun.cli.help import App
 from forerun.cli.signatures import STANDARD_OUTPUT, Fields, Given, writable
 from forerun.registry import parse_specs
+from forerun.text.output_file import write_whole
 
 # Benchmarks for developers, which are no longer commands.
 MOVED = (
@@ -35,7 +36,7 @@ def keep(record: Mapping[str, Any], file: Path | None) -> None:
     if file == STANDARD_OUTPUT:
         print(json.dumps(record), flush=True)
     elif file is not None:
-        file.write_text(f"{json.dumps(record)}\n", encoding="utf-8")
+        write_whole(file, f"{json.dumps(record)}\n")
 
 
 @app.command()

@@ -61,7 +61,9 @@ def clear(
 
     path = _folder(folder, kv_disk)
     kept_of(path, model)  # a model that is not there is refused before anybody is asked
-    if not yes and sys.stdin.isatty():
+    if not yes and not sys.stdin.isatty():
+        raise BadOption("nobody can be asked here whether it may be removed: add --yes")
+    if not yes:
         typer.confirm(f"remove what {shown(str(path))} keeps of {model or 'all models'}?", abort=True)
     typer.echo(f"{removed(path, model) / 1e9:.3f} GB removed")
 

@@ -48,6 +48,7 @@ def certify(
     config = flags.engine_config({**engine, "target": target}, max_batch_size=BATCH)
     from forerun.certify.certificate import PARTS, Plan, certify as run
     from forerun.cli.certificate import print_certificate
+    from forerun.text.output_file import write_whole
     from forerun.text.terminal import make_console
 
     plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))
@@ -55,7 +56,7 @@ def certify(
         certificate = run(config, plan, tell)
     print_certificate(certificate, make_console())
     if json_file is not None:
-        json_file.write_text(f"{json.dumps(certificate.record(), indent=1)}\n", encoding="utf-8")
+        write_whole(json_file, f"{json.dumps(certificate.record(), indent=1)}\n")
     raise typer.Exit(0 if certificate.passed else 1)
 
 

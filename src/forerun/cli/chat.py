@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.named import DRAWING
 from forerun.native import cache_folder
 from forerun.registry import unknown
+from forerun.text.output_file import write_whole
 from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
 from forerun.text.terminal import make_console, unechoed, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
@@ -234,7 +234,7 @@ class Chat:
         else:
             text = json.dumps({"messages": self.messages}, ensure_ascii=False)
         try:
-            _write_whole(file.resolve(), f"{text}\n")
+            write_whole(file, f"{text}\n")
         except OSError as error:
             raise BadOption(f"{name} cannot be written ({error.strerror}): name another file") from None
         self._saved.add(file.resolve())
@@ -343,24 +343,6 @@ class Chat:
             finally:
                 interrupt.is_awaited = False
         return answer
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write a text to a file. Where that fails, the old file stays as it was. Raises OSError."""
-    if file.exists() and not file.is_file():
-        file.write_text(text, encoding="utf-8")  # a pipe or a device, which nothing may replace
-        return
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        partial.touch()
-        if file.exists():
-            shutil.copymode(file, partial)  # what others may not read stays so
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise
 
 
 @dataclass

@@ -25,6 +25,8 @@ def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) 
         requests += read_prompt_file(file, params)
     if not requests and file is None and not sys.stdin.isatty():
         requests = [(_read_stdin(), params)]
+    if not any(prompt for prompt, _ in requests) and file is not None:
+        raise BadOption(f"the prompt file {str(file)!r} is empty: write a text into it, or name another")
     if not any(prompt for prompt, _ in requests):
         raise BadOption(
             'there is no prompt: write it as an argument ("def fib(n):"), name --prompt-file, or pipe it in'

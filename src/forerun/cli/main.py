@@ -411,7 +411,7 @@ def demo(
     ] = None,
     pair: Annotated[bool, typer.Option("--pair", help=PAIR_HELP)] = False,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="tokens to generate at most", min=1)] = 128,
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
 ) -> None:
     """Let a model write the same texts without and with speculation: they are the same, and come faster."""

@@ -14,7 +14,7 @@ import typer
 
 from forerun.cli import flags
 from forerun.cli.signatures import Given
-from forerun.errors import BadOption
+from forerun.errors import BadOption, CapacityError
 
 FILE_HELP = (
     "a system prompt as a text, or in a .json file what every conversation begins with: messages, and tools, as in the "
@@ -45,14 +45,15 @@ def prefill(
         ids = llm.tokenizer.encode(text) if raw else _beginning(llm, file, text)
         with waiting.Answering(llm, len(ids), writes=False):
             (out,) = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0))
-        report = out.report
-        assert report.first_token_at_s is not None
-        seconds = report.first_token_at_s - report.arrived_at_s
-        size = llm.engine.runner.cache.block_tokens
-        typer.echo(
-            f"{len(ids):,} tokens in {seconds:.2f} s, {report.num_cached_tokens:,} of them kept before; "
-            f"{len(ids) // size * size:,} are kept"
-        )
+        cache = llm.engine.runner.cache
+    # Rows are written until the engine is closed, and then it is known whether there was room.
+    report = out.report
+    assert report.first_token_at_s is not None
+    seconds = report.first_token_at_s - report.arrived_at_s
+    read = f"{len(ids):,} tokens in {seconds:.2f} s, {report.num_cached_tokens:,} of them kept before"
+    if (keeper := getattr(cache, "keeper", None)) is not None and not keeper.folder.is_writable:
+        raise CapacityError(f"{read}; not all can be kept: make room, or name another folder with --kv-disk")
+    typer.echo(f"{read}; {len(ids) // cache.block_tokens * cache.block_tokens:,} are kept")
 
 
 def _beginning(llm: Any, file: Path, text: str) -> list[int]:
