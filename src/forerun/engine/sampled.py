@@ -110,7 +110,7 @@ class SampledRequest(Request):
         return Run(seq.id, [*tokens, *extra.tokens], "all", parents, only, vectors=vectors or None)
 
     def _may_end_by_force(self, num_nodes: int) -> bool:
-        """Return whether forced_eos_token_id may dictate a token of the next pass, as the last token of the output."""
+        """Return whether the next pass may reach the last place of the output, where forced_eos_token_id must stand."""
         left = self.seq.max_len - len(self.seq.tokens)
         return left <= num_nodes + 1 and self.seq.params.forced_eos_token_id is not None
 

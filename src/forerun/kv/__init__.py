@@ -113,11 +113,11 @@ class KVCache(Protocol):
     # After a pass.
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = ...) -> list[int]:
-        """In each slot, keep some of the pending rows and of the rows just written, and drop the other rows.
+        """Keep the chosen rows of each slot. Drop its other pending rows, and the other rows of the run just written.
 
-        kept: for each slot, the indices of the rows to keep, ascending. The pending rows are numbered first, and then
-        the rows of the run. held: for each slot, the rows that stay pending; beam searches need them. Returns the slots
-        that have something new to publish once their kept tokens are committed.
+        kept: the indices of a slot's rows to keep, ascending. The slot's pending rows are numbered first, and then the
+        rows of the run. held: the rows of a slot that stay pending, as beam searches need. Returns the slots that will
+        have new blocks to publish, when their tokens are committed.
         """
 
     def hold(self, slot: int, parents: Seq[int]) -> None:

@@ -19,8 +19,8 @@ from forerun.text.tokenizer import Tokenizer
 class PartsReader:
     """Reads the parts of one answer from its token ids, as they come.
 
-    traces: whether tokens of text are told apart from tokens of reasoning. Tokens of marks, and of white space between
-    parts, are neither. Where the model may reason, tokens are always told apart, because reasoning is counted.
+    traces: whether the reader notes of each token that it is text, reasoning, or neither, such as a mark or the white
+    space between two parts. A model that may reason is always traced, because its reasoning tokens are counted.
     """
 
     def __init__(

@@ -36,7 +36,10 @@ def lenient_probs(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> npt.ND
 
 
 def lenience_price(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> float:
-    """Return the total variation distance between `lenient_probs` and p: alpha_l - alpha_1."""
+    """Return how far lenient verification moves the output away from p, as total variation distance.
+
+    It is the acceptance rate with lenience minus the rate without: alpha_l - alpha_1.
+    """
     return lenient_acceptance(p, q, lenience) - acceptance(p, q)
 
 

@@ -84,10 +84,10 @@ def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) ->
 
 
 def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float = 0.0) -> Estimate:
-    """Simulate an oracle that drafts exactly the tokens that will be accepted, and return its speed-up.
+    """Simulate a drafter that drafts exactly the tokens that will be accepted. Returns its speed-up.
 
-    alpha must be below 1. row_cost: the time that each drafted token adds to a target pass, over the time of a pass
-    over one token; 0 where drafts are not verified.
+    alpha must be below 1. row_cost: the time by which one more drafted token lengthens a target pass; the unit is a
+    pass over one token.
     """
     lengths = np.random.default_rng(seed).geometric(1 - alpha, num_rounds) - 1
     return _ratio(lengths + 1.0, 1 + (c + row_cost) * lengths)

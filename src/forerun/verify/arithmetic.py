@@ -68,7 +68,7 @@ def aligned(q: Probs, p: Probs) -> Row:
 
 
 def _places(p: Probs, ids: Ids) -> tuple[npt.NDArray[np.bool_], Ids]:
-    """Return for which ids p has a weight, as bool [n], and the indices of these weights in p.weights."""
+    """Return a mask [n], true for the ids that p gives a weight, and the indices of those weights in p.weights."""
     if p.ids is None:
         known = ids < len(p.weights)
         return known, ids[known]

@@ -393,7 +393,7 @@ def _output_items(
 
 
 class _Items:
-    """A builder of the items of one answer, without their content."""
+    """Builds the items of one answer. An item has no content yet."""
 
     def __init__(self, job: Job, answer_id: str) -> None:
         self._id = answer_id
