@@ -13,6 +13,7 @@ import pytest
 from forerun import verify
 from forerun.registry import names
 from house.site import pages
+from serve.test_apis import TOY
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -23,7 +24,7 @@ WRITTEN = {"README.md", "docs/drafters.md", "docs/methods/README.md"}  # by `mak
 COPIED = ("src", "tests", "docs", "examples", "benchmarks", "csrc", "deploy", ".ci", ".github")
 # Of each file of house tests those that a drafter or its page could break.
 CONCERNED = {
-    "test_pages.py": "not test_a_drafter_is_two_files",
+    "test_pages.py": "not test_a_drafter_is_two_files and not test_an_api_is_one_file",
     "test_site.py": "",
     "test_house.py": "not (test_import_is_light or test_help_imports)",
     "test_docs.py": f"(README or {NAME}) and not test_examples_run",
@@ -76,7 +77,7 @@ def test_a_sentence_ends_where_it_ends() -> None:
     assert pages.first_sentence(module) == r"A rule (Leviathan et al. 2023; a \| b): it judges."
 
 
-# ----------------------------------------------------------------------------------------------- a drafter is two files
+# ------------------------------------------------------------------------------- a drafter is two files, an API is one
 
 
 @pytest.fixture
@@ -124,3 +125,15 @@ def test_a_drafter_is_two_files(copy: Path) -> None:
     files = [f"tests/house/{file}" for file in CONCERNED]
     run_in(copy, "-m", "pytest", "-p", "no:cacheprovider", *files, "-k", expression)
     assert not git(copy, "diff", "--name-only")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="what changed is told by git")
+def test_an_api_is_one_file(copy: Path) -> None:
+    """`make pages` writes its routes, and the tests of all fields know it."""
+    module = "src/forerun/serve/apis/toy.py"
+    (copy / module).write_text(f"{TOY.strip()}\n", encoding="utf-8")
+    run_in(copy, "docs/site/pages.py")
+    assert git(copy, "diff", "--name-only").split() == ["docs/serve.md"]
+    assert git(copy, "ls-files", "--others", "--exclude-standard").split() == [module]
+    tests = ["tests/house/test_pages.py::test_pages_say_what_the_code_says", "tests/serve/test_without_effect.py"]
+    run_in(copy, "-m", "pytest", "-p", "no:cacheprovider", *tests)

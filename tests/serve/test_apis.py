@@ -17,7 +17,7 @@ SOURCE = Path(forerun.__file__).parent
 TOY = '''
 """Says what comes behind words."""
 
-from forerun.serve.bodies import Form, Job, Refused, params_of, report_of, status_of
+from forerun.serve.bodies import Form, Job, params_of, status_of, wants_report
 from forerun.serve.events import event
 from forerun.serve.fields import (
     FLAG, NAME, OF_PARAMS, TEXT, array, by_reader, either, honoured, inert, integer, neutral, noted, number, one_of,
@@ -30,7 +30,7 @@ def read(read, model, defaults):
     given = read.fields
     params = params_of(given, defaults, {"most": "max_tokens"}, None)
     return Job("/toy/say", model, params, prompts=(given["words"],), stream=given.get("live", False),
-               ignored=tuple(read.ignored))
+               report=wants_report(given), ignored=tuple(read.ignored), given=given)
 
 
 def answer(job, outputs, tokenizer, answer_id, created_s):

@@ -134,6 +134,31 @@ OWN: dict[str, dict[str, Example]] = {
 }
 
 
+def sample(schema: dict[str, Any], text: str = "x") -> Any:
+    """Return a value that a schema permits."""
+    if "anyOf" in schema:
+        return sample(schema["anyOf"][0], text)
+    if schema.get("type") == "object":
+        return {name: sample(schema["properties"][name], text) for name in schema.get("required", ())}
+    if schema.get("type") == "array":
+        return [sample(schema["items"], text)]
+    values = {"string": text, "boolean": True}
+    return schema["enum"][0] if "enum" in schema else values.get(schema["type"], schema.get("minimum", 1))
+
+
+def base_of(url: str) -> dict[str, Any]:
+    """Return a short body of a route; one of an API that is not listed above has what must be in it."""
+    fields = ROUTES[url].form.fields.items()
+    return BASES.get(url) or {name: sample(field.schema) for name, field in fields if field.is_required}
+
+
+def example_of(url: str, name: str) -> Example:
+    """Return a value of a field that makes another Job."""
+    if url in OWN or name in OF_PARAMS:
+        return {**OF_PARAMS, **OWN.get(url, {})}[name]
+    return sample(ROUTES[url].form.fields[name].schema, "y")
+
+
 def read(url: str, body: dict[str, Any], *, ignore: bool = False) -> Job:
     return ROUTES[url].job(body, body.get("model", "small"), {}, (), ignore_unsupported=ignore)
 
@@ -143,41 +168,42 @@ def test_every_field_that_is_honoured_makes_a_difference(url: str) -> None:
     for name, field in ROUTES[url].form.fields.items():
         if field.schema is None:
             continue
-        example = {**OF_PARAMS, **OWN[url]}[name]
+        example = example_of(url, name)
         beside, value = example if isinstance(example, tuple) else ({}, example)
-        base = {**BASES[url], **beside}
+        base = {**base_of(url), **{key: given for key, given in beside.items() if key in ROUTES[url].form.fields}}
         # What is refused where it would make one stands below.
         assert example is None or read(url, {**base, name: value}) != read(url, base), name
 
 
 @pytest.mark.parametrize("url", ROUTES)
 def test_a_field_without_effect_has_none_and_says_why(url: str) -> None:
-    base = read(url, BASES[url])
+    base = read(url, base_of(url))
     for name, field in ROUTES[url].form.fields.items():
         if field.inert:
             assert len(field.why.split()) > 2
             assert field.why in field.described["description"]
             for value in ANY:
-                assert dataclasses.replace(read(url, {**BASES[url], name: value}), given=base.given) == base, name
+                assert dataclasses.replace(read(url, {**base_of(url), name: value}), given=base.given) == base, name
         elif field.neutral is not None:
             for value in field.neutral:
-                assert read(url, {**BASES[url], name: value}) == base, name
+                assert read(url, {**base_of(url), name: value}) == base, name
         elif field.is_noted:
-            assert read(url, {**BASES[url], name: True}) == dataclasses.replace(base, ignored=(name,))
-            assert read(url, {**BASES[url], name: False}) == base
+            assert read(url, {**base_of(url), name: True}) == dataclasses.replace(base, ignored=(name,))
+            assert read(url, {**base_of(url), name: False}) == base
 
 
 @pytest.mark.parametrize("url", ROUTES)
 def test_what_clients_send_everywhere_is_taken_everywhere(url: str) -> None:
     """Their bookkeeping has no effect; wishes for numbers that an answer has anyway are noted, unless they are met."""
-    base = read(url, BASES[url])
+    base = read(url, base_of(url))
     inert = ("user", "guided_decoding_backend", "id_slot", "service_tier", "prompt_cache_key")
-    assert dataclasses.replace(read(url, {**BASES[url], **dict.fromkeys(inert, "x")}), given=base.given) == base
-    job = read(url, {**BASES[url], "stream": True, "stream_options": {"include_usage": True}, "return_progress": True})
+    assert dataclasses.replace(read(url, {**base_of(url), **dict.fromkeys(inert, "x")}), given=base.given) == base
+    streamed = {"stream": True, "stream_options": {"include_usage": True}, "return_progress": True}
+    job = read(url, {**base_of(url), **{key: v for key, v in streamed.items() if key in ROUTES[url].form.fields}})
     assert job.include_usage or job.ignored[0] == "stream_options"
     assert job.ignored[-1] == "return_progress"
     with pytest.raises(Refused) as refused:
-        read(url, {**BASES[url], "nobody_sends_this": 1})
+        read(url, {**base_of(url), "nobody_sends_this": 1})
     assert refused.value.param == "nobody_sends_this"
 
 
@@ -206,9 +232,9 @@ def test_options_of_a_runner_change_nothing() -> None:
 )
 def test_what_would_change_an_answer_is_refused_or_told(url: str, body: dict[str, Any], param: str) -> None:
     with pytest.raises(Refused, match=r"is not possible") as refused:
-        read(url, {**BASES[url], **body})
+        read(url, {**base_of(url), **body})
     assert refused.value.param == param
-    assert read(url, {**BASES[url], **body}, ignore=True).ignored == (param,)
+    assert read(url, {**base_of(url), **body}, ignore=True).ignored == (param,)
 
 
 def test_what_is_asked_of_a_response_and_not_made_is_told() -> None:
