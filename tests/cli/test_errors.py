@@ -61,6 +61,8 @@ CASES = {
     "model_of_bench": (("bench", "methods", "./nowhere"), "there is no folder nowhere"),
     "model_behind": (("bench", "suite", "--target", "./nowhere", "sweet"), "there is no suite 'sweet'"),
     "model_of_batch": (("batch", "--target", "./nowhere", "in.jsonl", "out.jsonl"), "in.jsonl"),
+    "model_and_no_output": (("batch", "in.jsonl", "--target", "llama"), "Missing argument 'OUT.JSONL'"),
+    "model_twice": (("batch", "--target", "llama", "in.jsonl", "out.jsonl", "llama"), "The model is named twice"),
     "model_to_quantize": (("quantize", "--target", "./nowhere", "out"), "there is no folder nowhere"),
     "not_utf8": (("generate", "--target", "llama", "caf\udce9"), "is not valid UTF-8 at character 3"),
     "stop_not_utf8": ((*LLAMA, "--stop", "\udce9"), "stop=['\\udce9'] is not possible"),

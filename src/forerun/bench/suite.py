@@ -33,7 +33,7 @@ from forerun.errors import BadOption, InternalError, UserError, shown
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.loading import Checkpoint
 from forerun.ops.model import LoadedModel
-from forerun.text.terminal import make_console
+from forerun.text.terminal import make_console, showing
 from forerun.types import SamplingParams, StepReport
 
 NOISE = 0.03  # of plain decoding against itself; kinds of work with more noise are run again
@@ -84,7 +84,8 @@ def run(config: EngineConfig, plan: SuitePlan, name: str) -> dict[str, Any]:
     checkpoint = load_widened(measured_target(config, "none"), "none", console)
     drafts = {way.draft: loaded_once(way.draft, checkpoint, config.ignored_config_keys) for way in ways}
     measuring = Measuring(checkpoint, config, plan, suite, ways, drafts)
-    measuring.check()
+    with showing("checking the conversations"):
+        measuring.check()
     spare_what_is_loaded()
     ceiling = print_ceiling(checkpoint.model, console)
     sizes = f"{counted(len(suite.conversations), 'conversation')}, at most {plan.max_tokens} tokens a turn"
@@ -190,6 +191,10 @@ class Measuring:
             with self.engine(way) as llm:
                 if not chats(llm):
                     raise BadOption("a suite needs a model that answers: this one has no chat template")
+                if "tools" not in llm.chat_template.reads and any(one.tools for one in self.suite.conversations):
+                    raise BadOption(
+                        f"{self.suite.title} has tools, which this model's template does not know: name another"
+                    )
                 llm.measure_passes()  # once: the engines of all conversations share the result
                 models = latency.draft_models([llm.engine.drafter.first])
                 self.draft_models += [model for model in models if model not in self.draft_models]

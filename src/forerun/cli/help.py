@@ -75,11 +75,17 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take `--target MODEL` for an argument that names a model, as users know it from other commands."""
         flags = {flag for param in self.params for flag in param.opts}
-        arguments = [param.name for param in self.params if param.param_type_name == "argument"]
+        arguments = [param for param in self.params if param.param_type_name == "argument"]
+        model = next((param for param in arguments if param.name in MODEL_ARGUMENTS and TARGET not in flags), None)
         try:
-            if not MODEL_ARGUMENTS.isdisjoint(arguments) and TARGET not in flags:
-                args = _as_argument(args, TARGET, arguments)
-            return super().parse_args(ctx, args)
+            words, models = (args, []) if model is None else _without_flag(args, TARGET)
+            if model is None or not models or model is arguments[0]:
+                return super().parse_args(ctx, [*models, *words])
+            rest = super().parse_args(ctx, words)
+            if ctx.params[model.name] is not None:
+                raise UsageError(f"The model is named twice, by {TARGET} and as an argument.")
+            ctx.params[model.name] = models[-1]
+            return rest
         except UsageError as error:
             error.ctx = error.ctx or ctx  # of the command whose help is of use; click's parser leaves it out
             raise
@@ -102,22 +108,17 @@ class _Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-def _as_argument(args: list[str], flag: str, arguments: Seq[str]) -> list[str]:
-    """Return the words of a command line with a flag's value as the argument that names a model.
-
-    arguments: the names of the command's arguments; a model comes first or last. Words after `--` are no flags.
-    """
+def _without_flag(args: list[str], flag: str) -> tuple[list[str], list[str]]:
+    """Return the words of a command line without a flag, and the flag's values. Words after `--` are no flags."""
     end = args.index("--") if "--" in args else len(args)
-    words, models = list[str](), list[str]()
+    words, values = list[str](), list[str]()
     rest = iter(args[:end])
     for word in rest:
-        model = next(rest, "-") if word == flag else word.removeprefix(f"{flag}=")
-        if word == flag and model.startswith("-"):
+        value = next(rest, "-") if word == flag else word.removeprefix(f"{flag}=")
+        if word == flag and value.startswith("-"):
             raise UsageError(f"Option '{flag}' requires an argument.")
-        is_moved = len(arguments) > 1 and (word == flag or model != word)
-        (models if is_moved else words).append(model)
-    words += args[end:]
-    return [*models, *words] if arguments[0] in MODEL_ARGUMENTS else [*words, *models]
+        (words if value is word else values).append(value)
+    return [*words, *args[end:]], values
 
 
 class _Group(TyperGroup):
