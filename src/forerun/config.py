@@ -262,7 +262,8 @@ class EngineConfig:
                 f"max_batch_size={self.max_batch_size}, for each sequence decodes one token per step"
             )
         for field in fields:
-            choices, value = field.metadata.get("choices"), getattr(self, field.name)
+            choices = field.metadata.get("choices")
+            value = getattr(self, field.name)
             if choices is not None and value not in choices:
                 raise BadOption(by_value(field.name, value) or unknown(f"{field.name} called", value, choices))
 

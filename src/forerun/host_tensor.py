@@ -185,7 +185,8 @@ def _converted(tensor: HostTensor, dtype: str) -> Array:
         raise InternalError("numbers are not rounded to floats of 8 bits")
     if native.isa() == "reference":
         return _converted_by_numpy(tensor, dtype)
-    source, target = np.ascontiguousarray(tensor.values), empty(tensor.shape, HELD_AS[dtype])
+    source = np.ascontiguousarray(tensor.values)
+    target = empty(tensor.shape, HELD_AS[dtype])
     if source.size:
         native.extension().convert(
             kernels(native.isa()), address(source), tensor.dtype, address(target), dtype, source.size

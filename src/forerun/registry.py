@@ -262,7 +262,8 @@ def check_fields(options: Any) -> None:
     The message names the field's flag. Each entry of a tuple is checked.
     """
     for field in dataclasses.fields(options):
-        value, choices = getattr(options, field.name), field.metadata.get("choices")
+        value = getattr(options, field.name)
+        choices = field.metadata.get("choices")
         for one in value if isinstance(value, tuple) else (value,):
             said = f"{one:g}" if isinstance(one, float) else str(one)
             check_range(one, field.metadata, f"{flag_of(field)} {said}")

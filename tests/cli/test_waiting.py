@@ -24,14 +24,23 @@ def until(said: io.StringIO, text: str) -> None:
 def test_a_pipe_gets_a_line_and_later_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
-    monkeypatch.setattr(waiting, "SILENT_S", 0.0)
-    monkeypatch.setattr(waiting, "AGAIN_S", 0.001)
+    monkeypatch.setattr(waiting, "SILENT_S", 0.001)
     with Waiting("loading a model") as wait:
         until(said, "loading a model")
         time.sleep(0.05)  # nothing is new, so nothing is said again
         wait.tell("reading 3 of 8 tokens")
         until(said, "reading 3 of 8 tokens")
     assert said.getvalue().splitlines() == ["loading a model", "reading 3 of 8 tokens"]
+
+
+def test_displays_that_follow_each_other_are_silent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(waiting, "SILENT_S", 0.5)
+    for text in ("opening", "loading", "reading", "writing") * 3:
+        with Waiting(text):
+            time.sleep(0.1)
+    assert 1 <= len(said.getvalue().splitlines()) <= 4
 
 
 def test_what_is_soon_over_says_nothing_in_a_pipe(

@@ -217,7 +217,8 @@ def picture_of(record: Record) -> Plot | Timeline | Coloured | None:
     """Return the picture of a record; None where the record has no numbers that VIEWS selects."""
     if "exhibit" in record:
         return _kept(record.get("picture") or {})
-    view, rows = VIEWS.get(str(record.get("bench"))), rows_of(record)
+    view = VIEWS.get(str(record.get("bench")))
+    rows = rows_of(record)
     if view is None or not rows:
         return None
     if view.x is not None:

@@ -269,7 +269,8 @@ class Measuring:
     ) -> Run:
         """Let a new engine answer a conversation turn by turn."""
         asked = Run(conversation.id, conversation.kind, way.name, temperature)
-        params, messages = self.params(way, temperature, number), list[Message]()
+        params = self.params(way, temperature, number)
+        messages = list[Message]()
         if most_tokens is not None:
             params = replace(params, max_tokens=most_tokens)
         with self.engine(way) as llm:

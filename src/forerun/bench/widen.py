@@ -214,7 +214,8 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
 
 def _grown_tokenizer(spec: Spec, folder: Path, shape: WideShape) -> str | None:
     """Return tokenizer.json with tokens for the new ids; None where there are no new ids, or no tokenizer.json."""
-    have, file = spec.vocab_size, folder / "tokenizer.json"
+    have = spec.vocab_size
+    file = folder / "tokenizer.json"
     if shape.vocab_size is None or shape.vocab_size <= have or not file.is_file():
         return None
     return grow(file.read_text(encoding="utf-8"), shape.vocab_size, first_id=have)

@@ -454,7 +454,8 @@ class _Interrupt:
 @contextmanager
 def _one_interrupt() -> Iterator[_Interrupt]:
     """Yield an _Interrupt that handles Ctrl-C until the end of the `with` block."""
-    before, interrupt = signal.getsignal(signal.SIGINT), _Interrupt()
+    before = signal.getsignal(signal.SIGINT)
+    interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupt

@@ -242,7 +242,8 @@ def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: bool) -> None:
-    start, waiting = time.perf_counter(), _answering(llm, [prompt])
+    start = time.perf_counter()
+    waiting = _answering(llm, [prompt])
     with waiting:
         for chunk in llm.stream(prompt, params, raw=True):
             waiting.end()
@@ -308,7 +309,8 @@ def _print_rounds(llm: LLM, requests: Seq[flags.Request], encoded: Seq[Encoded],
         if len(requests) > 1:
             _print_heading(llm, prompt, i + 1)
         ids = llm.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens
-        printer, start = RoundPrinter(llm.engine.tokenizer, console, ids[-1] if ids else None), time.perf_counter()
+        printer = RoundPrinter(llm.engine.tokenizer, console, ids[-1] if ids else None)
+        start = time.perf_counter()
         outputs = [chunk.output for chunk in watched(llm, ids, params, printer) if chunk.output is not None]
         seconds = time.perf_counter() - start
         for output in outputs:

@@ -147,7 +147,8 @@ def _listed(values: Seq[Any]) -> str:
 def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
     """Return a command for typer. In its signature, each `Fields` is replaced by its flags."""
     hints = typing.get_type_hints(command, include_extras=True)
-    shown, groups = list[Parameter](), dict[str, tuple[Fields, dict[str, str]]]()
+    shown = list[Parameter]()
+    groups = dict[str, tuple[Fields, dict[str, str]]]()
     for parameter in inspect.signature(command).parameters.values():
         hint = hints[parameter.name]
         fields = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Fields)), None)

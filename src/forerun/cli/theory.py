@@ -134,7 +134,8 @@ def _roofline(
         raise BadOption(unknown("machine", machine, MACHINES))
     on = MACHINES[machine]
     step = Step(batch=batch, context=context, overlap=overlap)
-    c, ratios = cost_ratio(shapes[1], shapes[0], step, on), verify_ratios(shapes[0], step, on, max_gamma)
+    c = cost_ratio(shapes[1], shapes[0], step, on)
+    ratios = verify_ratios(shapes[0], step, on, max_gamma)
     shared = f", overlap {overlap:g}" if any(shape.has_experts for shape in shapes) else ""
     about = (
         f"{target} with {draft} on {machine}, batch {batch}, context {context}{shared}, by the roofline: a pass "

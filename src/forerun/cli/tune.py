@@ -29,7 +29,8 @@ def tune(
     json_file: JsonFile = None,
 ) -> None:
     """Find the fastest drafter and draft length for your prompts, model and machine, and write a config file."""
-    config, asked = flags.engine_config({**engine, "target": target}), TunePlan(**plan)
+    config = flags.engine_config({**engine, "target": target})
+    asked = TunePlan(**plan)
     if not 0 < asked.minutes < float("inf"):
         raise BadOption(f"--minutes {asked.minutes:g} is not possible: it must be above 0")
     defaults = flags.sampling_params({name: plan[name] for name in ("temperature", "max_tokens", "seed")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -20,16 +21,18 @@ if TYPE_CHECKING:
     from forerun.engine.opened import Opened
     from forerun.types import StepReport
 
-SILENT_S, AGAIN_S = 1.8, 10.0  # without a terminal: before the first line, and between two lines
+SILENT_S = 1.8  # between two lines, where there is no terminal
 OPENING_S = 0.8  # before a terminal shows that a model is opened, which rarely takes long
 
 
 class Waiting:
     """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
 
-    Elsewhere the first line is printed after SILENT_S seconds, and another line every AGAIN_S seconds if the text has
-    changed. after_s: how long a terminal shows nothing.
+    Elsewhere a line is printed where the text is new and the last line is SILENT_S seconds old. Displays in a row count
+    these seconds together. after_s: how long a terminal shows nothing.
     """
+
+    _said_s = _ended_s = 0.0  # when a line was printed last, and when the last display ended
 
     def __init__(self, text: str, after_s: float = 0.0) -> None:
         self._after_s, self._lock = after_s, threading.Lock()
@@ -49,10 +52,14 @@ class Waiting:
         with self._lock:
             if not self._over.is_set():
                 self._over.set()
+                Waiting._ended_s = time.monotonic()
                 if self._status is not None:
                     self._status.stop()
 
     def __enter__(self) -> Self:
+        now_s = time.monotonic()
+        if now_s > Waiting._ended_s + SILENT_S:
+            Waiting._said_s = now_s
         show = self._print_lines if self._status is None else self._start_status
         if self._status is not None and not self._after_s:
             show()
@@ -70,11 +77,11 @@ class Waiting:
                 self._status.start()
 
     def _print_lines(self) -> None:
-        wait_s = SILENT_S
-        while not self._over.wait(wait_s):
+        while not self._over.wait(max(0.0, Waiting._said_s + SILENT_S - time.monotonic())):
             if self._text != self._told:
                 note(self._text)
-            self._told, wait_s = self._text, AGAIN_S
+            self._told = self._text
+            Waiting._said_s = time.monotonic()
 
 
 class Answering(Waiting):

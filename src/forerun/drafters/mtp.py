@@ -95,7 +95,8 @@ def build(options: Options, target: Target) -> Drafter:
         head_files.check_target(options.path, model, target.num_ids)
     source = rounded(block.source, spec, options.quantization, target.opened)
     loaded = head_of(_Weights(stored_for(source, model), block.side_offset), spec, model)
-    head, config = cast(HeadModel, loaded), EagleConfig(block.decoder, (), norm_output=True)
+    head = cast(HeadModel, loaded)
+    config = EagleConfig(block.decoder, (), norm_output=True)
     drafter = MtpDrafter(head, config, np.arange(spec.vocab_size), cache_of(head, target), target.num_ids)
     drafter.runner.narrow(min(target.num_ids, head_rows("mtp", options.draft_vocab) or target.num_ids))
     if options.draft_vocab == AUTO:

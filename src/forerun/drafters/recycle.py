@@ -100,7 +100,8 @@ class RecycleDrafter(Drafter):
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
         for seq, view in zip(seqs, seen, strict=True):
-            matrix, ids = self._matrices.of(seq), view.top(self.options.top)[0].tolist()
+            matrix = self._matrices.of(seq)
+            ids = view.top(self.options.top)[0].tolist()
             if ids:
                 for token, row in view.rows.items():
                     matrix.put(token, ids[row])

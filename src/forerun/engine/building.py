@@ -41,7 +41,8 @@ def build(
     start_ids = opened.start_ids
     members = router.make([config.draft, *config.extra_draft_specs], target, own_drafter)
     members.unwritten = _unwritten_ids(opened)
-    folder, costs = _on_disk(config, runner, members), _costs(config, runner, members)
+    folder = _on_disk(config, runner, members)
+    costs = _costs(config, runner, members)
     return Engine(
         runner,
         members,

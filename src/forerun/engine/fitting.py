@@ -161,7 +161,8 @@ class Outlines:
 
         Where max_seq_len is None and the default context does not fit, sequences of at most 4,096 tokens are planned.
         """
-        plan, config = self.plan(available, models), self.opened.config
+        plan = self.plan(available, models)
+        config = self.opened.config
         if plan.fits or config.max_seq_len is not None:
             return self.opened, plan
         least = replace(config, max_seq_len=min(TOKENS_PER_SEQUENCE, self.opened.spec.max_positions))

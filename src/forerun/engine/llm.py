@@ -255,7 +255,8 @@ class LLM:
         Leaving the loop early, closing the iterator or cancelling the task ends the request and frees its memory.
         """
         refuse_to_stream(params)
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[Request, Mark]]()
+        loop = asyncio.get_running_loop()
+        news = asyncio.Queue[tuple[Request, Mark]]()
 
         def hear(request: Request) -> None:  # raises where the event loop was closed, which ends the request
             loop.call_soon_threadsafe(news.put_nowait, (request, request.mark()))

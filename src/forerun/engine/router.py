@@ -196,7 +196,8 @@ class Router(Drafter):
 
     def _forced(self, seqs: Seq[Sequence], coins: Seq[Coins], held: Mapping[int, int]) -> dict[int, list[int]]:
         """Map sequences to the tokens that their grammars force after the committed tokens."""
-        clock, budget = time.perf_counter(), Budget(list(held.values()), 0)
+        clock = time.perf_counter()
+        budget = Budget(list(held.values()), 0)
         draft = self._asked(FORCED, [seqs[b] for b in held], budget, [coins[b] for b in held])
         self._add_draft(FORCED, clock, draft)
         parts = {b: draft.only(i).tokens for i, b in enumerate(held)}
@@ -222,7 +223,8 @@ class Router(Drafter):
         return part.before(run, tip) if len(run) <= left and carries(num_guessed, len(run)) else part
 
     def _proposed(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        clock, groups = time.perf_counter(), self._groups(seqs, budget.num_tokens)
+        clock = time.perf_counter()
+        groups = self._groups(seqs, budget.num_tokens)
         if [len(members) for members in groups.values()] != [len(seqs)]:
             return self._joined(seqs, budget, coins, groups, clock)
         (name,) = groups  # one drafter serves all sequences

@@ -231,7 +231,8 @@ class _Call:
     coins: CoinsOf | None = None
 
     def module(self, module: Any, role: str) -> ModuleModel:
-        num_ids, draws = num_ids_of(self.tokenizer), Draws.of(self.processor)
+        num_ids = num_ids_of(self.tokenizer)
+        draws = Draws.of(self.processor)
         return ModuleModel(module, role, uses_cache=self.use_cache, num_ids=num_ids, draws=draws)
 
 

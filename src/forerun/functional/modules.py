@@ -78,7 +78,8 @@ class ModuleModel:
         floating = (p.dtype for p in module.parameters() if p.is_floating_point())
         self.dtype = next(floating, torch.float32)
         self.weight_dtype = self.activation_dtype = self.cache_dtype = dtype_name(self.dtype)
-        self.make_pools, self.rows = pools_on(str(self.place)), TorchRows(self.place, torch.float32)
+        self.make_pools = pools_on(str(self.place))
+        self.rows = TorchRows(self.place, torch.float32)
         self.ops = ReferenceOps()
         named = inspect.signature(module.forward).parameters
         self._keeps_last = "logits_to_keep" in named  # whether a call can return only the last rows' logits

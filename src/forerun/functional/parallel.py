@@ -90,7 +90,8 @@ def speculate(
         key = secrets.randbits(64) if seed is None else seed
         coins = lambda step: PhiloxCoins(key, step, 0)  # noqa: E731
     pool = executor or ThreadPoolExecutor(NUM_THREADS, "forerun-speculate")
-    x, choices = start, list[Choice[X]]()
+    x = start
+    choices = list[Choice[X]]()
     try:
         for step in range(n):
             choices.append(_step(f, g, guess, x, coins(step), pool))

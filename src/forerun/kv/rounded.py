@@ -30,7 +30,8 @@ def rounded_keys(keys: Floats, *, refined: bool) -> Stored:
     if refined:
         left = keys[..., :REFINED] - codes[..., :REFINED].astype(np.float32) * scales.float32()[..., :1]
         more, second = _groups(left, KEY_GROUP)
-        scales, codes = HostTensor.joined([scales, more], -1), np.concatenate([codes, second], -1)
+        scales = HostTensor.joined([scales, more], -1)
+        codes = np.concatenate([codes, second], -1)
     return np.concatenate([codes, _bytes_of(scales)], -1)
 
 

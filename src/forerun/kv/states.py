@@ -275,7 +275,9 @@ class StateTables:
         return [self._planned(batch, b, None if counts is None else counts[b]) for b in range(len(batch.slots))]
 
     def _planned(self, batch: RaggedBatch, b: int, count: int | None) -> StateRun:
-        line, num, is_tree = self._line(batch.slots[b]), len(batch.run(b)), batch.is_tree(b)
+        line = self._line(batch.slots[b])
+        num = len(batch.run(b))
+        is_tree = batch.is_tree(b)
         length = line.length
         if batch.cached[b] + batch.num_pending(b) != length + len(line.pending):
             raise InternalError(

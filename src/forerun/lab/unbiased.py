@@ -134,7 +134,10 @@ def counted(body: Rounds) -> dict[str, Any]:
     words [positions][V]: how often each word was emitted at each position, with the ids of position t rotated back by
     t. accepted: how many rounds accepted 0, 1, ... tokens.
     """
-    rule, target, draw, depth = _judge(body), _table(body.target), _drafter(body), _depth(body)
+    rule = _judge(body)
+    target = _table(body.target)
+    draw = _drafter(body)
+    depth = _depth(body)
     rows = [testing.dense(target((0,) * d)) for d in range(depth + 1)]
     words = np.zeros((depth + 1, len(body.target)), dtype=np.int64)
     accepted = np.zeros(depth + 1, dtype=np.int64)
@@ -239,7 +242,9 @@ def expected_accepted(body: Setting) -> float | None:
 
     It is computed by a formula if there is one, otherwise by enumerating all outcomes of one position.
     """
-    rule, p, q = _checked(body), _probs(body.target), _probs(body.draft)
+    rule = _checked(body)
+    p = _probs(body.target)
+    q = _probs(body.draft)
     if body.shape != "chain":
         if body.shape == "independent" and rule.name in ("ratio", "kseq"):
             by = formulas.recursive_acceptance if rule.name == "ratio" else formulas.kseq_acceptance
@@ -285,7 +290,9 @@ def _enumerated_acceptance(
 ) -> float:
     """Return the mean number of tokens accepted at one position, by enumerating all outcomes."""
     body = Setting(list(target), list(draft), rule, None, shape, size)
-    judge, draw, table = _judge(body), _drafter(body), _table(body.target)
+    judge = _judge(body)
+    draw = _drafter(body)
+    table = _table(body.target)
     rows = [testing.dense(table((0,) * d)) for d in range(2)]
     outcomes = testing.enumerate_outcomes(lambda coins: _round(judge, draw, rows, _WithoutDraws(coins))[0])
     return sum(weight * num for weight, num in outcomes)

@@ -367,7 +367,8 @@ class _Needs:
         ]
 
     def _pool(self, name: str, shape: CacheShape) -> MemoryPart:
-        tokens, dtype = self.num_pool_tokens, self._cache_dtype_of(name)
+        tokens = self.num_pool_tokens
+        dtype = self._cache_dtype_of(name)
         batch = self.config.max_batch_size
         per_sequence = tokens // self.config.max_batch_size
         if name in self.beside:

@@ -323,7 +323,8 @@ class _HubModel:
 
     def check_disk(self, sizes: Mapping[str, int | None]) -> None:
         """Raise CapacityError where the cache has no room for files of these sizes."""
-        missing, folder = sum(size or 0 for size in sizes.values()), Path(cache_folder())
+        missing = sum(size or 0 for size in sizes.values())
+        folder = Path(cache_folder())
         while not folder.exists():
             folder = folder.parent
         free = shutil.disk_usage(folder).free

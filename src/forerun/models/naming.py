@@ -130,7 +130,8 @@ class Names:
 
     def published(self, module: str) -> str:
         """Return the published name of one of our modules, with `prefix`. An unknown module keeps our name."""
-        theirs, head = self.theirs(module), HEAD.removesuffix(".weight")
+        theirs = self.theirs(module)
+        head = HEAD.removesuffix(".weight")
         return module if theirs is None else theirs if module == head else self.prefix + theirs
 
     def published_tensor(self, name: str) -> str:

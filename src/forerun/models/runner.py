@@ -355,7 +355,8 @@ def pack(runs: Seq[Run], cache: KVCache, sources: Sources | None = None) -> Ragg
     starts, tokens, positions = [0], list[int](), list[int]()
     cached, trees = list[int](), dict[int, list[int]]()
     for b, run in enumerate(runs):
-        past, pending = cache.length(run.slot), cache.pending(run.slot)
+        past = cache.length(run.slot)
+        pending = cache.pending(run.slot)
         tree = [*pending, *run.behind(len(pending))] if pending or run.parents is not None else None
         if tree is None or _is_chain(tree):
             past += len(pending)

@@ -334,7 +334,8 @@ def _spare_lane(config: Plain, weights: Mapping[str, HostTensor], wide: Plain, s
     """
     stream, hidden = _last_stream(config, weights, seed)
     rms = np.sqrt(np.square(stream).mean(-1) + config.norm_eps)
-    carried, shrink = _carried(config), math.sqrt(config.hidden_size / wide.hidden_size)
+    carried = _carried(config)
+    shrink = math.sqrt(config.hidden_size / wide.hidden_size)
     typical = math.sqrt(np.square(hidden).mean())
     norm_weight = typical * float(np.median(rms)) * shrink / carried
     smallest = typical * float(np.median(rms) / rms.max())

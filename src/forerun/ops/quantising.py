@@ -70,8 +70,10 @@ def _eight_bits(groups: Floats) -> tuple[Floats, HostTensor, Floats]:
 
 
 def _four_bits(groups: Floats) -> tuple[Floats, HostTensor, Floats]:
-    low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
-    codes, least = np.empty_like(groups), np.full(low.shape, np.inf, np.float32)
+    low = np.minimum(groups.min(-1), 0)
+    high = np.maximum(groups.max(-1), 0)
+    codes = np.empty_like(groups)
+    least = np.full(low.shape, np.inf, np.float32)
     steps, zeros = np.empty_like(low), np.empty_like(low)
     for share in SHARES:
         step = _positive((high - low) * np.float32(share / 15)).float32()

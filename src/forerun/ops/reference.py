@@ -351,7 +351,8 @@ class ReferenceOps(Operators):
             if scoring.sees_all:
                 at = len(keys) - len(q) + i
                 ends = (0, len(keys)) if window is None else (max(0, at - window + 1), min(len(keys), at + window))
-                seen, at = torch.arange(*ends, device=keys.device), at - ends[0]
+                seen = torch.arange(*ends, device=keys.device)
+                at = at - ends[0]
             else:
                 seen = torch.tensor(plan.batch.visible(b, i), device=keys.device)
                 seen = seen if window is None else seen[-window:]

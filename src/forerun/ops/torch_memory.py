@@ -106,7 +106,8 @@ class ReferenceSizes:
 
     def _pass_bytes(self, run: Pass) -> tuple[int, int, int]:
         """Return three peaks of a pass in bytes: outside of attention, within attention, and for the final logits."""
-        size, copies = itemsize(self.dtype), 2 if self.row_by_row else 1
+        size = itemsize(self.dtype)
+        copies = 2 if self.row_by_row else 1
         widened = 0 if size == PROB_BYTES else PROB_BYTES
         logits = run.num_logits * run.model.vocab_size * (copies * size + widened)
         hidden = (run.num_rows + run.num_logits) * run.model.hidden_size * size

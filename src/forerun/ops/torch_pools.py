@@ -99,7 +99,8 @@ def pools_on(device: str) -> MakePools:
 
 def _allocated(shape: CacheShape, block_tokens: int, num_blocks: Seq[int], dtype: str, device: str) -> list[TorchPool]:
     """Allocate the pool of each layer that keeps keys and values. Raises CapacityError without enough memory."""
-    sizes, torch_type = list(pool_sizes(shape, block_tokens, num_blocks, dtype)), torch_dtype(dtype)
+    sizes = list(pool_sizes(shape, block_tokens, num_blocks, dtype))
+    torch_type = torch_dtype(dtype)
     try:
         return [
             TorchPool(

@@ -36,7 +36,8 @@ def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.de
 
 def host_of(tensor: Tensor) -> HostTensor:
     """Return a torch tensor as a host tensor. If the torch tensor is on a CPU, both share one memory."""
-    on_host, name = tensor.detach().cpu(), dtype_name(tensor.dtype)
+    on_host = tensor.detach().cpu()
+    name = dtype_name(tensor.dtype)
     if name in ("bfloat16", "float8_e4m3fn"):
         return HostTensor(on_host.view(_BYTES[on_host.dtype.itemsize]).numpy().view(HELD_AS[name]), name)
     return HostTensor(on_host.numpy(), name)

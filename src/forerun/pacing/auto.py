@@ -237,7 +237,8 @@ class AutoPacing(Pacing):
             if request.is_decided and not (request.length or is_searched or is_time or is_probe):
                 continue
             request.is_decided = True
-            stop, traits = self._stops.stop(request.seq, prices), self.costs.traits_of(request.seq.draft)
+            stop = self._stops.stop(request.seq, prices)
+            traits = self.costs.traits_of(request.seq.draft)
             pays = is_searched if traits.is_free else stop.pays
             if request.pays and not pays:
                 request.probe_at = self._step + request.pause
@@ -252,7 +253,9 @@ class AutoPacing(Pacing):
 
     def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
         """Return two sets of request ids: texts to search because a search pays, and texts to search as probes."""
-        paying, probed, others = set[int](), set[int](), dict[str, list[int]]()
+        paying = set[int]()
+        probed = set[int]()
+        others = dict[str, list[int]]()
         for request in requests:
             seq, traits = request.seq, self.costs.traits_of(request.seq.draft)
             if not (traits.is_free or traits.searches):

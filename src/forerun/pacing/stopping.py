@@ -116,9 +116,11 @@ class Stopping:
 
     def shares(self, request: int) -> tuple[list[float], float]:
         """Return P(a request's token is accepted): for each bin of its probability, and for a token not drawn yet."""
-        shares, mix = self._mean.shares(FIRST_SHARES, 4.0), self._mean.mix(FIRST_SEEN, 10.0)
+        shares = self._mean.shares(FIRST_SHARES, 4.0)
+        mix = self._mean.mix(FIRST_SEEN, 10.0)
         if (counts := self._requests.get(request)) is not None:
-            shares, mix = counts.shares(shares, REQUEST_WEIGHT / 2), counts.mix(mix, REQUEST_WEIGHT)
+            shares = counts.shares(shares, REQUEST_WEIGHT / 2)
+            mix = counts.mix(mix, REQUEST_WEIGHT)
         return shares, sum(share * part for share, part in zip(shares, mix, strict=True))
 
     def forget(self, request: int) -> None:
@@ -204,7 +206,8 @@ class Stops:
 
     def observe(self, seq: Sequence, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
         """Learn from a round of a request that had a draft."""
-        num_accepted, step = len(round_.accepted_ranks), report.drafts.get(seq.draft)
+        num_accepted = len(round_.accepted_ranks)
+        step = report.drafts.get(seq.draft)
         what, ended = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)
         if len(ended.confidences) == round_.num_drafted:  # else the draft was cut
             self.of(seq.draft, what).observe(seq.id, ended.confidences, num_accepted)

@@ -233,7 +233,8 @@ class Grammar:
 
         The masks are tried before any request uses them, because slow masks would delay the engine's steps.
         """
-        matcher, chance = self.matcher(), np.random.default_rng(0)
+        matcher = self.matcher()
+        chance = np.random.default_rng(0)
         for _ in range(_WALKED):
             begun_s = time.thread_time()
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)

@@ -356,7 +356,8 @@ def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
 
 def _finish(weights: Row, blocks: Ids, seed: int, position: int, reach: float) -> tuple[Ids, Floats]:
     """Return the ids in these blocks that may finish before the time `reach`, and their times. weights [n, 4]."""
-    uniforms, wide = _match_uniforms(seed, position, blocks), weights.astype(np.float64)
+    uniforms = _match_uniforms(seed, position, blocks)
+    wide = weights.astype(np.float64)
     able = (weights > 0) & (1 - uniforms <= (wide * reach if reach < math.inf else math.inf))
     flat = np.flatnonzero(able)
     times = -arithmetic.log(uniforms.reshape(-1)[flat]) / wide.reshape(-1)[flat]

@@ -25,7 +25,8 @@ class News:
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
-        self._loop, self._on_news = asyncio.get_running_loop(), on_news
+        self._loop = asyncio.get_running_loop()
+        self._on_news = on_news
         self._pending: deque[Generation] = deque()
         self._is_rung = False
 

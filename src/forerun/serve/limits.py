@@ -163,7 +163,8 @@ class Gate:
         only when the whole body has arrived, because an arriving body costs memory (see Arriving) but takes no place.
         """
         self.look()
-        place, started_s = Place(self), asyncio.get_running_loop().time()
+        place = Place(self)
+        started_s = asyncio.get_running_loop().time()
         self.num_taken += 1
         self.is_empty.clear()
         try:

@@ -126,7 +126,8 @@ def token_bytes(tokenizer: Tokenizer, token: int, left: int) -> bytes:
 
     For a token that is only part of a character, return the bytes of that part.
     """
-    before, text = tokenizer.own_text(left), tokenizer.decode([left, token])
+    before = tokenizer.own_text(left)
+    text = tokenizer.decode([left, token])
     alone = tokenizer.own_text(token)
     added = text[len(before) :] if text.startswith(before) else alone
     goes_on = REPLACEMENT in before and REPLACEMENT in alone  # both may be parts of one character

@@ -333,7 +333,8 @@ def _draining(num_choices: int) -> str:
 
 async def _end_on_signals(services: Services, server: uvicorn.Server) -> None:
     """Drain on the first signal: new requests get 503, accepted ones are answered. End at once on the second."""
-    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    loop = asyncio.get_running_loop()
+    signals = asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     await signals.get()

@@ -23,7 +23,8 @@ def span(path: str, record: Mapping[str, Any], headers: Mapping[bytes, bytes]) -
         yield
         return
     carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-    tracer, context = trace.get_tracer("forerun.serve"), propagate.extract(carrier)
+    tracer = trace.get_tracer("forerun.serve")
+    context = propagate.extract(carrier)
     with tracer.start_as_current_span(path, context, trace.SpanKind.SERVER) as current:
         yield
         for name, value in record.items():

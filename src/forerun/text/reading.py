@@ -125,7 +125,9 @@ class Parser:
     """Reads the parts of one answer from its text, as it comes. prompt: the end of the prompt."""
 
     def __init__(self, answer_form: AnswerForm, prompt: str = "") -> None:
-        self._scan, self.answer_parts, self._tidy = answer_form.scanner(), AnswerParts(), _Tidy()
+        self._scan = answer_form.scanner()
+        self.answer_parts = AnswerParts()
+        self._tidy = _Tidy()
         one_call = answer_form.tool_request is not None and not answer_form.tool_request.parallel
         self._calls = _WholeCalls(1 if one_call else None)
         self._steps: Iterator[Piece | None] = answer_form.steps(self._scan, prompt)
@@ -183,7 +185,8 @@ class Parser:
         """Note that the last `num_chars` consumed characters were text or reasoning."""
         end = self._num_fed - len(self._scan.rest)
         if end - num_chars != self._run.stop:
-            self._before, self._run = self._run, range(end - num_chars, end)
+            self._before = self._run
+            self._run = range(end - num_chars, end)
         self._run = range(self._run.start, end)
 
     def _spanned(self, piece: Piece) -> Piece:

@@ -40,7 +40,8 @@ def committed_pieces(detail: RoundDetail, num_committed: int) -> list[Piece]:
     num_committed: how many tokens entered the output. A stop condition may have cut off the last tokens of the round.
     """
     pieces = [Piece(detail.tokens[node], "accepted") for node in detail.accepted]
-    drafted, rejected = bool(detail.tokens), any(not test.accepted for test in detail.tests)
+    drafted = bool(detail.tokens)
+    rejected = any(not test.accepted for test in detail.tests)
     last: Kind = "correction" if rejected else "bonus"
     if not drafted:
         last = "plain"

@@ -30,7 +30,8 @@ def lenient_probs(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> npt.ND
     """
     _check(lenience)
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
-    kept, residual = np.minimum(q, p / lenience), np.maximum(p - q, 0)
+    kept = np.minimum(q, p / lenience)
+    residual = np.maximum(p - q, 0)
     missing = float(residual.sum())
     return np.asarray(kept if missing == 0 else kept + (1 - kept.sum()) * residual / missing)
 

@@ -191,7 +191,8 @@ def poisson_binomial_p(count: int, probs: npt.ArrayLike) -> float:
     """
     rates = np.asarray(probs, dtype=np.float64)
     rates = rates[rates > 0]
-    mean, spread = float(rates.sum()), math.sqrt(float((rates * (1 - rates)).sum()))
+    mean = float(rates.sum())
+    spread = math.sqrt(float((rates * (1 - rates)).sum()))
     most = min(len(rates), max(count, math.ceil(mean + 12 * spread + 20)))
     if count > most:
         return 0.0

@@ -67,7 +67,8 @@ def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) ->
     if not (((alphas >= 0) & (alphas <= 1)).all() and gamma >= 0 and num_rounds >= 2):
         raise ValueError(f"alpha={alpha}, gamma={gamma}, num_rounds={num_rounds} cannot be simulated")
     generator = np.random.default_rng(seed)
-    accepted, going = np.zeros(num_rounds, dtype=np.int64), np.ones(num_rounds, dtype=np.bool_)
+    accepted = np.zeros(num_rounds, dtype=np.int64)
+    going = np.ones(num_rounds, dtype=np.bool_)
     for a in np.broadcast_to(alphas, (gamma,)):
         going &= generator.random(num_rounds) < a
         accepted += going
@@ -110,10 +111,12 @@ def texts(
     Otherwise every round drafts gamma tokens.
     """
     generator = np.random.default_rng(seed)
-    left, cost = np.full(num_texts, num_tokens), np.zeros(num_texts)
+    left = np.full(num_texts, num_tokens)
+    cost = np.zeros(num_texts)
     while (left > 0).any():
         drafted = np.minimum(gamma, np.maximum(left - 1, 0)) if knows_end else np.full(num_texts, gamma)
-        accepted, going = np.zeros(num_texts, dtype=np.int64), left > 0
+        accepted = np.zeros(num_texts, dtype=np.int64)
+        going = left > 0
         cost += going * (c * drafted + np.where(drafted > 0, verify_ratio, 1.0))
         for position in range(gamma):
             going = going & (position < drafted) & (generator.random(num_texts) < alpha)
@@ -220,7 +223,8 @@ def several(
     against the residual of p after the draws before it.
     """
     left, probs = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
-    generator, accepted = np.random.default_rng(seed), np.zeros(num_rounds, dtype=np.bool_)
+    generator = np.random.default_rng(seed)
+    accepted = np.zeros(num_rounds, dtype=np.bool_)
     for _ in range(num_draws):
         drafted = _draw(probs, num_rounds, generator)
         accepted |= generator.random(num_rounds) * (rho or 1.0) * probs[drafted] < left[drafted]
@@ -240,7 +244,8 @@ def chains(
     """
     p, q = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
     generator = np.random.default_rng(seed)
-    accepted, kept = np.zeros(num_rounds, dtype=np.int64), np.ones(num_rounds)
+    accepted = np.zeros(num_rounds, dtype=np.int64)
+    kept = np.ones(num_rounds)
     going = np.ones(num_rounds, dtype=np.bool_)
     for length in range(1, gamma + 1):
         drafted = _draw(q, num_rounds, generator)
@@ -269,7 +274,8 @@ def trees(nodes: Seq[Node], a: Seq[float], num_rounds: int, seed: int) -> Estima
     for i, node in enumerate(nodes):
         children[node.parent + 1, node.rank] = i
     generator, bounds = np.random.default_rng(seed), np.cumsum(a)
-    at, accepted = np.full(num_rounds, -1, dtype=np.int64), np.zeros(num_rounds, dtype=np.int64)
+    at = np.full(num_rounds, -1, dtype=np.int64)
+    accepted = np.zeros(num_rounds, dtype=np.int64)
     going = np.ones(num_rounds, dtype=np.bool_)
     while going.any():
         child = children[at + 1, np.searchsorted(bounds, generator.random(num_rounds), side="right")]

@@ -107,7 +107,8 @@ def other_splits(sizes: Mapping[str, int]) -> dict[str, str]:
     groups: dict[str, list[str]] = {}
     for path in sizes:
         groups.setdefault(path.rpartition("/")[0] or path, []).append(path)
-    whole, splits = sum(sizes.values()), dict.fromkeys(sizes, "train")
+    whole = sum(sizes.values())
+    splits = dict.fromkeys(sizes, "train")
     order = iter(sorted(groups, key=_hash))
     for split in ("validation", "bench"):
         held_out = 0

@@ -106,7 +106,8 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -
     scores, queries = q @ k.transpose(-1, -2) * between, q * from_start
     added = (k * to_end).transpose(-1, -2)
     share = sums[..., -1].exp()[..., None, None]
-    state, outs = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1]), list[Tensor]()
+    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
+    outs = list[Tensor]()
     for i in range(q.shape[2]):
         new = values[:, :, i] - keys[:, :, i] @ state
         outs.append(queries[:, :, i] @ state + scores[:, :, i] @ new)

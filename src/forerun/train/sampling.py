@@ -88,7 +88,8 @@ def texts_for(config: SampleConfig, shares: Shares) -> list[str]:
 
 def shares_of(config: SampleConfig, llm: LLM) -> Shares:
     """Return the shares of the kinds of text. A share that the user did not give is the default for this target."""
-    chat, task = config.chat, config.task
+    chat = config.chat
+    task = config.task
     if chat is None:
         chat = Shares.chat if config.questions or Frame.opens_a_turn(llm) else 0.0
     if task is None:

@@ -55,7 +55,8 @@ def aligned(q: Probs, p: Probs) -> Row:
     """Return the probabilities that q gives to the ids of p, [n] like p.weights. p must not be a point."""
     size = len(p.weights)
     if q.point is not None:
-        weights, ids = np.ones(1, p.weights.dtype), np.array([q.point])
+        weights = np.ones(1, p.weights.dtype)
+        ids = np.array([q.point])
     else:
         weights = q.weights
         if q.ids is None and p.ids is None and len(weights) >= size:

@@ -75,7 +75,8 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
     """Return the total variation between p and the emitted distribution. anew: whether a correction is drawn from p."""
     if anew and p.point is None:
-        kept, target_probs = np.minimum(aligned(q, lenient), lenient.weights), p.weights.astype(np.float64)
+        kept = np.minimum(aligned(q, lenient), lenient.weights)
+        target_probs = p.weights.astype(np.float64)
         return mass(np.abs(kept + (1 - mass(kept)) * target_probs - target_probs)) / 2
     return max(0.0, _accepted_share(q, lenient) - _accepted_share(q, _caps(p, 1.0)))
 

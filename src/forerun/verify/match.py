@@ -38,7 +38,8 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
     at, first = [-1], draft.node_starts[b]  # at: the last node of the path, with its equal siblings
     while True:
         p = target_probs[path[-1] - first + 1 if path else 0]
-        drawn, siblings = coins.pick(p, len(path)), children_of(draft, b, at)
+        drawn = coins.pick(p, len(path))
+        siblings = children_of(draft, b, at)
         for node in siblings:
             token = draft.tokens[node]
             tests.append(AcceptanceTest(node, p.at(token), draft.probs[node].at(token), drawn == token))

@@ -65,7 +65,8 @@ class Suite:
         for kind in kinds:
             if kind not in self.kinds:
                 raise BadOption(registry.unknown("kind of work", kind, self.kinds))
-        taken, counts = list[Conversation](), dict.fromkeys(self.kinds, 0)
+        taken = list[Conversation]()
+        counts = dict.fromkeys(self.kinds, 0)
         for conversation in self.conversations:
             counts[conversation.kind] += 1
             if conversation.kind in (kinds or counts) and (per_kind is None or counts[conversation.kind] <= per_kind):

@@ -54,7 +54,9 @@ class BranchingModel(FedModel):
         read, catchup_tokens = self._read_sources(seqs, catchup_tokens)
         if behind := [seq for seq in read if self.num_held(seq) < len(seq.tokens) - 1]:
             self._catch_up(behind, catchup_tokens)
-        room, runs, fed = Space(self.runner.cache), list[Run](), list[tuple[_Search, list[int]]]()
+        room = Space(self.runner.cache)
+        runs = list[Run]()
+        fed = list[tuple[_Search, list[int]]]()
         for seq, search, level in zip(seqs, searches, levels, strict=True):
             nodes = self._nodes(seq, search.branches, level)
             if nodes and room.take(seq.id, len(nodes)) == len(nodes) and seq.hypotheses is not None:

@@ -120,9 +120,12 @@ class Guess:
         Nodes that the grammar refuses are left out, and so are nodes without their parent. Nodes that the grammar
         forces are marked as forced, and the budget is not asked about them.
         """
-        places, paths, forced = {-1: -1}, {-1: list[int]()}, set[int]()
+        places = {-1: -1}
+        paths = {-1: list[int]()}
+        forced = set[int]()
         tokens, parents, probs = list[int](), list[int](), list[Probs]()
-        stop, is_held = budget.stops.get(b), bool(budget.limits and budget.limits[b])
+        stop = budget.stops.get(b)
+        is_held = bool(budget.limits and budget.limits[b])
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if parent not in places:
                 continue
@@ -179,7 +182,8 @@ def grow(
 
     def open_behind(parent: int, path: list[int], rows_here: Seq[Seq[int]]) -> None:
         nonlocal num_opened
-        depth, behind = len(path), defaultdict[int, list[Seq[int]]](list)
+        depth = len(path)
+        behind = defaultdict[int, list[Seq[int]]](list)
         for row in rows_here:
             behind[row[depth] if depth < len(row) else path[depth - len(row)]].append(row)
         behind.pop(END_OF_TEXT, None)

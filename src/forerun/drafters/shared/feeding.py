@@ -153,7 +153,8 @@ class FedModel(SearchingDrafter):
         num_blocks = Space(self.runner.cache).num_blocks
         run = dict[int, int]()
         for seq in seqs:
-            num, missing = sources.num_unrun(seq.id), sources.missing_blocks(seq.id)
+            num = sources.num_unrun(seq.id)
+            missing = sources.missing_blocks(seq.id)
             if num and missing <= num_blocks and (num <= num_tokens or (num_tokens > 0 and not run)):
                 run[seq.id] = num
                 num_tokens = max(0, num_tokens - num)

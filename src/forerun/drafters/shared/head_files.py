@@ -231,8 +231,10 @@ def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[
     a head that is quantised already.
     """
     with new_folder(out):
-        config, weights = dict(read_json(folder / CONFIG)), stored(folder)
-        entry, written = config.pop("forerun"), dict[str, HostTensor]()
+        config = dict(read_json(folder / CONFIG))
+        weights = stored(folder)
+        entry = config.pop("forerun")
+        written = dict[str, HostTensor]()
         scheme = scheme_of(quantization.bits, quantization.group)
         for name, weight in weights.items():
             if isinstance(weight, QuantisedMatrix):

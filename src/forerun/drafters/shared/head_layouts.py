@@ -345,10 +345,8 @@ def _is_of_target(table: HostTensor, target: Target) -> bool:
         return False
     for first in range(0, target.num_ids, COMPARED_ROWS):
         ids = range(first, min(first + COMPARED_ROWS, target.num_ids))
-        head_rows, target_rows = (
-            table[ids.start : ids.stop].to(model.weight_dtype),
-            model.rows.to_host(model.embed(list(ids))),
-        )
+        head_rows = table[ids.start : ids.stop].to(model.weight_dtype)
+        target_rows = model.rows.to_host(model.embed(list(ids)))
         model.wait()
         if not np.array_equal(head_rows.float32(), target_rows.astype(np.float32)):
             return False

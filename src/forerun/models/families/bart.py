@@ -80,7 +80,8 @@ def spec_of(raw: Raw, positions: Positions, embed_norm: Norm | None, again: Mapp
     c = configs.understood(raw, KEYS | INERT, usual, {**AGAIN, **(again or {})})
     act = configs.act_of(c, "activation_function", ACTS)
     configs.require(configs.flag(c, "tie_word_embeddings"), c, "tie_word_embeddings", "true")
-    hidden, norm = size(c, "d_model"), Norm("layer", EPS, bias=True)
+    hidden = size(c, "d_model")
+    norm = Norm("layer", EPS, bias=True)
     of_blocks = partial(
         Spec,
         str(raw["model_type"]),

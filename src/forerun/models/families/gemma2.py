@@ -49,7 +49,8 @@ def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS, AGAIN, nullable=CAPS)
     configs.gelu_only(c)
-    num, bias = size(c, "num_hidden_layers"), flag(c, "attention_bias")
+    num = size(c, "num_hidden_layers")
+    bias = flag(c, "attention_bias")
     c = c.also(layer_types=[LAYER_KINDS[(i + 1) % 2] for i in range(num)])
     windows = configs.windows(c, num, size(c, "sliding_window")) or (None,) * num
     norm = Norm(eps=number(c, "rms_norm_eps"), offset=1.0)

@@ -43,7 +43,8 @@ def read(raw: Raw) -> Spec:
     kinds = c.get("layer_types") or [LAYER_KINDS[(i + 1) % pattern > 0] for i in range(num)]
     windows = configs.windows({"layer_types": kinds}, num, size(c, "sliding_window")) or (None,) * num
     ropes = configs.ropes_by_kind(c, THETAS)
-    norm, bias = Norm(eps=number(c, "rms_norm_eps"), offset=1.0), flag(c, "attention_bias")
+    norm = Norm(eps=number(c, "rms_norm_eps"), offset=1.0)
+    bias = flag(c, "attention_bias")
     attention = Attention(
         *configs.head_sizes(c),
         scale=number(c, "query_pre_attn_scalar") ** -0.5,

@@ -172,7 +172,9 @@ def read(raw: Raw) -> Spec:
     configs.gelu_only(c)
     seen = c.get("use_bidirectional_attention")
     configs.require(seen in (None, "vision"), c, "use_bidirectional_attention", "null, or 'vision', of images alone")
-    num, hidden, bias = size(c, "num_hidden_layers"), size(c, "hidden_size"), flag(c, "attention_bias")
+    num = size(c, "num_hidden_layers")
+    hidden = size(c, "hidden_size")
+    bias = flag(c, "attention_bias")
     usual = [LAYER_KINDS[(i + 1) % 6 > 0] for i in range(num)]
     c = c.also(layer_types=usual)
     windows = list(configs.windows(c, num, size(c, "sliding_window")) or (None,) * num)

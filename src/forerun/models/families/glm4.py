@@ -49,7 +49,8 @@ def read(raw: Raw) -> Spec:
     heads, kv_heads, head_dim = configs.head_sizes(c)
     rope = replace(configs.rope_of(c, head_dim), pairs="adjacent")
     attention = Attention(heads, kv_heads, head_dim, rope=rope, qkv_bias=flag(c, "attention_bias"))
-    norm, mlp = Norm(eps=number(c, "rms_norm_eps")), Mlp(size(c, "intermediate_size"))
+    norm = Norm(eps=number(c, "rms_norm_eps"))
+    mlp = Mlp(size(c, "intermediate_size"))
     block = Block(norm, attention, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm)
     return configs.spec_of(c, "glm4", (block,) * size(c, "num_hidden_layers"), norm)
 

@@ -68,7 +68,8 @@ def read(raw: Raw) -> Spec:
         configs.require(c.get(key, value) == value, c, key, f"{value}, which is what is computed")
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = {**raw, "rope_parameters": USUAL_ROPE}
-    bias, num = flag(c, "attention_bias"), size(c, "num_hidden_layers")
+    bias = flag(c, "attention_bias")
+    num = size(c, "num_hidden_layers")
     c = c.also(layer_types=[LAYER_KINDS[i % 2 == 0] for i in range(num)])
     spec = plain_spec(
         raw,

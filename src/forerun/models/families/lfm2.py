@@ -134,7 +134,9 @@ def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 
     fed(i): returns a block that has only the feed-forward part, or the experts, of layer i.
     """
-    heads, eps, rope = configs.head_sizes(c), number(c, "norm_eps"), configs.rope_of(c)
+    heads = configs.head_sizes(c)
+    eps = number(c, "norm_eps")
+    rope = configs.rope_of(c)
     configs.agree(c, "theta", rope.theta, "rope_theta")
     norm, per_head = Norm(eps=eps), Norm(eps=eps, span="head")
     attention = Attention(*heads, rope=rope, q_norm=per_head, k_norm=per_head)

@@ -78,7 +78,8 @@ GGUF = Gguf(
 def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
-    mlp, experts = Mlp(size(c, "intermediate_size")), _experts_of(c)
+    mlp = Mlp(size(c, "intermediate_size"))
+    experts = _experts_of(c)
     num_dense = size(c, NUM_DENSE, least=0)
     return convolved(c, "lfm2_moe", lambda i: Block(mlp=mlp) if i < num_dense else Block(experts=experts))
 

@@ -25,7 +25,9 @@ OWN_KEYS = frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_l
 
 def read(raw: Raw) -> Spec:
     """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
-    bias, mlp_bias, num = flag(raw, "attention_bias"), flag(raw, "mlp_bias"), size(raw, "num_hidden_layers")
+    bias = flag(raw, "attention_bias")
+    mlp_bias = flag(raw, "mlp_bias")
+    num = size(raw, "num_hidden_layers")
     turned = _turned(raw, num)
     window = None
     if flag(raw, "use_sliding_window") and raw.get("sliding_window") is not None:

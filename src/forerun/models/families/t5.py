@@ -77,7 +77,9 @@ def read(raw: Raw) -> Spec:
     for key, usual in (("dense_act_fn", name), ("is_gated_act", gated)):
         configs.require(c.get(key, usual) == usual, c, key, f"{usual!r}, as feed_forward_proj has it")
     hidden, num = size(c, "d_model"), size(c, "num_layers")
-    norm, heads, width = Norm(eps=number(c, "layer_norm_epsilon")), size(c, "num_heads"), size(c, "d_kv")
+    norm = Norm(eps=number(c, "layer_norm_epsilon"))
+    heads = size(c, "num_heads")
+    width = size(c, "d_kv")
     mlp = Mlp(size(c, "d_ff"), act, gated)
     buckets = size(c, "relative_attention_num_buckets"), size(c, "relative_attention_max_distance")
     cross = Block(norm, Attention(heads, heads, width, scale=1.0, sees="encoder"), pre_mlp=norm, mlp=mlp)

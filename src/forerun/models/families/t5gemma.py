@@ -64,7 +64,8 @@ def read(raw: Raw) -> Spec:
     width = size(encoder, "hidden_size")
     other = c.get("cross_attention_hidden_size") or width
     configs.require(other == width, c, "cross_attention_hidden_size", f"{width}, as the encoder's hidden_size")
-    norm, mlp = _norm(c), Mlp(size(c, "intermediate_size"), "gelu_tanh")
+    norm = _norm(c)
+    mlp = Mlp(size(c, "intermediate_size"), "gelu_tanh")
     says = _attentions(c, "past")
     own = replace(
         says[0], window=None, rope=None, sees="encoder", reads=None if width == size(c, "hidden_size") else width
@@ -111,7 +112,8 @@ def _attentions(c: Filled, sees: Any) -> list[Attention]:
 
 
 def _encoder(c: Filled) -> Spec:
-    norm, mlp = _norm(c), Mlp(size(c, "intermediate_size"), "gelu_tanh")
+    norm = _norm(c)
+    mlp = Mlp(size(c, "intermediate_size"), "gelu_tanh")
     layers = [Block(norm, a, post_attention=norm, pre_mlp=norm, mlp=mlp, post_mlp=norm) for a in _attentions(c, "all")]
     return replace(_spec(c, layers), head=False, own_embedding=True)
 

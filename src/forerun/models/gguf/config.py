@@ -74,7 +74,8 @@ def read_config(header: Header, rope_factors: Mapping[str, NDArray[np.float32]],
 
 def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
     """Return a file's architecture, the model_type of the architecture's family, and the family's `Gguf`."""
-    kind, known = text(header.metadata, "general.architecture", path), gguf_families()
+    kind = text(header.metadata, "general.architecture", path)
+    known = gguf_families()
     if kind not in known:
         raise UnsupportedModel(
             f"{path} has general.architecture={kind!r:.80}, which is not supported: it must be one of {list(known)}"

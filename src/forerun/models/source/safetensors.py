@@ -57,7 +57,8 @@ class SafetensorsFolder:
 
     def check(self, with_tokenizer: bool) -> None:
         """Raise UserError where the names of the files show a fault, see `Source.check`."""
-        names, where = refusals.names_in(self.folder), str(self.folder)
+        names = refusals.names_in(self.folder)
+        where = str(self.folder)
         refusals.refuse_without_weights(names, where, lambda name: read_json(self.folder / name))
         refusals.refuse_quantiser_files(names, where, lambda name: read_json(self.folder / name))
         if with_tokenizer:

@@ -72,7 +72,8 @@ class NativeSizes:
         """
         parts = []
         for name, model in models.items():
-            schemes, size = self._packed_schemes(name), itemsize(self.cache_dtype_of(name))
+            schemes = self._packed_schemes(name)
+            size = itemsize(self.cache_dtype_of(name))
             matrices = list(map(allocated_bytes, packed_matrix_bytes(model, self.dtype, schemes)))
             table = sum(_looked_up(model, schemes)) * size
             num_bytes = sum(matrices) + table + _vector_bytes(model)

@@ -93,7 +93,8 @@ class CpuModel:
         self._vectors: dict[str, Floats] = {}  # norms and their biases
         self._tables: dict[str, HostTensor] = {}  # tables whose rows are looked up
         self._places: dict[str, tuple[PackedMatrix, int, int]] = {}  # by weight: where it is packed, first row, rows
-        source, weights_of_spec = _Source(weights, consume), blocks.weights(spec)
+        source = _Source(weights, consume)
+        weights_of_spec = blocks.weights(spec)
         groups = {product: [w.name for w in members] for product, members in products(weights_of_spec).items()}
         embedding = groups.pop("embedding", [])
         # The LM head, the largest matrix, comes first: the memory for packing it is free again before the others.

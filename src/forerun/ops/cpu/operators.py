@@ -224,7 +224,8 @@ class CpuOps(Operators):
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         """Compute the root mean square norm over the last dimension (Zhang and Sennrich 2019, eq. 4)."""
         shape, width = x.shape, x.shape[-1]
-        x, weight = float_rows(x.reshape(-1, width), width), np.ascontiguousarray(weight, np.float32)
+        x = float_rows(x.reshape(-1, width), width)
+        weight = np.ascontiguousarray(weight, np.float32)
         out = np.empty_like(x)
         self.backend.rms_norm(address(x), address(weight), len(x), width, eps, address(out))
         return out.reshape(shape)

@@ -96,7 +96,8 @@ class Format:
         """
         if len(set(schemes)) > 1:
             schemes = [scheme.looked_up() for scheme in schemes]
-        first, bits = schemes[0], max(scheme.bits for scheme in schemes)
+        first = schemes[0]
+        bits = max(scheme.bits for scheme in schemes)
         zeros = {scheme.zero if scheme.offset == "zero" else -1 for scheme in schemes}
         offset = 2 if -1 in zeros else 1 if None in zeros or len(zeros) > 1 else 0
         group = min(scheme.group for scheme in schemes)
@@ -193,7 +194,9 @@ def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
     """
     numbers = [0] * (6 * len(tables))
     for b, table in enumerate(tables):
-        rows, is_tree, start = batch.run(b), batch.is_tree(b), len(numbers)
+        rows = batch.run(b)
+        is_tree = batch.is_tree(b)
+        start = len(numbers)
         at_parents = start + len(table) if is_tree else 0
         numbers[6 * b : 6 * b + 6] = (rows.start, len(rows), batch.cached[b], batch.num_pending(b), start, at_parents)
         numbers += table

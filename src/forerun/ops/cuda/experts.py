@@ -182,7 +182,8 @@ class CudaExperts(TorchExperts):
         def ints(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=device)
 
-        ids, shares = ints(num, e.chosen), torch.empty(num, e.chosen, dtype=torch.float32, device=device)
+        ids = ints(num, e.chosen)
+        shares = torch.empty(num, e.chosen, dtype=torch.float32, device=device)
         order, tiles = ints(max(e.chosen, e.num) * num), ints(num_tiles, 3)
         counts, live = self.expert_counts.counts[self.layer], self.expert_counts.live
         ops.expert_kernels.routed[(num,)](

@@ -829,7 +829,9 @@ def advanced(
 def largest_in_parts(logits, values, ids, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Find the largest logit and its id in each part of BLOCK ids of each row; NaN counts as infinity."""
     _begun(EARLY)
-    row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    num_parts = tl.num_programs(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row.to(tl.int64) * width + at, mask=at < width, other=-float("inf"))
     scores = tl.where(scores != scores, float("inf"), scores)

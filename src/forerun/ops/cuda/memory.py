@@ -51,7 +51,8 @@ class CudaSizes(ReferenceSizes):
         """Return the memory of the largest pass, and the memory that the graphs of all models keep."""
         parts = []
         for run in passes:
-            rows, logits = self._row_bytes(run, run.num_rows), self._logit_bytes(run.model, run.num_logits)
+            rows = self._row_bytes(run, run.num_rows)
+            logits = self._logit_bytes(run.model, run.num_logits)
             tables = rope_table_bytes(run.model, self.max_seq_len, FLOAT_BYTES)
             how = f"{run.num_rows:,} rows of the {run.name}, {rows / 1e6:,.1f} MB; {run.num_logits:,} rows of logits "
             how += f"and their probabilities, {logits / 1e6:,.1f} MB{run.taps_said}"

@@ -83,7 +83,8 @@ class _FusedBlock:
         self.mlp = block.mlp
         self.experts = cast("CudaExperts | None", block.experts)
         if self.mlp is not None:
-            self.up, self.down = _whole(self.mlp.up), self.mlp.down.parts[0]
+            self.up = _whole(self.mlp.up)
+            self.down = self.mlp.down.parts[0]
 
     def run(self, stream: _ResidualStream, i: int, step: Step, tables: Mapping[Turn, Tensor]) -> _ResidualStream:
         """Run the block. In the returned stream, the output of the feed-forward part is not added yet."""

@@ -115,7 +115,9 @@ def fill(
     for b, blocks in enumerate(tables):
         table = np.array(blocks, dtype=np.int32)
         room[b, : len(table)] = table
-        rows, end, cached = batch.run(b), batch.end(b), batch.cached[b]
+        rows = batch.run(b)
+        end = batch.end(b)
+        cached = batch.cached[b]
         start, stop = rows.start, rows.stop
         # The run's rows, as indices into the slot, in logical order.
         own = np.arange(end - len(rows), end, dtype=np.int32)

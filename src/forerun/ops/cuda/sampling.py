@@ -179,7 +179,8 @@ class Sampler:
                 k.counted[every](*of_row, cut_at, counts, *sizes, **cut, **UNFUSED)
         probs = torch.empty(num, width, dtype=torch.float32, device=device)
         masses, weights = whole(num, parts), whole(num, parts, 2)
-        times, ids = torch.empty(num, parts, dtype=torch.float64, device=device), torch.empty_like(largest_ids)
+        times = torch.empty(num, parts, dtype=torch.float64, device=device)
+        ids = torch.empty_like(largest_ids)
         has_cut = cuts.by_number or cuts.by_mass
         k.weighed[every](*of_row, cut_at, counts, probs, weights, *sizes, HAS_CUT=has_cut, **cut, **UNFUSED)
         k.drawn_in_parts[every](settings, depths, probs, weights, times, ids, masses, *sizes, **cut, **UNFUSED)

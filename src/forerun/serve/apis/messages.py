@@ -216,7 +216,9 @@ def _of_message(role: str, content: Any, where: str, names: dict[str, str]) -> l
         return [{"role": role, "content": ""}]
     if not isinstance(content, list) or all(isinstance(b, dict) and b.get("type") == "text" for b in content):
         return [{"role": role, "content": texts_of(content, where, _KINDS)}]
-    results, texts, own = list[dict[str, Any]](), list[Any](), dict[str, Any]()
+    results = list[dict[str, Any]]()
+    texts = list[Any]()
+    own = dict[str, Any]()
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         at = f"{where}[{i}]"

@@ -225,7 +225,8 @@ def _whole(name: str, value: Any) -> Any:
 
 def _options(read: Given) -> dict[str, Any]:
     """Return the sampling parameters of a body, under the names of Ollama's options. Raises Refused."""
-    options, found = read.fields.get("options", {}), dict[str, Any]()
+    options = read.fields.get("options", {})
+    found = dict[str, Any]()
     if not isinstance(options, Mapping):
         raise Refused(f"options={shown(options)} is not possible: it must be an object", "options")
     for name, value in options.items():
@@ -325,7 +326,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise Refused(f"{where} has the role {shown(role)}: it must be one of {', '.join(_ROLES)}", where)
     if message.get("images"):
         raise Refused(f"{where} has images: the model reads texts alone", f"{where}.images")
-    content, entry = message.get("content"), dict[str, Any](role=role)
+    content = message.get("content")
+    entry = dict[str, Any](role=role)
     if content is not None and not isinstance(content, str):
         raise Refused(f"{where}.content={shown(content)} is not possible: it must be a text", f"{where}.content")
     calls = message.get("tool_calls") or []

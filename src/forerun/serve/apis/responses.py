@@ -134,7 +134,8 @@ def _read(read: Given, model: str, defaults: Mapping[str, Any]) -> Job:
     names = {"max_output_tokens": "max_tokens", "stop": "stop"}
     held = params_of_format({_FORMAT: given.get("text", {}).get("format")}, _FORMAT)
     params = params_of({**given, **held}, {"max_tokens": None, **defaults}, names, _num_top_logprobs(given))
-    tools, effort = _tools(given, read.ignored), given.get("reasoning", {}).get("effort")
+    tools = _tools(given, read.ignored)
+    effort = given.get("reasoning", {}).get("effort")
     read.ignored.extend(_unread(given))
     return Job(
         RESPONSES,
@@ -444,7 +445,8 @@ class Stream:
         self._said = SaidLogprobs(prompts[0][-1], tokenizer)
         self._num_events = 0
         # An item stays open until the next one begins.
-        self._parts, self._items = AnswerParts(), list[dict[str, Any]]()
+        self._parts = AnswerParts()
+        self._items = list[dict[str, Any]]()
         self._logprobs: list[dict[str, Any]] = []  # of the open item
         self.response: dict[str, Any] | None = None
 

@@ -38,7 +38,8 @@ def read(scan: Scanner, tools: Tools) -> Steps:
         header, mark = yield from scan.collect((MESSAGE,))
         if mark is None:
             return
-        channels, recipient = _CHANNEL.findall(header), _RECIPIENT.search(header)
+        channels = _CHANNEL.findall(header)
+        recipient = _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
             yield CallBegin(recipient[1])
             yield from _arguments(scan)
@@ -70,7 +71,8 @@ MOST_CALLS = 1  # the call ends the answer
 
 def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
     """Return the grammar of one call."""
-    to, channel = literal(f"to=functions.{name}"), rules.mark(CHANNEL)
+    to = literal(f"to=functions.{name}")
+    channel = rules.mark(CHANNEL)
     heads = f'({channel} "commentary " {to} | " " {to} {channel} ("commentary" | "analysis"))'
     kind = f'(" " {rules.mark("<|constrain|>")} "json")?'
     return f"{heads} {kind} {rules.mark(MESSAGE)} {rules.json(schema)}"

@@ -279,7 +279,8 @@ class Rows:
         """
         probs = (target - self.mass[self.learned].unsqueeze(-1)).exp()
         overlap = torch.minimum(probs, logits.softmax(-1)).sum()
-        here, ce = self.wanted & reached, cross_entropy(logits, target)
+        here = self.wanted & reached
+        ce = cross_entropy(logits, target)
         return {
             f"agreement{at}": (float((self.agreement(logits) & here).sum()), float(here.sum())),
             f"overlap{at}": (float(overlap), float(self.wanted.sum())),
@@ -316,7 +317,8 @@ def measured(
     parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: measure only the learned rows. Otherwise all
     rows that have a token at the position are measured.
     """
-    numbers, reached = dict[str, tuple[float, float]](), torch.ones_like(batch.is_written)
+    numbers = dict[str, tuple[float, float]]()
+    reached = torch.ones_like(batch.is_written)
     for k, (learned, logits, target) in enumerate(parts):
         wanted = learned if of_learned else batch.ahead(k + 2)
         rows = Rows(wanted, learned, ids, shifted(batch.best, k + 1), shifted(batch.mass, k + 1))

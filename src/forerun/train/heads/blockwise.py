@@ -80,5 +80,6 @@ class Head(medusa.Head):
         """Return the hidden states plus one output of the layer, for the rows that learn, [R, H]."""
         x = batch.hidden[learned].float()
         width = x.shape[-1]
-        output, inner = slice(head * width, (head + 1) * width), F.relu(self._linear("hidden", x))
+        output = slice(head * width, (head + 1) * width)
+        inner = F.relu(self._linear("hidden", x))
         return x + F.linear(inner, self.weights["output.weight"][output], self.weights["output.bias"][output])

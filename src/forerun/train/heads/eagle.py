@@ -181,7 +181,8 @@ class SteppingHead:
         needed = list(accumulate(reversed(learned), torch.logical_or))[::-1]
         mask, feature = visible(batch), self.features(batch)
         x, y = self._read(shifted(batch.ids, 1), feature)
-        first, later = self._block.keys_values(y, batch.at), list[tuple[Tensor, Tensor]]()
+        first = self._block.keys_values(y, batch.at)
+        later = list[tuple[Tensor, Tensor]]()
         x, y = x[needed[0]][None], y[needed[0]][None]
         for j in steps:
             rows = needed[j]
@@ -223,7 +224,8 @@ class Head(SteppingHead):
     """The head of the drafter eagle."""
 
     def __init__(self, options: Options, teacher: Teacher, seed: int) -> None:
-        vocab, read = Vocabulary(teacher, options.draft_vocab), layers(options, teacher.config)
+        vocab = Vocabulary(teacher, options.draft_vocab)
+        read = layers(options, teacher.config)
         whole = stepping_block(teacher.config, vocab_size=len(vocab.ids), tied=True)
         wanted = last_attending(teacher.config)
         fitted = read.index(wanted) if wanted in read else None
