@@ -123,7 +123,7 @@ class Certificate:
 def certify(config: EngineConfig, plan: Plan, tell: Tell | None = None) -> Certificate:
     """Run all checks on the pair that a configuration names. Raises UserError and CapacityError as LLM does.
 
-    tell: called with the current work, and the share of the time that is over.
+    tell: called with the current work, and how much of all work is done, from 0 to 1.
     """
     clock = Clock(plan.minutes, tell)
     clock.part("loading", 0.0)

@@ -13,7 +13,7 @@ LEVEL = 1e-3  # at most this is the probability that a right engine fails any of
 POWER = 0.99
 ETA = 1e-3  # at most this is the probability that a stated bound is too small
 
-Tell = Callable[[str, float], None]  # called with the current work, and the share of all time that is over
+Tell = Callable[[str, float], None]  # called with the current work, and how much of all work is done, from 0 to 1
 
 
 @dataclass
@@ -96,7 +96,8 @@ class Clock:
         now = time.monotonic()
         if self._tell is not None:
             what = f"{self._what}: {detail}" if detail else self._what
-            self._tell(what, min(1.0, (now - self._begun_s) / self._all_s))
+            # Checks on toys are never cut short, so the first part may take longer than its share.
+            self._tell(what, (min(now, self.deadline_s) - self._begun_s) / self._all_s)
         return now < self.deadline_s
 
     @property
