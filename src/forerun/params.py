@@ -494,7 +494,7 @@ class SamplingParams:
             raise BadOption(f"{search} is not possible with max_tokens=0: there is nothing to search for", asked)
         if not self.greedy:
             raise BadOption(
-                f"{search} is not possible where tokens are drawn: a beam search draws nothing; add temperature=0",
+                f"{search} is not possible where tokens are drawn: a beam search draws nothing; set temperature to 0",
                 asked,
             )
         _require(self.n <= self.num_beams, "n", self.n, f"at most {width}")

@@ -71,7 +71,7 @@ def test_a_beam_search_prints_its_texts_and_scores(cli: Any) -> None:
     found = cli("generate", "--target", "llama", *GREEDY, "--num-beams", "3", "a")
     assert "drafts from the text (lookup)" in found.stderr  # which searches for beams
     assert "--rounds shows how one text grows" in cli(*base, "--rounds").stderr
-    assert "add temperature=0" in cli("generate", "--target", "llama", "--num-beams", "3", "a").stderr
+    assert "set temperature to 0" in cli("generate", "--target", "llama", "--num-beams", "3", "a").stderr
 
 
 def test_a_lossy_rule_is_named_with_its_price(cli: Any) -> None:

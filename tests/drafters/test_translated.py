@@ -388,7 +388,7 @@ def test_what_cannot_be_is_refused():
     target = target_for(TARGET, num_ids=3, max_batch_size=2, max_seq_len=32, loaded_draft=checkpoint_of(near(3)))
     with pytest.raises(BadOption, match="needs the tokenizers of both models"):
         translated.build(translated.Options(how="text"), target)
-    with pytest.raises(BadOption, match=r"'translated' needs a draft model: .*draft='translated:path=path/to/draft'"):
+    with pytest.raises(BadOption, match=r"'translated' needs a draft model: .*translated:path=FOLDER"):
         translated.build(translated.Options(), dataclasses.replace(target, loaded_draft=None))
 
 

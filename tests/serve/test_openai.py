@@ -184,7 +184,7 @@ TOOL = {"type": "function", "function": {"name": "weather"}}
 REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"model": "gpt-4o"}, "model", "it must be 'small' or 'models/small', or left out"),
     (CHAT, {"num_beams": 2, "temperature": 0, "stream": True}, "stream", "which text is best is known at the end"),
-    (COMPLETIONS, {"num_beams": 2}, "num_beams", "a beam search draws nothing; add temperature=0"),
+    (COMPLETIONS, {"num_beams": 2}, "num_beams", "a beam search draws nothing; set temperature to 0"),
     (COMPLETIONS, {"num_beams": 2, "temperature": 0, "n": 3}, "n", "at most num_beams=2"),
     (CHAT, {"messages": []}, "messages", "must be a list such as"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages", "must be a list such as"),

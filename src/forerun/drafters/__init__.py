@@ -439,8 +439,7 @@ def wanted(spec: str, target: Known) -> list[Wanted]:
 
 def needs_a_model(name: str) -> str:
     """Return the error message for a method that was given no draft model."""
-    example = "path/to/draft" if name == "model" else f"{name}:path=path/to/draft"
-    return f"the drafter {name!r} needs a draft model: give its folder or hub id, as in draft={example!r}"
+    return f"the drafter {name!r} needs a draft model: name its folder or hub id, as in {name}:path=FOLDER"
 
 
 def has_needs(method: str) -> bool:

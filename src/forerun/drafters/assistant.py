@@ -233,8 +233,7 @@ def build(options: Options, target: Target) -> Drafter:
 def _opened(options: Options, target: Known) -> OpenedCheckpoint:
     if options.path is None:
         raise BadOption(
-            "assistant needs the checkpoint that was published for its target: name it, as in "
-            "draft='assistant:path=FOLDER'"
+            "assistant needs the checkpoint that was published for its target: name it, as in assistant:path=FOLDER"
         )
     opened = target.open(options.path)
     if opened.spec.features is None or run_by(opened.raw) != "assistant":
