@@ -74,6 +74,13 @@ def test_a_beam_search_prints_its_texts_and_scores(cli: Any) -> None:
     assert "set temperature to 0" in cli("generate", "--target", "llama", "--num-beams", "3", "a").stderr
 
 
+def test_a_file_behind_an_at_sign_is_a_text_and_that_is_said(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abc")
+    for text, is_said in ((f"@{tmp_path / 'text.txt'}", True), ("@nobody", False)):
+        done = cli("generate", text, "--target", "llama", *GREEDY, code=0)
+        assert ("is sent as it is; --prompt-file reads a file" in done.stderr) == is_said
+
+
 def test_a_lossy_rule_is_named_with_its_price(cli: Any) -> None:
     drafts = ("--draft", "./draft", "--pacing", "fixed", "--seed", "1")
     base = ("generate", "--target", "llama", *drafts, "--max-tokens", "12", "a")

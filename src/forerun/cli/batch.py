@@ -47,6 +47,8 @@ def batch(
 
     Exit code 2: a request was refused (its line says why), or nothing was run.
     """
+    if str(requests) == "-":
+        raise BadOption("batch reads a file, which a later run compares with: write the requests into one and name it")
     config = flags.engine_config({**engine, "target": target})
     place = _place(ray_engines, ray_cpus, ray_gpus) if ray else None
     if not ray and (ray_engines is not None or ray_cpus is not None or ray_gpus):

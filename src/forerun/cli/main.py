@@ -149,6 +149,9 @@ def generate(
         continues = chat is None and any(isinstance(prompt, str) for prompt, _ in requests) and not opened.is_shipped
         if continues and sys.stderr.isatty() and not as_json:
             note(f"{opened.files.name} has no chat template: it continues the text and answers nothing")
+        for text in prompts or []:
+            if text.startswith("@") and Path(text[1:201]).is_file():
+                note(f"{text[:201]} is sent as it is; --prompt-file reads a file")
         llm = _loaded(opened)
     encoded = [(_encoded(llm, prompt, number), params) for number, (prompt, params) in enumerate(requests, 1)]
     if as_json:
