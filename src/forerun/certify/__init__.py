@@ -1,1 +1,1 @@
-"""`forerun certify`: whether this installation draws exactly as plain decoding does, with this pair of models."""
+"""`forerun certify` checks whether this installation, with one target and drafter, draws exactly as plain decoding."""

@@ -1,4 +1,4 @@
-"""The third part: the real pair with only a few ids allowed, so that every output can be counted (G-tests on cells)."""
+"""The certificate's third part: the real models may use only a few ids, so that every output is counted (G-tests)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_TESTS, MOST_TESTS = 3, 12
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of the outputs of one test. size: the number of allowed ids, and the number of output tokens."""
+    """How the outputs of one test are drawn. size: the number of allowed ids, and the number of tokens per output."""
 
     source: Source
     rule: str
@@ -55,7 +55,7 @@ class Setting:
 
 
 class Sampler:
-    """A sampler of outputs of one setting. It knows plain decoding's probability of each output."""
+    """A sampler that draws and counts outputs in one setting. probs: plain decoding's probability of each output."""
 
     def __init__(self, pair: Pair, setting: Setting, seed: int) -> None:
         self.setting, self._seed = setting, seed
@@ -89,7 +89,7 @@ class Sampler:
 
 
 def check(clock: Clock, pair: Pair, seed: int) -> Check:
-    """Draw and test outputs of every setting. The remaining time is split evenly over the remaining settings."""
+    """Draw and test outputs in LEAST_TESTS settings, and in more while there is time. They share it evenly."""
     counted = Check(
         "counted outputs",
         "few ids",

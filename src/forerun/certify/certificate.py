@@ -1,4 +1,4 @@
-"""The certificate: all checks in turn, one judgement of all statistical tests, and the list of unproven claims."""
+"""The certificate runs all checks, judges all statistical tests together, and lists what it does not prove."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass
 class Certificate:
-    """The results of all checks. facts: about the pair and the machine, for people and for JSON."""
+    """The results of all checks. facts: what is known of the models, the engine and the machine, by name."""
 
     plan: Plan
     facts: dict[str, Any]
@@ -76,7 +76,7 @@ class Certificate:
         return bool(self.checks) and all(check.passed is not False for check in self.checks)
 
     def detects(self, check: Check) -> float | None:
-        """Return the total variation that every test of a check would find with probability POWER; None = not known."""
+        """Return the least total variation that each test of a check finds with probability POWER; None = not known."""
         known = [one for test in check.tests if (one := test.detects(len(self.tests))) is not None]
         return max(known, default=None)
 
@@ -121,9 +121,9 @@ class Certificate:
 
 
 def certify(config: EngineConfig, plan: Plan, tell: Tell | None = None) -> Certificate:
-    """Run all checks on the pair that a configuration names. Raises UserError and CapacityError as LLM does.
+    """Run the plan's checks on a configuration's target and drafter. Raises UserError and CapacityError as LLM does.
 
-    tell: called with the current work, and how much of all work is done, from 0 to 1.
+    tell: called with the current work in words, and the share of the plan's time that is over, from 0 to 1.
     """
     clock = Clock(plan.minutes, tell)
     clock.part("loading", 0.0)
@@ -162,7 +162,7 @@ def _guarded(name: str, run: Callable[[], list[Check]]) -> list[Check]:
 
 
 def _judge(certificate: Certificate) -> None:
-    """Judge all statistical tests as one family."""
+    """Mark the tests that Holm's method rejects, taking all tests as one family, and note them as problems."""
     tests = certificate.tests
     for test, is_rejected in zip(tests, holm([test.p_value for test in tests], LEVEL), strict=True):
         test.rejected = is_rejected
@@ -171,7 +171,7 @@ def _judge(certificate: Certificate) -> None:
 
 
 def _facts(pair: Pair, plan: Plan) -> dict[str, Any]:
-    """Return the facts about the pair, the engine and the machine."""
+    """Return the facts about the models, the engine and the machine, by name."""
     model, llm = pair.llm.checkpoint.model, pair.llm
     return {
         "target": llm.checkpoint.name,

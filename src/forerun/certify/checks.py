@@ -13,7 +13,7 @@ LEVEL = 1e-3  # at most this is the probability that a right engine fails any of
 POWER = 0.99
 ETA = 1e-3  # at most this is the probability that a stated bound is too small
 
-Tell = Callable[[str, float], None]  # called with the current work, and how much of all work is done, from 0 to 1
+Tell = Callable[[str, float], None]  # called with the current work, and the share of the time that is over, 0 to 1
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Test:
 
     @classmethod
     def of(cls, about: str, fit: Fit, tv: float | None = None, tv_bound: float | None = None) -> Test:
-        """Make a test from a fit."""
+        """Make a test from `fit`, the result of a function of forerun.theory.significance."""
         return cls(about, fit.p_value, fit.num_samples, fit.num_free, tv, tv_bound)
 
     def detects(self, num_tests: int) -> float | None:
-        """Return the total variation that the test finds with probability POWER; None = not known.
+        """Return the least total variation that the test finds with probability POWER; None = not known.
 
         num_tests: the size of the family that the test belongs to.
         """
@@ -54,9 +54,10 @@ class Test:
 class Check:
     """One line of a certificate.
 
-    subject: "toy" (models whose probabilities are known), "few ids" (the pair, with at most 8 ids allowed), or "pair".
-    num_samples: the number of samples, counted in `unit`. problems: a sentence for each failure. ran: whether there was
-    anything to check. result: the outcome in short. proves: the claim that the check supports, and the claim's limits.
+    subject: "toy" (models whose probabilities are known), "pair" (the user's target and drafters), or "few ids" (the
+    same, with at most 8 ids allowed). num_samples: the number of samples, counted in `unit`. problems: a sentence for
+    each failure. ran: whether there was anything to check. result: the outcome in short. proves: the claim that the
+    check supports, and the claim's limits.
     """
 
     name: str

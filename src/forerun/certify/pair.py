@@ -1,4 +1,4 @@
-"""The pair under test: its engines, runs of requests, and the target's own distributions by plain decoding."""
+"""The models under test: a target with four drafters, and the target's distributions by plain decoding."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Pair:
 
     @property
     def row_invariant(self) -> bool:
-        """Whether the bits of a row depend on that row alone, so that texts must be equal without exception."""
+        """Whether a token's logits are the same bits whatever shares its pass, so that all texts must be equal."""
         return bool(self.llm.checkpoint.model.ops.row_invariant)
 
     def failed_drafters(self) -> list[str]:

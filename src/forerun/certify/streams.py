@@ -1,4 +1,4 @@
-"""The fourth part: the pair as it is, over its whole vocabulary, by the conditional probability integral transform.
+"""The certificate's fourth part tests unrestricted outputs by the conditional probability integral transform.
 
 Let p be plain decoding's probabilities at an emitted token x, with the ids ordered by p. Let F(x-) be the probability
 of all ids before x, and W a uniform random number. Then u = F(x-) + W p(x) is uniform, and independent of the earlier
@@ -65,7 +65,7 @@ class Setting:
 
 @dataclass
 class Stream:
-    """The statistics of a setting.
+    """The statistics of the tokens that are drawn in one setting.
 
     series: u of each token, a list for each output. num_rare: the number of rare tokens. rare_probs: for each token,
     the probability that plain decoding draws a rare token there.
@@ -80,7 +80,7 @@ class Stream:
 
     @property
     def bins(self) -> list[int]:
-        """The bin of every u, in the order in which they came."""
+        """The bin of each token's u, in the order of the tokens."""
         return [min(BINS - 1, int(u * BINS)) for series in self.series for u in series]
 
     def add(self, tokens: Seq[int], each_probs: Seq[Probs], rng: np.random.Generator) -> None:
@@ -137,7 +137,7 @@ def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool,
 
 
 def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
-    """Let the pair write texts in each setting in turn, as long as there is time, and test the texts."""
+    """Write texts in each setting in turn, as long as there is time, and test the statistics of their tokens."""
     all_checks = [
         Check(
             "u is uniform",
@@ -190,7 +190,7 @@ def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
 def _write(
     pair: Pair, stream: Stream, prompts: Seq[list[int]], seed: int, number: int, rng: np.random.Generator
 ) -> None:
-    """Let a setting write a batch of texts, and add their transformed tokens to the stream."""
+    """Write a batch of texts in the setting of a stream, and add the u of their tokens to the stream."""
     llm = stream.setting.source.llm
     size = llm.config.max_batch_size
     jobs = [

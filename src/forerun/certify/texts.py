@@ -1,4 +1,4 @@
-"""The second part: greedy and `match` texts of the pair must equal the texts of plain decoding, token for token."""
+"""The certificate's second part: greedy and `match` texts must equal the texts of plain decoding, token for token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Job:
 
 
 def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
-    """Compare texts prompt by prompt, as long as there is time. Then judge the drafts of the perfect copy."""
+    """Compare texts with plain decoding's, as long as there is time. Then check the acceptance of the perfect copy."""
     equal = Check(
         "equal texts",
         "pair",
@@ -88,7 +88,7 @@ def _judge_copies(check: Check, compared: _Compared, row_invariant: bool) -> Non
 
 
 class _Compared:
-    """All comparisons so far."""
+    """The counts of all comparisons with plain decoding so far."""
 
     def __init__(self, pair: Pair, check: Check) -> None:
         self.pair, self.check = pair, check
@@ -96,7 +96,7 @@ class _Compared:
         self.by_source: dict[str, tuple[int, int]] = {}  # numbers of texts, and of accepted tokens
 
     def look(self, prompt: list[int], mode: str, params: SamplingParams, alone: Request) -> None:
-        """Run one prompt with every drafter and length, in one batch for each engine, and compare."""
+        """Run a prompt with every drafter and draft length, and compare each text with `alone`, the plain decoding."""
         plain = alone.seq.output_ids
         jobs = self._jobs(mode, params, plain)
         for llm in (self.pair.llm, self.pair.copy.llm):

@@ -23,7 +23,7 @@ PASSES = (1, 6, 512)  # rows of the passes that are compared
 
 
 def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> Row:
-    """Return float64 logits after the last token of `ids`, run through the cache in chunks of `chunk` rows."""
+    """Return float64 logits after the last token of `ids`, run through the cache in chunks of `chunk` tokens."""
     runner.cache.open(SLOT)
     try:
         for start in range(0, len(ids), chunk):
@@ -37,7 +37,7 @@ def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> Row:
 
 
 def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
-    """Return twice the largest deviation of a logit between passes with different numbers of rows, over these texts."""
+    """Return twice the largest deviation of a logit between passes over different numbers of tokens of these texts."""
     deviation = 0.0
     for ids in texts:
         first, *others = (last_logits(runner, ids, chunk) for chunk in PASSES)

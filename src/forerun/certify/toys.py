@@ -1,4 +1,4 @@
-"""The first part: checks of the installed package on toy models.
+"""The certificate's first part: checks of the installed package on toy models.
 
 Enumerated outputs must have exactly the probabilities of plain decoding, wrong versions of the package must be found,
 and the caches must agree with the committed tokens.
@@ -49,7 +49,7 @@ def checks(clock: Clock, mutant: Wrong | None) -> list[Check]:
 
 
 def enumeration(clock: Clock, mutant: Wrong | None) -> Check:
-    """Enumerate engines with every drafter, and with every lossless rule that can judge the drafter's drafts."""
+    """Enumerate the outcomes of toy engines: every drafter with every lossless rule that can judge its drafts."""
     check = Check(
         "every outcome",
         "toy",
@@ -159,7 +159,7 @@ def wrong_versions(clock: Clock) -> Check:
 
 
 def in_float32(clock: Clock, mutant: Wrong | None) -> Check:
-    """Enumerate a few engines with float32 logits, as the kernels of real models return them."""
+    """Enumerate the outcomes of a few toy engines with float32 logits, as the kernels of real models return them."""
     check = Check(
         "float32 sampling",
         "toy",
@@ -209,7 +209,7 @@ def caches() -> Check:
 
 
 def production_coins() -> Check:
-    """Draw rounds with the coins of real requests, which the enumeration replaces by its own coins."""
+    """Test rounds with the random numbers of real requests, because the enumeration puts its own in their place."""
     check = Check(
         "production coins",
         "toy",
@@ -225,7 +225,7 @@ def production_coins() -> Check:
 
 
 def perfect_alpha() -> float:
-    """Return accepted / tested tokens of a perfect copy, over all outcomes of a few rounds."""
+    """Return the share of tested tokens that are accepted when the draft model is an exact copy of the target."""
     tested = accepted = 0.0
     long = dataclasses.replace(PERFECT, params=dataclasses.replace(PERFECT.params, max_tokens=4))
     for weight, (_, reports) in every_way(long):

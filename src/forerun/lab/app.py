@@ -41,7 +41,7 @@ def make_lab(llm: LLM) -> FastAPI:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Answer errors in the form of `_answer`, and bodies that cannot be understood with status 400."""
+    """Make an application answer errors in the form of `_answer`, and invalid request bodies with status 400."""
     app.add_exception_handler(ForerunError, _refused)
     app.add_exception_handler(HTTPException, _not_there)
     app.add_exception_handler(RequestValidationError, _not_understood)
@@ -56,7 +56,7 @@ async def _with_headers(request: Request, answer: Callable[[Request], Awaitable[
 def _answer(
     message: str, status: int, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Return the answer to a request that has failed, in the form of OpenAI's API, as the server's errors have it."""
+    """Return the answer to a request that has failed, in the error format of OpenAI's API, as the server does."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers)
 

@@ -46,7 +46,7 @@ def make_router(llm: LLM) -> APIRouter:
 
     @router.post("/live")
     async def generate(body: dict[str, Any]) -> StreamingResponse:
-        """Generate, and stream the events. A body that cannot be honoured is refused before the first event."""
+        """Generate a text, and stream its events. A body that cannot be honoured is refused before the first event."""
         wish = await asyncio.to_thread(read_body, llm, body)
         request = make_request(llm, wish)
         if len(watched) >= MOST_VIEWERS:
@@ -76,7 +76,7 @@ async def _counted(watched: set[str], all_events: AsyncGenerator[bytes]) -> Asyn
 
 
 async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes]:
-    """Yield the events of the lane "draft", and in a race also of the lane "plain".
+    """Yield the events of the request (lane "draft"), and in a race then of its plain decoding (lane "plain").
 
     Closing the generator ends the running request. If a request fails, the last event is "failed" and says why.
     """
@@ -97,7 +97,7 @@ async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes
 
 
 def choices(llm: LLM) -> dict[str, Any]:
-    """Return what the page offers: the model, examples, the engine's drafters, and every rule that a scan finds."""
+    """Return what the page offers: the model, examples, the engine's drafters, and all verification rules."""
     rules = [verify.find(name) for name in verify.rules()]
     is_code, has_chat = llm.opened.is_shipped, _has_chat(llm)
     return {
@@ -145,7 +145,7 @@ class Wish:
 
 
 def read_body(llm: LLM, body: Mapping[str, Any]) -> Wish:
-    """Return what a body asks for. Raises UserError."""
+    """Return what the JSON body of a request asks for. Raises UserError."""
     for name in body:
         if name not in (*FIELDS, *OTHER_FIELDS):
             raise BadOption(unknown("field", name, (*FIELDS, *OTHER_FIELDS)))

@@ -1,4 +1,4 @@
-"""How long passes take on this machine, and one measured point for the widget Landscape."""
+"""Measurements for the widget Landscape: how long passes take on this machine, and the speed-up of one drafter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_router(llm: LLM) -> APIRouter:
 
 
 def passes(llm: LLM) -> dict[str, Any]:
-    """Return the target's curve t(rows) / t(1), and the cost ratio c of each drafter that has been timed."""
+    """Return the target's curve t(rows) / t(1), and each drafter's cost ratio c (None where it was not timed)."""
     times = llm.pass_times()
     target = times.pop("")
     return {
@@ -85,7 +85,7 @@ def _cost(draft_s: float | None, target_s: float | None) -> float | None:
 
 
 def measured(llm: LLM, body: Measuring) -> dict[str, Any]:
-    """Return the measured point. c is None where the drafter was not timed."""
+    """Generate with and without drafts; return alpha, K and the speed-up. c is None where the drafter was not timed."""
     common: dict[str, Any] = {"max_tokens": body.max_tokens, "temperature": 0, "ignore_eos": True}
     plain = SamplingParams(**common, draft="none")
     drafting = SamplingParams(**common, draft=body.draft, spec_length=body.spec_length)

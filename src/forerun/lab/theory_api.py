@@ -27,7 +27,7 @@ def roofline(
     experts every row costs something, unless all rows choose the same experts.
 
     target, draft: names in forerun.theory.roofline.SHAPES. machine: a name in MACHINES there. batch: the number of
-    sequences in a pass, each with `context` tokens before its rows. overlap: how far rows choose the same experts, see
+    sequences in a pass, each with `context` tokens in its cache. overlap: how far rows choose the same experts, see
     forerun.theory.roofline.Step. Raises ValueError for other names, and for steps without rows.
     """
     shapes, machines = roofline_of.SHAPES, roofline_of.MACHINES

@@ -72,13 +72,13 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
     @router.get("/rules")
     def rules() -> dict[str, Any]:
-        """Return the verification rules that a scan finds, and the mutants that make them wrong."""
+        """Return all verification rules, and the mutants that make a rule wrong."""
         described = [_described(verify.find(name)) for name in verify.rules()]
         return {"rules": described, "mutants": [{"name": m.name, "needs": m.needs} for m in MUTANTS.values()]}
 
     @router.post("/rounds")
     def rounds(body: Rounds) -> dict[str, Any]:
-        """Return the counts of some rounds. The page adds up the counts of its requests."""
+        """Run some rounds and return their counts. The page adds up the counts of its requests."""
         with _turn():
             return counted(body)
 
@@ -179,7 +179,7 @@ class _SharedNoise:
 
 
 def _table(weights: list[float]) -> testing.Table:
-    """Return a table whose distribution depends on the number of preceding tokens alone."""
+    """Return a function from the preceding tokens to a distribution that depends on their number alone."""
     probs = _probs(weights)
 
     def table(tokens: tuple[int, ...]) -> Floats:

@@ -41,7 +41,7 @@ def event(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 def coins_of(detail: RoundDetail) -> dict[int, Toss]:
-    """Return the coin of each node; {} where the rule's coins do not belong to single nodes of the tree."""
+    """Return the coin toss of each tested node; {} where the rule's coins do not belong to single nodes of the tree."""
     depths = depths_of(detail.parents)
     if depths == list(range(len(depths))):  # a chain
         return {toss.depth: toss for toss in detail.tosses}
@@ -61,7 +61,7 @@ def depths_of(parents: Seq[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that advanced the request.
+    """An engine step that advanced the request.
 
     number: the request's index among the sequences of the report; None where the step only ran a part of the prompt.
     """

@@ -43,7 +43,7 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, end: i
 
 
 def id_type(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:
-    """Return the smallest type that holds all ids of a tokenizer."""
+    """Return uint16 where it holds all ids of a tokenizer, otherwise uint32."""
     return np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
 
 
@@ -101,7 +101,7 @@ class WindowStream:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """An endless sequence of whole rows of ids [N, L + 1], such as images. Each epoch has a new order."""
+    """An endless sequence of the rows of a table of ids [N, L + 1], such as images. Each epoch has a new order."""
 
     ids: NDArray[np.int64]
     seed: int
@@ -155,7 +155,7 @@ def validation_windows(tokens: Tokens, seq_len_tokens: int, most: int) -> Tensor
 
 
 def load_samples(path: Path, tokenizer: Tokenizer, end: int, *, held_out: bool = False) -> Tokens:
-    """Read a file of `forerun train sample` as one stream, with the id `end` after each text, [N].
+    """Read a file of `forerun train sample` as one stream of ids [N], in which each text ends with the id `end`.
 
     held_out: whether to read the texts that are held out from training. Raises BadOption for ids of another tokenizer.
     """

@@ -1,4 +1,4 @@
-"""The model card of a pair, written from the logs of the training, so that every number in the card was measured."""
+"""The model card of a target and its draft model, written from logs, so that every number in the card was measured."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def write_card(
 ) -> None:
     """Write the card to `out`, and the list of source files beside it as sources.txt.
 
-    target, draft: out folders of `train lm`. numbers: the file of `train pair --out`. history, target_history: out
-    folders of earlier stages of the draft and of the target. Raises NotFound where one of these files is missing.
+    target, draft: out folders of `train lm`. numbers: the measurements that `train pair --out` wrote. history,
+    target_history: out folders of earlier stages of the draft and of the target. Raises NotFound for a missing or
+    unfinished run, for missing prompts, and where this Python's sources are not the training data.
     """
     target_run = read_run(target)
     corpus = load_corpus()
@@ -72,7 +73,7 @@ def write_card(
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return the content of run.json in an out folder, with the lines of the run's log added under the key "log"."""
+    """Return the content of run.json in an out folder, with the lines of the run's log added as the entry "log"."""
     if not (folder / "run.json").exists():
         raise NotFound(f"there is no run.json in {folder}: name an out folder of `forerun train lm`")
     run: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -124,7 +125,7 @@ def final(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def pair_section(numbers: Path) -> str:
-    """Return the section with the measured alpha-hat."""
+    """Return the section on how often drafted tokens were accepted (alpha-hat). numbers: see `write_card`."""
     rows = [json.loads(line) for line in numbers.read_text(encoding="utf-8").splitlines()]
     text = (
         "## How often the draft is right\n\nMeasured by decoding held-out prompts (`prompts.jsonl`) with the package's "
@@ -153,7 +154,7 @@ def data_section(run: dict[str, Any], counts: dict[str, tuple[int, int]], out: P
 
 
 def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
-    """Return the section with options and losses of each run. Runs before the last may have been stopped early."""
+    """Return the section with options and losses of each training run. Earlier stages may have been stopped early."""
     text = (
         "## Training\n\nAdamW (0.9, 0.95), weight decay on matrices, gradient norm clipped, linear warm-up, constant "
         "rate, linear decay to 0.\nLosses are nats per token; alpha is the mean of sum min(p, q), agreement the share "
@@ -177,7 +178,7 @@ def stage_section(target_stages: Seq[Path], draft_stages: Seq[Path]) -> str:
 
 
 def last_numbers(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest value of every number in a run's log."""
+    """Return the last logged value of each training measure, by name. run: as `read_run` returns it."""
     numbers: dict[str, Any] = {}
     for line in run["log"]:
         numbers |= line

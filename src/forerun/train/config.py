@@ -16,7 +16,7 @@ LossName = Literal["ce", "kl", "alpha"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The length and the learning rate of a run. Sizes are in tokens, times in seconds.
+    """The options that all training runs have, such as steps and learning rate. Sizes are in tokens, times in seconds.
 
     weight_decay: applies to matrices only, not to norms. grad_clip: the largest norm that the gradient may have.
     """
@@ -66,7 +66,7 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
-    """One run of `forerun train lm`."""
+    """The options of one run of `forerun train lm`."""
 
     shape: ModelShape
     loss: LossName = option(
@@ -107,7 +107,7 @@ class TrainConfig(LoopConfig):
 
     @property
     def num_sample_rows(self) -> int:
-        """The number of rows of a batch that come from the samples, where samples are given. The target wrote these."""
+        """The number of rows of a batch that are cut from samples (texts by the target), if samples are given."""
         return round(self.rows_per_step * self.samples_share)
 
     @property
@@ -118,7 +118,7 @@ class TrainConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(LoopConfig):
-    """One run of `forerun train head`.
+    """The options of one run of `forerun train head`.
 
     fit_tokens: the number of tokens to which the head's first weights are fitted before the first step.
     """
@@ -154,7 +154,7 @@ class HeadConfig(LoopConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """One run of `forerun train sample`."""
+    """The options of one run of `forerun train sample`."""
 
     out: Path = option(REQUIRED, "file to append to; where it is there already, sampling goes on")
     num_tokens: int = option(300_000, "tokens in the file when it is done, prompts included")
@@ -180,7 +180,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """One run of `forerun train drafter`."""
+    """The options of one run of `forerun train drafter`."""
 
     out: Path = option(REQUIRED, "folder for samples, hidden states and the head; the same command goes on in it")
     hours: float = option(4.0, "that it may take in all; the target writes for 60 % of them", above=0)

@@ -27,7 +27,7 @@ def train(
     max_text_bytes: int = 10**8,
     progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> int:
-    """Write a datastore of texts (read_texts) with the ids of a target to `out`, and return its number of tokens.
+    """Encode texts (read_texts) for a target, write them to `out` as a datastore, and return the number of tokens.
 
     target: as for LLM; None = the default target. progress: called after each text, with the number of tokens so far.
     Raises UserError for wrong options, and does so before any text is read where it can.
@@ -61,7 +61,7 @@ def joined(texts: Iterable[Seq[int]], num_ids: int, progress: Callable[[int], No
 
 
 def save(tokens: Ints, out: Path, fingerprint: str) -> None:
-    """Write the file that the drafter reads. tokens: as `joined` returns them."""
+    """Write the file that the drafter `datastore` reads. tokens: as `joined` returns them."""
     artifacts.save(out, KIND, {"tokens": tokens, "suffixes": suffix_array(tokens)}, fingerprint)
 
 

@@ -15,9 +15,9 @@ from forerun.types import SamplingParams
 
 @dataclass(frozen=True)
 class PairNumbers:
-    """The counts of a target and its draft model over all prompts.
+    """The measured counts and rates of a target with its draft model, over all prompts.
 
-    alpha_hat: accepted / tested tokens; None where no token was tested.
+    alpha_hat: the share of tested tokens that were accepted; None where no token was tested.
     """
 
     temperature: float
@@ -52,8 +52,8 @@ def measure_pair(
 ) -> PairNumbers:
     """Decode every prompt speculatively with the draft model, and add up the reports.
 
-    Drafts are verified by the ratio rule at temperature > 0. The prompts get the seeds seed, seed + 1, ..., so the
-    numbers repeat on one machine.
+    Drafts are verified by the ratio rule at temperature > 0. The prompts get the seeds seed, seed + 1, ..., so a
+    measurement can be repeated on one machine.
     """
     llm = LLM(str(target), draft=str(draft), spec_length=spec_length)
     outputs = decode(llm, prompts, temperature, max_tokens, seed, ignore_eos=True)
@@ -81,7 +81,7 @@ def decode(
 
 
 def pair_numbers(outputs: Sequence[RequestOutput], temperature: float, spec_length: int) -> PairNumbers:
-    """Add up the reports of outputs."""
+    """Return the counts and rates of all outputs together, from their reports."""
     reports = [output.report for output in outputs]
     tested, accepted = sum(r.num_tested for r in reports), sum(r.num_accepted for r in reports)
     steps, emitted = sum(r.num_steps for r in reports), sum(r.num_emitted for r in reports)

@@ -53,7 +53,7 @@ class Features:
 
 
 class FeatureSource(Protocol):
-    """A source of features."""
+    """A source of features, such as Recomputed or Stored."""
 
     def of(self, sample: Sample) -> Features:
         """Return the features of one text."""
@@ -89,7 +89,7 @@ class Recomputed:
 
 
 def features_of(model: Model, layers: Seq[Any], hidden: Any, best: Seq[int]) -> Features:
-    """Return the features of some rows from the model's own arrays.
+    """Return the features of n tokens, made from arrays of the model's backend.
 
     layers: for each layer, the rows [n, H] of the residual stream. hidden: the rows [n, H] after the final norm.
     """
@@ -163,11 +163,11 @@ class FeatureFile:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that are stored whole. The last text may be cut short."""
+        """The number of tokens whose features are stored whole. The last text may be cut short."""
         return self.path.stat().st_size // self._record.itemsize if self.path.exists() else 0
 
     def write(self, start: int, features: Features) -> None:
-        """Write the features of a text from token `start` on."""
+        """Write the features of a text. start: the number of tokens in the texts before it."""
         rows = np.empty(len(features.best), dtype=self._record)
         rows["layers"], rows["hidden"] = _bits(features.layers), _bits(features.hidden)
         rows["best"] = features.best.numpy()

@@ -28,7 +28,7 @@ from forerun.train.heads import Packing, Teacher
 from forerun.train.loop import autocast
 from forerun.train.samples import Sample, read_samples
 
-NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # keys of config.json that may change: a head may go on with other ids
+NUM_DRAFTED = {"vocab_size", "draft_vocab_size"}  # config.json entries that may change: a head may go on with other ids
 
 
 @dataclass
@@ -54,7 +54,7 @@ class HeadTask:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The method, the first weights and the samples' options, see `Task`. So a run may resume with more texts."""
+        """The method, the first weights and the samples' options, see `Task`. A run may resume with more samples."""
         begun = {"method": self.config.method, "seed": self.config.seed, "init_from": self.config.init_from}
         return begun | {"options": dataclasses.asdict(self.options), "samples": self.facts["samples"]}
 
@@ -67,7 +67,7 @@ class HeadTask:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Measure the head on held-out texts. Returns numbers for each drafted position."""
+        """Measure the head on held-out texts. Returns the mean of each measure of `Head.measure`, by name."""
         sums: dict[str, tuple[float, float]] = {}
         rows = self.held_out.epoch()[: self.config.validation_rows]
         for start in range(0, len(rows), self.config.rows_per_step):
@@ -110,7 +110,7 @@ def train(
     quiet: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Train a head for a target. Returns the last validation's numbers.
+    """Train a head for a target. Returns the measures of the last validation, by name.
 
     warn: called with remarks on samples and target. Raises BadOption for samples of another tokenizer, and for too few
     samples.
@@ -211,7 +211,7 @@ class Before:
 
     @torch.no_grad()
     def go_on(self, head: heads.Head, model: LoadedModel, num_ids: int) -> None:
-        """Copy the weights into a new head.
+        """Copy the weights of the earlier head into a new head.
 
         Raises UserError for weights of another target, and for weights that were trained with other options.
         """

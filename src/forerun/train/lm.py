@@ -240,7 +240,7 @@ def ids_data(config: TrainConfig, path: Path) -> Data:
 def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | None, frozenset[int]]:
     """Return the target, and the ids that end its output. Without a target, return None and no ids.
 
-    Raises BadOption for a target that cannot read the sequences, and for a target with sliding windows.
+    Raises BadOption where the target's ids or positions do not fit the run, and where it has sliding windows.
     """
     if config.teacher is None:
         return None, frozenset()
@@ -254,7 +254,7 @@ def load_teacher(config: TrainConfig, ops: TrainingOps) -> tuple[TorchModel | No
 
 
 def load_earlier(name: str, config: TrainConfig, ops: TrainingOps) -> TorchModel:
-    """Load an earlier draft of the target. Raises BadOption for a draft that cannot read the sequences."""
+    """Load an earlier draft of the target. Raises BadOption where its ids or positions do not fit the run."""
     model = load_decoder(name, ops, config.device)
     _check_fits(name, model, config)
     return model

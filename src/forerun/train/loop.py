@@ -31,8 +31,8 @@ LOG_EVERY_STEPS = 10
 class Task(Protocol):
     """The model or head that is trained. weights: by name; they are trained in place.
 
-    identity: the settings, by name, that must not change where a run goes on from a saved state. facts: for run.json.
-    rates: the learning rates of some weights, by name, as multiples of the usual rate.
+    identity: the settings, by name, that must not change where a run goes on from a saved state. facts: entries
+    for run.json. rates: the learning rates of some weights, by name, as multiples of the usual rate.
     """
 
     @property
@@ -48,7 +48,7 @@ class Task(Protocol):
         """Return the loss of the batch of one step. The batch depends on seed and step alone."""
 
     def validate(self) -> dict[str, float]:
-        """Return numbers on held-out data."""
+        """Return measures on held-out data, such as losses, by name."""
 
     def export(self, log: Iterable[Mapping[str, Any]]) -> None:
         """Write the current weights as a checkpoint or head that can be loaded. log: the lines of log.jsonl."""
@@ -71,7 +71,7 @@ class Run:
 def train(
     config: LoopConfig, prepare: Callable[[], Task], *, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
-    """Train until config.steps, save along the way, and export. Returns the last validation's numbers.
+    """Train until config.steps, save along the way, and export. Returns the measures of the last validation.
 
     prepare: reads the data and makes the task, which may take long. resume: go on from the state in the out folder;
     where the folder has no state, begin a new run. On the same machine with the same number of threads, every loss of a
@@ -159,7 +159,7 @@ def train_step(run: Run) -> tuple[float, float]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make sums repeatable. Otherwise threads would add up the gradient of the embedding in a changing order."""
+    """Make torch's sums repeatable. Without this, threads add up the embedding's gradient in a changing order."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -193,7 +193,7 @@ def has_bf16(device: str) -> bool:
 
 
 def log(run: Run, numbers: Mapping[str, Any]) -> None:
-    """Append one line to log.jsonl: the step, the tokens and the seconds so far, and `numbers`."""
+    """Append one line to log.jsonl: the step, the tokens and the seconds so far, and the measures in `numbers`."""
     tokens = run.step * run.config.rows_per_step * run.config.seq_len_tokens
     head = {"step": run.step, "tokens": tokens, "elapsed_s": round(run.elapsed_s, 1)}
     with (run.config.out / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -269,7 +269,7 @@ def describe_run(run: Run) -> None:
 
 
 def draw_curves(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the training loss, and each number of the validations, over the steps. Does nothing without matplotlib."""
+    """Draw the training loss, and each measure of the validations, over the steps. Does nothing without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -122,7 +122,7 @@ def train(
 def fitted(
     texts: Iterable[Seq[int]], num_ids: int, order: int, progress: Callable[[Fit], None] = lambda fit: None
 ) -> Fit:
-    """Return the counts of tokens in texts of ids. Raises NotFound where the texts have no token."""
+    """Return the counts of tokens in texts, given as token ids. Raises NotFound where the texts have no token."""
     fit = Fit(num_ids, order)
     for ids in texts:
         fit.add(ids)

@@ -16,7 +16,7 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class TrainingOps(ReferenceOps):
-    """The reference operators over one run, whose rows are consecutive sequences of `seq_len_tokens` tokens each.
+    """The reference operators over a pass whose rows are consecutive sequences of `seq_len_tokens` tokens each.
 
     So training runs the same forward pass of the decoder as serving does, with one difference: keys, values and states
     come from the sequences themselves and not from a cache. Recurrent layers are computed by chunks, because gradients

@@ -1,4 +1,4 @@
-"""`forerun train drafter`: a head for any target in a given time, from nothing but questions.
+"""`forerun train drafter` trains a head for any target in a given time, from nothing but questions.
 
 For `SAMPLE_SHARE` of the time the target writes texts, and its hidden states are stored meanwhile. The rest of the time
 is for training. A few steps are timed, and then as many steps are trained as fit into this time. The out folder gets
@@ -86,7 +86,7 @@ class State:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """The head in `folder` that a recipe has trained. numbers: the numbers of the last validation."""
+    """The head in `folder` that a recipe has trained. numbers: the measures of the last validation, by name."""
 
     folder: Path
     target: OpenedCheckpoint
@@ -104,7 +104,7 @@ def make(
     warn: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainedHead:
-    """Sample and train, going on from the state in the out folder.
+    """Let the target write texts, and train a head on them, going on from the state in the out folder.
 
     say: called with a line about each stage that begins. warn: see `head.train`. Raises UserError as `train sample` and
     `train head` do.

@@ -17,7 +17,7 @@ from forerun.types import Budget, Coins, Draft, Sequence
 
 
 class Recorder(Drafter):
-    """A drafter that drafts nothing, and keeps the features of each sequence until they are taken.
+    """A drafter that drafts nothing, and keeps the features of each sequence until `take` is called for it.
 
     layers: the layers after which the residual stream is kept, in this order.
     """

@@ -1,4 +1,4 @@
-"""A run of `forerun train sample`: an engine for the target, and a file that grows."""
+"""`forerun train sample` lets a target write texts into a file, until the file has the wanted number of tokens."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LLAMA = {
     "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",
 }
-# For each family that can be trained: the keys of the sizes in its config.json, and in FIXED the other entries.
+# For each family that can be trained: the names of the sizes in its config.json, and in FIXED the other entries.
 SIZES: Mapping[str, Mapping[str, str]] = {
     "llama": LLAMA,
     "gpt2": {
@@ -47,7 +47,7 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"rms_norm_eps": 1e-6, "norm_topk_prob": True},
     "qwen3_5_text": {"rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4},
 }
-# The config.json keys for the number and size of heads with states; both are as for the query heads.
+# The entries of config.json for the number and size of heads with states; both are as for the query heads.
 STATE_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 STATE_DIMS = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
 INTERVAL = 4  # layers from one with attention to the next, in a family with states
@@ -55,7 +55,7 @@ INTERVAL = 4  # layers from one with attention to the next, in a family with sta
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder with tied embeddings, in elements. A head has hidden_size / num_heads elements.
+    """The sizes of a decoder with tied embeddings, in elements. An attention head has hidden_size / num_heads elements.
 
     family: llama, gpt2, qwen3_moe or qwen3_5_text. A gpt2 learns an embedding for each of its max_positions positions,
     and has as many key-value heads as query heads. In a qwen3_moe, each row uses num_chosen of num_experts experts, and
@@ -111,7 +111,7 @@ class ModelShape:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep states."""
+        """Whether some layers keep a recurrent state in place of keys and values."""
         return self.family == "qwen3_5_text"
 
     @classmethod

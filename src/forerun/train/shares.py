@@ -1,4 +1,4 @@
-"""Measurement of how likely a target accepts each child that a draft model proposes, by rank, for Sequoia trees."""
+"""Measurement of the probability that a target accepts the k-th child that a draft proposes, for Sequoia trees."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def fit(
     num_ranks: int,
     seed: int,
 ) -> Floats:
-    """Measure a pair on held-out texts, and return the shares. See `measure`.
+    """Measure a target and a draft model on held-out texts, and return the shares that `measure` describes.
 
     Also writes the file that `tree:shape=sequoia,file=FILE` reads. draft: None = the shipped draft model. prompts: None
-    = beginnings of held-out Python sources. Raises UserError.
+    = pieces of held-out Python sources. Raises UserError.
     """
     if draft is None and not is_shipped(target):
         raise BadOption("only the shipped model has a draft model that need not be named: give --draft")
@@ -60,7 +60,7 @@ def measure(
 
     Row 0 is greedy: how often the target's likeliest id has this rank in the draft model. Row 1 is at temperature 1:
     the probability that the child of this rank, drawn without replacement, is the accepted child (recursive rejection).
-    The positions are places in the texts (ids), which are cut at `longest` ids.
+    The positions are all positions of the texts, given as ids and cut at `longest` ids.
     """
     rng = np.random.default_rng(seed)
     shares = np.zeros((2, num_ranks))

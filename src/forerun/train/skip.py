@@ -54,7 +54,7 @@ class Scorer:
     """A scorer for sets of layers of one model, on texts.
 
     windows: pieces of the texts as ids; each is run as one sequence. Raises BadOption for a model in which some layers
-    read the keys of other layers.
+    read the attention keys of other layers.
     """
 
     def __init__(self, model: LoadedModel, windows: Seq[Seq[int]]) -> None:

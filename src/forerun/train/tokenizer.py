@@ -53,7 +53,7 @@ def save_tokenizer(
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`, as transformers and other runtimes read them.
 
-    special: the tokens that a text begins and ends with. The keys are the names that transformers gives to them.
+    special: the tokens that a text begins and ends with, by the names that transformers gives to them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with raising_os_errors():

@@ -125,7 +125,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one sample. prompt: the ids that the target is given first."""
+    """What is decided about a sample before it is written. prompt: the token ids that the target is given first."""
 
     number: int
     kind: str
@@ -135,7 +135,7 @@ class Plan:
 
 
 class Writer:
-    """The samples of a target: `plan` decides what each sample is, and `write` has the target write the samples.
+    """A writer of samples: `plan` decides what each sample is, and `write` has the target write the samples.
 
     texts: the texts from which passages are cut. questions: the questions with which conversations begin; questions
     that are too long are left out. Where there are no questions, the target writes its own. begun: the options of a
@@ -334,14 +334,14 @@ def _digest(texts: Seq[str]) -> str:
 
 
 def looped(ids: Seq[int], start: int) -> int | None:
-    """Return the index at which a part of the ids after `start` has occurred REPEATED times in a row; None = never."""
+    """Return the index at which a part of the ids after `start` has been repeated too often in a row; None = never."""
     written = np.asarray(ids[start:])
     ends = [end for period in PERIODS if (end := _repeats(written, period)) is not None]
     return start + min(ends) if ends else None
 
 
 def _repeats(ids: NDArray[np.int64], period: int) -> int | None:
-    """Return the first index at which `period` ids have occurred REPEATED times in a row; None = never."""
+    """Return the first index at which `period` ids have been repeated too often in a row; None = never."""
     wanted = max((REPEATED - 1) * period, LEAST_REPEATED - period)  # ids in a row that equal the id one period later
     if len(ids) < period + wanted:
         return None

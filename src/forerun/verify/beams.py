@@ -84,7 +84,7 @@ def step(
 
 
 class Finished(NamedTuple):
-    """A finished text. score: the sum of its log-probabilities. penalised: score / length^penalty, for comparisons."""
+    """A finished text, down to `node`. score: the sum of its log-probabilities. penalised: score / length^penalty."""
 
     penalised: float
     score: float
@@ -93,7 +93,7 @@ class Finished(NamedTuple):
 
 @dataclass
 class Pool:
-    """The best finished texts, at most num_beams, best first. Of equal texts, the one that finished first is better."""
+    """The best finished texts, at most num_beams, best first. Of equal scores, the first to finish is better."""
 
     rules: Rules
     texts: list[Finished] = field(default_factory=list)

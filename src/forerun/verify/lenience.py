@@ -41,7 +41,7 @@ READS_SOFT_ROWS = True
 
 @dataclass(frozen=True)
 class Options:
-    """How lenient the rule is."""
+    """How lenient the rule is, and what replaces a rejected token."""
 
     l: float = option(  # noqa: E741 - the paper's letter
         0.8, "share of q, above 0, that p must reach; 1 = exact", min=0.0, max=1.0
@@ -73,7 +73,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 
 def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
-    """Return the total variation between p and the emitted distribution. anew: whether a correction is drawn from p."""
+    """Return the total variation between p and what the rule emits. anew: whether a correction is drawn from p."""
     if anew and p.point is None:
         kept = np.minimum(aligned(q, lenient), lenient.weights)
         target_probs = p.weights.astype(np.float64)

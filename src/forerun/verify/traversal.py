@@ -37,7 +37,7 @@ class Options:
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
     """Judge one sequence. Returns (accepted nodes, correction or bonus, acceptance tests).
 
-    The tests cover the accepted nodes and the siblings that were removed before them.
+    The tests cover the accepted nodes, the siblings removed before each, and the removed children of the last one.
     """
     first, lanes = draft.node_starts[b], _lanes(draft, b)
 

@@ -30,7 +30,7 @@ NEEDS_ALL_ROWS = True
 
 @dataclass(frozen=True)
 class Options:
-    """How likely a token has to be."""
+    """How likely a token has to be, so that it is kept."""
 
     epsilon: float = option(0.09, "probability above which a token is always kept", min=0.0, max=1.0)
     delta: float = option(0.3, "share of exp(-entropy) above which it is kept, too", min=0.0, max=1.0)

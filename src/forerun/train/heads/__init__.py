@@ -1,4 +1,4 @@
-"""The heads that can be trained. Each is one file of this package, named like the drafter that reads the trained head.
+"""The drafting heads that can be trained. Each is one file here, named like the drafter that reads the trained head.
 
 The package is scanned for these files. Each file defines four names. `Options` is a frozen dataclass, whose fields have
 help and range in `metadata`. `LR` is the peak learning rate where none is given. `layers` returns which residual
@@ -39,7 +39,7 @@ ROWS = 128  # rows whose logits of all ids are in memory at a time
 
 @dataclass(frozen=True)
 class Teacher:
-    """The parts of the target that a head may read. embeddings, head: float32 [V, H], frozen.
+    """The parts of the target that a head may read. embeddings, head (the LM head): float32 [V, H], frozen.
 
     counts [num_ids]: how often the target wrote each id in the texts that training sees, without padding ids. probe:
     some embeddings, which identify the target (head_files.py). last: the weights of the last layer with attention,
@@ -109,7 +109,7 @@ def own_blocks(target: Spec, num: int, **changes: Any) -> Spec:
 
 
 class TrainedBlock:
-    """One block of a head with gradients, computed by the code that runs models. Rows are [S, L, H].
+    """One transformer block of a head, with gradients, computed by the code that runs models. Rows are [S, L, H].
 
     i: the index of the block in the spec. weights: all weights of the head. at: how the names of this block's weights
     begin.
@@ -251,10 +251,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rows:
-    """The guesses of a head for one position, over all rows [S, L].
+    """What a head's guesses of the token a fixed distance ahead are measured against, at each token [S, L] of a batch.
 
-    wanted: the rows that have a token at this position. learned: the rows for which the head has logits. ids [n]: the
-    ids that are drafted. best: the target's likeliest id at this position. mass: see Teacher.mass.
+    wanted: whether the text has a token at that distance. learned: whether the head has logits here. ids [n]: the ids
+    that are drafted. best: the target's likeliest id for the guessed token. mass: see Teacher.mass.
     """
 
     wanted: Tensor
@@ -312,7 +312,7 @@ def decayed(parts: Iterable[tuple[Tensor, Tensor, Tensor]], decay: float, loss: 
 def measured(
     parts: Iterable[tuple[Tensor, Tensor, Tensor]], batch: Batch, ids: Tensor, *, of_learned: bool = False
 ) -> dict[str, tuple[float, float]]:
-    """Return the measures of `Rows` by position, for heads that guess after every token.
+    """Return agreement, overlap and loss (`Rows.numbers`) by position, for heads that guess after every token.
 
     parts: as for `decayed`. ids [n]: the ids that are drafted. of_learned: measure only the learned rows. Otherwise all
     rows that have a token at the position are measured.
@@ -345,11 +345,12 @@ def shifted(rows: Tensor, num: int) -> Tensor:
 class Head(Protocol):
     """A head that is trained. weights: the trained weights, by their names in the head's file.
 
-    Six further members are optional. `at(share)` is called before each step with the share of the steps that is done.
-    `rates` has the learning rates of some weights, by name, as multiples of the usual rate. `backbone` is a copy of the
-    target that is trained too (backbone.py). `go_on_as(config)` takes over settings from the config.json of an earlier
-    head, from which training goes on. `read(folder)` reads the weights of such an earlier head, where its file uses
-    other names. `save_beside(out, checkpoint)` writes more beside the folder of the head.
+    Seven further members are optional. `ids` are the ids that are drafted; without it all ids are. `at(share)` is
+    called before each step with the share of the steps that is done. `rates` has the learning rates of some weights, by
+    name, as multiples of the usual rate. `backbone` is a copy of the target that is trained too (backbone.py).
+    `go_on_as(config)` takes over settings from the config.json of an earlier head, from which training goes on.
+    `read(folder)` reads the weights of such an earlier head, where its file uses other names.
+    `save_beside(out, checkpoint)` writes more beside the folder of the head.
 
     The module of a head may define `remark(checkpoint)`. It returns a warning for the user about this target, or None.
     """
@@ -363,7 +364,7 @@ class Head(Protocol):
         """Return the loss of a batch, with its gradient."""
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the measures of `Rows` by position, for the log, each as a sum and its divisor."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by position, each as a sum and its divisor."""
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the config.json that the head's drafter reads."""

@@ -82,7 +82,7 @@ class Backbone:
 
     @property
     def learns(self) -> bool:
-        """Whether the second stage has begun."""
+        """Whether the second stage has begun, in which the target learns, too."""
         return self.share >= self.options.heads_first
 
     def rows(self, batch: Batch) -> Tensor:
@@ -102,7 +102,7 @@ class Backbone:
 
     @torch.no_grad()
     def renewed(self, batch: Batch) -> Batch:
-        """Return the batch with the new target's features in place of the original's."""
+        """Return the batch with the new target's `hidden`, `best` and `mass` in place of the original's."""
         rows = self.rows(batch)
         best, mass = torch.empty_like(batch.best), torch.empty_like(batch.mass)
         for s, row in enumerate(rows):
@@ -124,7 +124,7 @@ class Backbone:
 
     @torch.no_grad()
     def save(self, folder: Path, original: Checkpoint, log: Mapping[str, Any], method: str) -> None:
-        """Write the checkpoint of the new target, with a card that describes it. log: the last numbers."""
+        """Write the checkpoint of the new target, with a model card. log: the last logged measures, for the card."""
         config = self._model.config
         weights = {name: self._model.weights[name].detach().bfloat16() for name in weight_shapes(config)}
         save_checkpoint(

@@ -101,7 +101,7 @@ class Head:
         return decayed(self._places(batch, self._anchors(batch, start)), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the measures of `Rows` by position, taken at every possible anchor."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by position, measured at every possible anchor."""
         sums: dict[str, tuple[float, float]] = {}
         for start in range(self.options.every):
             anchors = self._anchors(batch, start)

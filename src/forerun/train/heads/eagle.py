@@ -166,7 +166,7 @@ class SteppingHead:
         return decayed(self._steps(batch, going_on), self._learning.decay, self._learning.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the measures of `Rows` by step. All rows are measured in every step."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by step. All rows are measured in every step."""
         return measured(self._steps(batch), batch, self.ids)
 
     def _steps(self, batch: Batch, going_on: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

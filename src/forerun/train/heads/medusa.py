@@ -60,7 +60,7 @@ class Head:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The learning rates of some weights: the weights of a target that is trained too get a lower rate."""
+        """The learning rates of the target's weights, if it is trained too, as multiples of the heads' rate."""
         return {} if self.backbone is None else dict.fromkeys(self.backbone.weights, self.options.backbone_rate)
 
     def at(self, share: float) -> None:
@@ -80,7 +80,7 @@ class Head:
         return self.backbone.loss(batch, rows, heads)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the measures of `Rows` by position, taken against the new target if the target is trained too."""
+        """Return agreement, overlap and loss by position, against the new target if the target is trained too."""
         if self.backbone is None:
             return measured(self._heads(batch), batch, self.ids)
         renewed = self.backbone.renewed(batch)

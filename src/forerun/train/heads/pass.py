@@ -75,7 +75,7 @@ class Head:
         return decayed(self._heads(batch), self.options.decay, self.options.loss)
 
     def measure(self, batch: Batch) -> dict[str, tuple[float, float]]:
-        """Return the measures of `Rows` by position, taken after the same tokens as in `loss`."""
+        """Return agreement, overlap and loss (`Rows.numbers`) by position, after the same tokens as in `loss`."""
         return measured(self._heads(batch), batch, self.ids, of_learned=True)
 
     def files(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
