@@ -316,7 +316,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Features:
-    """The features that a head reads beside a token's embedding.
+    """The features that a trained drafting head reads beside a token's embedding.
 
     They are made from hidden states of the target, and after drafted tokens from the head's own hidden states.
 
@@ -402,12 +402,12 @@ class Spec:
 
     @property
     def num_slots(self) -> int:
-        """The cache slots of one sequence: one for its text, and one for its source in an encoder-decoder."""
+        """The number of cache slots of one sequence: 1, or 2 in an encoder-decoder, whose encoder input has its own."""
         return 1 if self.encoder is None else 2
 
     @property
     def num_weights(self) -> int:
-        """The number of all weights; a tied LM head is its embedding and counts once."""
+        """The number of parameters; a tied LM head is the same matrix as the embedding and counts once."""
         return sum(math.prod(weight.shape) for weight in weights(self))
 
     @property
@@ -456,9 +456,9 @@ class Spec:
         )
 
     def only(self, layers: Seq[int]) -> Spec:
-        """Return the spec with these layers alone, in ascending order.
+        """Return the spec of a model that has only these layers. layers: their indices, ascending.
 
-        A layer may read the keys and values of a layer that is left out. It then gets keys and values of its own.
+        Where a layer read the keys and values of a layer that is left out, it gets keys and values of its own.
         """
         place = {layer: i for i, layer in enumerate(layers)}
 
@@ -569,19 +569,19 @@ class CacheShape:
 
     @cached_property
     def kinds(self) -> Seq[int | None]:
-        """The distinct windows of the kept layers, the widest first. Layers of a kind share block tables."""
+        """The distinct windows of the kept layers, the widest first. Layers with the same window share block tables."""
         windows = {None if self.windows is None else self.windows[layer] for layer in self.kept} or {None}
         return sorted(windows, key=lambda window: -math.inf if window is None else -window)
 
     def kind_of(self, layer: int) -> int:
-        """Return the index of a layer's kind in `kinds`; 0 for a layer that is not kept."""
+        """Return the index of a layer's window in `kinds`; 0 for a layer that keeps no keys and values."""
         if self.windows is None or layer not in self.kept:
             return 0
         return self.kinds.index(self.windows[layer])
 
     @property
     def kept(self) -> Seq[int]:
-        """The layers whose keys and values are kept."""
+        """The indices of the layers whose keys and values are kept in the cache."""
         return range(self.num_layers) if self.layers is None else self.layers
 
     def size_of(self, layer: int) -> tuple[int, int]:
@@ -603,7 +603,7 @@ class CacheShape:
         return sum(shape.input_bytes(inputs_of(dtype)) for _, shape in self.states)
 
     def bytes_per_token(self, dtype: str, kind: int | None = None) -> int:
-        """Return the bytes of a token's keys and values over all layers, or over the layers of a kind."""
+        """Return the bytes of a token's keys and values in all layers, or in the layers with the window kinds[kind]."""
         layers = [layer for layer in self.kept if kind is None or self.kind_of(layer) == kind]
         return itemsize(dtype) * sum(self.size_of(layer)[0] * sum(self.widths_of(layer, dtype)) for layer in layers)
 
@@ -684,7 +684,7 @@ def weights(spec: Spec) -> list[Weight]:
 
 
 def _features(features: Features, hidden: int) -> Iterator[Weight]:
-    """Yield the tensors of a head that are used before its first block."""
+    """Yield the tensors of a drafting head that make its input, and the projection of its output."""
     whole = features.num * features.size
     if features.row_norms:
         yield from (Weight(f"fc_norm.{i}.weight", (features.size,), "vector") for i in range(features.num))
@@ -704,9 +704,9 @@ def _features(features: Features, hidden: int) -> Iterator[Weight]:
 
 
 def missing_keys(spec: Spec, layers: Seq[int]) -> dict[int, int]:
-    """Map each layer that lacks its keys to the layer that has them.
+    """Map each layer that reads the keys and values of a layer outside of `layers` to that other layer.
 
-    The first is a layer in `layers`. It reads the keys of the second, which is not in `layers`.
+    layers: the indices of the layers that run.
     """
     sources = {i: a.shares_kv_of for i in layers if (a := spec.blocks[i].attention) is not None}
     return {i: other for i, other in sources.items() if other is not None and other not in layers}
@@ -898,7 +898,7 @@ def products(all_weights: Seq[Weight]) -> dict[str, list[Weight]]:
 
 @dataclass(frozen=True)
 class Plain:
-    """A decoder like Llama, given by the numbers of its config.json. Its blocks differ only in their windows.
+    """A decoder like Llama, given by the sizes in its config.json. Its blocks differ only in their windows.
 
     This is a short form for writing and reading such a spec. windows: the window of each block; () = no block has a
     window. qk_norm: whether queries and keys have norms, over each head.
@@ -949,7 +949,7 @@ class Plain:
 
     @classmethod
     def of(cls, spec: Spec) -> Plain:
-        """Read the spec of a model like Llama.
+        """Make a Plain from the spec of a model like Llama.
 
         Raises UnsupportedModel for any other spec. The message names what Llama does not have.
         """

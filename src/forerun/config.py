@@ -41,7 +41,7 @@ AUTO = "auto"  # in place of a draft model's quantization: the one that pays for
 
 @dataclass(frozen=True)
 class Quantization:
-    """Weights of `bits` bits, in groups of `group` weights that share a scale. `str` returns the text for `parse`.
+    """Weights of `bits` bits, in groups of `group` weights that share a scale. `parse` reads what `str` returns.
 
     again: whether every matrix with more bits is rounded, even the embedding, the LM head and a matrix that a file has
     quantised already. This is for draft models only, because their guesses need no exactness.
@@ -278,12 +278,12 @@ class EngineConfig:
 
     @property
     def extra_draft_specs(self) -> tuple[str, ...]:
-        """The specs in `extra_drafts`, in order."""
+        """The drafters in `extra_drafts`, each as a name with its options, in order."""
         return tuple(filter(None, (part.strip() for part in (self.extra_drafts or "").split(";"))))
 
     @property
     def ignored_config_keys(self) -> frozenset[str]:
-        """The keys in `ignore_config_keys`, one by one."""
+        """The names of the config.json entries that `ignore_config_keys` lists."""
         return frozenset(filter(None, (part.strip() for part in (self.ignore_config_keys or "").split(","))))
 
     @property
@@ -293,7 +293,7 @@ class EngineConfig:
 
     @classmethod
     def make(cls, **options: Any) -> EngineConfig:
-        """Make a configuration from keyword options, which may be aliases of other engines.
+        """Make a configuration from keyword options, under forerun's names or the names that other engines use.
 
         Raises BadOption for unknown and for contradictory options.
         """
@@ -378,7 +378,7 @@ _ADDRESS = re.compile(
 
 
 def _no_option(name: str, value: object) -> str:
-    """Return the sentence for a name that is no option of the engine."""
+    """Return the error message for a name that is no option of the engine."""
     if name in SamplingParams.__dataclass_fields__:
         return (
             f"{name}={shown(value)} is no option of the engine: give it with each request, in "
@@ -489,7 +489,7 @@ def _flatten(config: Any) -> dict[str, Any]:
 
 
 def _with_own_options(method: str, options: dict[str, Any]) -> str:
-    """Return the spec of a method with its options, and remove these from `options`. min_n without max_n sets both."""
+    """Return `method` with its options, as in `draft`, and remove these from `options`. min_n alone also sets max_n."""
     given = {ours: options.pop(theirs) for theirs, ours in _METHOD_OPTIONS[method].items() if theirs in options}
     if "min_n" in given:
         given = {"max_n": given["min_n"], **given}
@@ -517,7 +517,7 @@ def _read_sources(
 def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
     """Return the tables [models.NAME] of a file; None where the file has no `models`.
 
-    Raises BadOption where `models` is anything but such tables, or where a table has no target.
+    Raises BadOption where `models` has no tables or holds anything else, and where a table has no target.
     """
     if _MODELS not in file:
         return None
@@ -535,7 +535,7 @@ def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | Non
 
 
 def _read_environment() -> dict[str, Any]:
-    """Return the FORERUN_* variables by option name. Raises BadOption for one that forerun does not know."""
+    """Return the values of FORERUN_* variables by option name. Raises BadOption for an unknown FORERUN_* variable."""
     known = [*EngineConfig.__dataclass_fields__, *_ALIASES, *_AS_IT_IS, _USE, "config"]
     names = {f"FORERUN_{name.upper()}": name for name in known}
     allowed = [*names, *VARIABLES, *COMMAND_VARIABLES]

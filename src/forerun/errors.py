@@ -140,7 +140,7 @@ class InternalError(ForerunError):
 
 @contextmanager
 def raising_os_errors() -> Iterator[None]:
-    """Raise OSError where a library that writes a file hides it: tokenizers, safetensors and torch have other types."""
+    """Raise the OSError that tokenizers, safetensors or torch hide in another exception when a write fails."""
     handled = sys.exception()  # the context of every error in the block, where it has no other
     try:
         yield
@@ -162,11 +162,11 @@ def pip(arguments: str) -> str:
 
 
 def pip_for(extra: str) -> str:
-    """Return the pip command that brings the packages of an extra in pyproject.toml. It compiles nothing.
+    """Return the pip command that installs an extra of pyproject.toml, without building an installed forerun again.
 
-    Where no NVIDIA card is found, torch is to come from PyTorch's CPU builds, which are gigabytes smaller. The command
-    names the sources where forerun is not installed: forerun is on no package index yet, and anyone could take its
-    name.
+    Where no NVIDIA card is found, torch is to come from PyTorch's CPU builds, which are gigabytes smaller. Where
+    forerun is not installed, the command names its sources: it is on no package index yet, and anyone could take its
+    name there.
     """
     packages = _packages(extra)
     if not packages:

@@ -55,7 +55,7 @@ def _name_of(dtype: object) -> str:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostTensor:
-    """Numbers of one type. values: an array of the type in which numpy stores `dtype` (HELD_AS)."""
+    """An array and the name of its type. values: an array of the type in which numpy stores `dtype` (HELD_AS)."""
 
     values: Array
     dtype: str
@@ -72,7 +72,7 @@ class HostTensor:
 
     @classmethod
     def empty(cls, shape: Seq[int], dtype: str) -> HostTensor:
-        """Return a tensor whose numbers are not written yet. Raises MemoryError where there is no memory."""
+        """Return an uninitialised tensor. Raises MemoryError where there is not enough memory."""
         return cls(empty(shape, HELD_AS[dtype]), dtype)
 
     @classmethod
@@ -100,7 +100,7 @@ class HostTensor:
         return len(self.values)
 
     def __getitem__(self, index: Any) -> HostTensor:
-        """Return some of the numbers, indexed as numpy indexes."""
+        """Return the part of the tensor at `index`, which is as in numpy."""
         return replace(self, values=self.values[index])
 
     @property
@@ -156,7 +156,7 @@ class HostTensor:
 
 
 def empty(shape: Seq[int], dtype: npt.DTypeLike) -> Array:
-    """Return an array that is not written yet. Raises MemoryError.
+    """Return an uninitialised array. Raises MemoryError where there is not enough memory.
 
     Where there is an extension, a large array lies in the extension's memory.
     """
@@ -196,7 +196,7 @@ def _converted(tensor: HostTensor, dtype: str) -> Array:
 
 @cache
 def kernels(isa: str) -> Any:
-    """Return kernels that convert and round weights. They have their own threads, which sleep between two tensors."""
+    """Return the kernels that convert and round weights. They use threads of their own, which sleep between tensors."""
     return native.extension().Backend(isa, native.num_threads())
 
 

@@ -74,7 +74,7 @@ def isa() -> str:
 
 
 def why_reference() -> str:
-    """Return the reason why no kernels run where `isa` is "reference", for the end of a sentence."""
+    """Return why no kernels run where `isa` is "reference", worded as the end of a sentence."""
     if (reason := why_not()) is not None:
         return reason
     if os.environ.get("FORERUN_ISA") is not None:
@@ -144,7 +144,7 @@ def source_hash(folder: Path) -> str:
 
 @cache
 def _load() -> tuple[Any, str | None]:
-    """Return the extension, and the error of loading it. One of both is None, or both are.
+    """Return the extension, and the error from loading it. At least one of the two is None.
 
     The error is the dynamic linker's message where a file exists but cannot be loaded. If there is no file, both are
     None.
@@ -190,7 +190,7 @@ def _reinstall() -> str:
 
 @dataclass(frozen=True)
 class Cores:
-    """The part of the machine's processor that this process may use."""
+    """The processors and cores of the machine, and how many of them this process may use."""
 
     num_logical: int  # logical processors of the machine
     num_allowed: int  # logical processors that this process may run on

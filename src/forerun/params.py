@@ -116,10 +116,10 @@ class Kind:
 class Thinking:
     """A limit on the number of reasoning tokens. A chat gives it in place of a grammar.
 
-    The tokens are counted, and no grammar rules are needed for that. opening: the ids that begin the reasoning; ()
-    where the prompt has begun it. closing: the id that ends the reasoning. most: the largest number of tokens between
-    opening and closing. rules: a grammar for the output from the closing id on, and for an output without reasoning; ""
-    = any text.
+    The tokens are counted, and no grammar rules are needed for that. opening: the token ids that begin the
+    reasoning; () where the prompt has begun it. closing: the token id that ends it. most: the largest number of tokens
+    between opening and closing. rules: a grammar for the output from the closing id on, and for an output without
+    reasoning; "" = any text.
     """
 
     opening: tuple[int, ...]
@@ -584,7 +584,7 @@ def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_field(name: str) -> str:
-    """Return the sentence for a name that is no field of SamplingParams."""
+    """Return the error message for a name that is no field of SamplingParams."""
     known = SamplingParams.__dataclass_fields__
     return by_name(name, known, "LLM") or unknown("sampling parameter", name, known)
 

@@ -74,7 +74,7 @@ def with_fields(cls: type[T]) -> type[T]:
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
-    """Return the flag of a field on the command line."""
+    """Return the command-line flag of an option, such as --max-tokens."""
     return str(field.metadata.get("flag", f"--{field.name.replace('_', '-')}"))
 
 
@@ -193,7 +193,7 @@ def _split(text: str, separator: str, whole: str) -> list[str]:
 
 
 def unwrapped(value: str) -> str:
-    """Return a value without parentheses that enclose the whole value."""
+    """Return a value without the parentheses around it; parentheses inside the value stay."""
     value = value.strip()
     depths = list(itertools.accumulate((c == "(") - (c == ")") for c in value))
     is_enclosed = len(value) > 1 and value[0] == "(" and min(depths[:-1]) > 0 == depths[-1]
@@ -333,9 +333,9 @@ def peer_options() -> list[PeerOption]:
 
 
 def peer_values() -> list[list[str]]:
-    """Return values that only other engines have for an option, each as [option, pattern, answer].
+    """Return the values that forerun does not have and other engines do, each as [option, pattern, answer].
 
-    Options of these names exist in forerun, too.
+    forerun has an option of the same name. pattern: a regex for the value. answer: what to use in forerun.
     """
     values: list[list[str]] = _peers()["values"]
     return values
@@ -382,7 +382,7 @@ def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
 
 
 def by_name(name: str, known: Collection[str], home: str, variable_prefix: str = "") -> str | None:
-    """Return the answer to an unknown keyword or key; None where no other engine has an option of this name.
+    """Return the sentence of `answer` for an unknown option name; None where no other engine has such an option.
 
     known: the names that are possible where the unknown name was given. Forerun's other names belong to `home`.
     variable_prefix: the prefix of environment variables, which are written in capitals.

@@ -1,4 +1,4 @@
-"""`python -m forerun.deploy port=8000 max_replicas=2`: serves the replicas of docs/use/scaling.md until Ctrl-C.
+"""`python -m forerun.deploy port=8000 max_replicas=2`: serves replicas until Ctrl-C (docs/use/scaling.md).
 
 Runs on the Ray cluster of RAY_ADDRESS, or else on the cluster that runs on this machine. Where there is neither, it
 starts a cluster of this machine alone.

@@ -42,7 +42,7 @@ def beginning(body: Any) -> str | None:
 
 
 def _cut(part: Any) -> Any:
-    """Return the beginning of a text, of ids, or of a list of parts."""
+    """Return the beginning of a text or of token ids; of any other content, the beginning of its JSON text."""
     if isinstance(part, str):
         return part[:BEGINNING]
     if isinstance(part, list) and part and all(type(token) is int for token in part):
@@ -77,7 +77,7 @@ class Keys:
         self._app, self._header = app, header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle any request."""
+        """Pass a request on, with the header if it is a POST whose body is understood and not too long."""
         if scope["type"] != "http" or scope["method"] != "POST" or self._header in MutableHeaders(scope=scope):
             await self._app(scope, receive, send)
             return

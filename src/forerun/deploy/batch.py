@@ -104,7 +104,7 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """End the engines."""
+        """Kill all engines, ready or not."""
         for member in (*self._ready, *self._starting.values()):
             ray.kill(member.engine)
 
@@ -120,7 +120,7 @@ class Pool:
         return [*ready, *more]
 
     def _welcome(self, references: Seq[Any]) -> None:
-        """Take in the engines that have loaded the model. Raises BadOption where an engine cannot load it."""
+        """Count engines that have loaded the model as ready. Raises BadOption where an engine cannot load the model."""
         for reference in references:
             if (member := self._starting.pop(reference, None)) is None:
                 continue

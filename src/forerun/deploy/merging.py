@@ -1,4 +1,4 @@
-"""The metrics of several replicas as one text of Prometheus, each sample with the label `replica`."""
+"""The metrics of several replicas as one text in Prometheus' format, each sample with the label `replica`."""
 
 from __future__ import annotations
 

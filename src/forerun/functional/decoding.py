@@ -238,7 +238,7 @@ class _Call:
 
 @dataclass
 class _Task:
-    """The arguments of one call, and how they are run."""
+    """One call of a function in this file: its arguments, and how it generates."""
 
     call: _Call
     target: ModuleModel
@@ -249,7 +249,7 @@ class _Task:
     beams: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters of a beam search
 
     def run(self, inputs: Any) -> tuple[Any, Any]:
-        """Return ids and rate, or lists of both."""
+        """Generate, and return the token ids and the acceptance rate; for several inputs, a list of each."""
         draws = Draws.of(self.call.processor)
         if draws.sample is not None and self.is_unadjusted:
             raise BadOption(

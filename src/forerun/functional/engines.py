@@ -1,4 +1,4 @@
-"""An engine around modules: it is assembled from a target, a drafter and a policy, and runs inputs."""
+"""An engine around torch modules, assembled from a target, a drafter and a pacing policy."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ def _check_pair(target: ModuleModel, draft: ModuleModel | None) -> None:
 
 
 def num_ids_of(tokenizer: Any) -> int | None:
-    """Return 1 + the highest id of a tokenizer of transformers; None without a tokenizer or a vocabulary."""
+    """Return 1 + the highest token id of a tokenizer of transformers; None without a tokenizer or a vocabulary."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     return max(vocabulary.values()) + 1 if vocabulary else None
 
 
 def as_ids(inputs: Any) -> list[int]:
-    """Return token ids as Python integers. Raises BadOption for anything but token ids."""
+    """Return token ids as a list of Python integers. Raises BadOption for anything but token ids."""
     if isinstance(inputs, torch.Tensor):
         inputs = inputs.reshape(-1).tolist()
     try:
@@ -181,7 +181,7 @@ def warn_biased() -> None:
 
 
 class AfterTheFirst(Pacing):
-    """A policy that lets nothing be drafted until a text has its first token. Then another policy decides."""
+    """A pacing policy that grants no drafts before the first token of an output. Then another policy decides."""
 
     def __init__(self, policy: Pacing) -> None:
         self.policy, self.reads_logits = policy, policy.reads_logits

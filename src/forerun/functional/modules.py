@@ -116,7 +116,7 @@ class ModuleModel:
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run each run of the batch by itself, and return the logits [T, V] in place of hidden states.
+        """Run the module over each sequence by itself, and return the logits [T, V] in place of hidden states.
 
         The processor has not changed these logits yet. Raises InternalError where the caller asks for some of the
         layers, for inner states, or for a run of vectors in place of tokens.
@@ -146,11 +146,11 @@ class ModuleModel:
         return hidden
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """Raise BadOption, because a module takes only ids."""
+        """Raise BadOption, because a module takes token ids and no embeddings."""
         raise BadOption(f"the {self.role} is a module, which takes ids and no vectors: use another drafter")
 
     def head(self, ids: Seq[int]) -> Any:
-        """Raise BadOption, because a module takes only ids."""
+        """Raise BadOption, because the LM head of a module is not known here."""
         return self.embed(ids)
 
     def wait(self) -> None:
@@ -167,14 +167,14 @@ class ModuleModel:
     # ------------------------------------------------------------------------------------------- encoder and decoder
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: ModuleCache) -> None:
-        """Run the encoder over each source by itself, and store its output. sources: token ids by slot of the cache."""
+        """Run the encoder over each input by itself, and store its output. sources: token ids by cache slot."""
         encoder = self.module.get_encoder()
         with torch.inference_mode():
             for slot, ids in sources.items():
                 cache.fill(slot, ids, encoder(input_ids=torch.tensor([list(ids)], device=self.place)))
 
     def start_ids(self, pad_token_id: int) -> list[int]:
-        """Return a list that holds the start id of a decoder's text. For a causal module the list is empty.
+        """Return the token id that a decoder's text starts with, in a list. For a causal module the list is empty.
 
         pad_token_id: the start id where the module names no start id.
         """
@@ -186,7 +186,7 @@ class ModuleModel:
         return [int(start[0] if isinstance(start, list) else start)]
 
     def end_ids(self) -> frozenset[int]:
-        """Return the ids that end the output, which the module's generation_config and config name."""
+        """Return the token ids that end the output, as the module's generation_config and config name them."""
         places = (self._generation, getattr(self.module, "config", None))
         known = (getattr(place, "eos_token_id", None) for place in places)
         return frozenset(i for ids in known if ids is not None for i in (ids if isinstance(ids, list) else [ids]))
@@ -302,10 +302,10 @@ def _num_common(a: list[int], b: list[int], most: int) -> int:
 class Text:
     """The tokens of a slot, and the module's own cache for them.
 
-    kept: the kept tokens. nodes: the tokens after the kept tokens: the num_pending pending tokens, then the tokens of
-    the last run. parents: the parent of each node, -1 = the last kept token. past: the module's own cache. past_ids:
-    the tokens in that cache, in order. encoded: the encoder's output for a source of an encoder-decoder. It is stored
-    in the source's slot, and lent to a text that is run.
+    kept: the tokens that stay. nodes: the tokens after the kept tokens: num_pending tokens that are not committed yet,
+    then the tokens of the last run. parents: the parent of each node, -1 = the last kept token. past: the module's own
+    cache. past_ids: the tokens in that cache, in order. encoded: the output of an encoder-decoder's encoder. It is
+    stored in the slot of the encoder's input, and lent to a text that is run.
     """
 
     kept: list[int] = field(default_factory=list)
@@ -325,7 +325,7 @@ class Text:
         return nodes[::-1]
 
     def path(self, node: int) -> list[int]:
-        """Return all kept tokens, and the tokens of the path down to a node, -1 = the last node."""
+        """Return all kept tokens, then the tokens on the path down to `node`. node: -1 = the last node."""
         at = len(self.nodes) - 1 if node < 0 else node
         return [*self.kept, *(self.nodes[n] for n in self.ancestors(at))]
 
@@ -356,7 +356,7 @@ class ModuleCache:
         return text
 
     def fill(self, slot: int, ids: Seq[int], encoded: Any) -> None:
-        """Store a whole source as the text of a slot, with the encoder's output for the source."""
+        """Store an input of the encoder as the text of a slot, together with the encoder's output."""
         self.texts[slot] = Text(nodes=list(ids), parents=list(range(-1, len(ids) - 1)), encoded=encoded)
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
@@ -379,11 +379,11 @@ class ModuleCache:
         self.texts.pop(slot, None)
 
     def length(self, slot: int) -> int:
-        """Return the number of kept tokens."""
+        """Return the number of kept tokens in a slot; 0 for a slot without a text."""
         return len(self.texts[slot].kept) if slot in self.texts else 0
 
     def pending(self, slot: int) -> Seq[int]:
-        """Return the parents of the pending nodes."""
+        """Return the parent of each pending token (a token that is written and not committed yet)."""
         text = self.texts.get(slot)
         return () if text is None else text.parents[: text.num_pending]
 
@@ -403,9 +403,9 @@ class ModuleCache:
         """Do nothing, because no memory is set aside."""
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] | None = None) -> list[int]:
-        """Keep the tokens of a path in each slot, and make the tokens of `held` pending.
+        """Keep the tokens of one path in each slot, leave the tokens of `held` pending, and drop all others.
 
-        The module's own cache is cut by the next pass.
+        kept: by slot, the indices of the path's nodes. The module's own cache is cut by the next pass.
         """
         for slot, rows in kept.items():
             text = self.texts[slot]
@@ -417,12 +417,12 @@ class ModuleCache:
         return []
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
-        """Make the tokens of the last run pending. Their parents are known from the pass, so `parents` is not read."""
+        """Leave the tokens of the last run pending. Their parents are known from the pass, so `parents` is not read."""
         text = self.texts[slot]
         text.num_pending = len(text.nodes)
 
     def truncate_to(self, slot: int, length: int) -> int:
-        """Keep only the first `length` tokens, and return `length`. Raises InternalError where fewer are kept."""
+        """Keep only the first `length` tokens, and return `length`. Raises InternalError where the slot has fewer."""
         text = self.texts[slot]
         if length > len(text.kept):
             raise InternalError(f"slot {slot} keeps {len(text.kept)} tokens and cannot be cut to {length}")

@@ -51,7 +51,7 @@ class Speculated(Generic[X]):
 
     @property
     def acceptance_rate(self) -> float:
-        """Kept / guessed inputs; 0.0 where nothing was guessed."""
+        """The share of guesses that were kept; 0.0 where nothing was guessed."""
         return sum(choice.is_kept for choice in self.choices) / len(self.choices) if self.choices else 0.0
 
 
@@ -127,7 +127,7 @@ def _step(
 
 
 def distribution(weights: Distribution, name: str) -> Probs:
-    """Return weights as the Probs that a rule sees, float64. Raises BadOption where they are no distribution."""
+    """Return weights as a Probs in float64; a Probs stays as it is. Raises BadOption where they are no distribution."""
     if isinstance(weights, Probs):
         return weights
     vector = np.array(weights, dtype=np.float64)

@@ -45,7 +45,7 @@ class LogitsProcessor(abc.ABC):
         return torch.softmax(self._process(logits) / self.temperature, dim=-1)
 
     def sampling_params(self) -> dict[str, Any]:
-        """Return the sampling parameters that stand for this processor, apart from `_process`."""
+        """Return the fields of SamplingParams that do what this processor does, apart from `_process`."""
         temperature = getattr(self, "temperature", None)
         if not temperature:
             raise BadOption(
@@ -177,7 +177,7 @@ class Draws:
 
     @staticmethod
     def of(processor: LogitsProcessor) -> Draws:
-        """Take a processor apart, by the methods that its class overrides. Raises BadOption for any other object."""
+        """Make Draws of a processor, by the methods that its class overrides. Raises BadOption for any other object."""
         if not isinstance(processor, LogitsProcessor):
             raise BadOption(
                 f"logits_processor={shown(processor)} is no LogitsProcessor: make an instance of GreedyProcessor, "

@@ -35,7 +35,7 @@ def speculate_with(
 
     Args:
         model: a causal or encoder-decoder module, in evaluation mode, on its own device.
-        tokenizer: the model's tokenizer, a fast one; None = prompts are ids, and outputs have no text.
+        tokenizer: the model's tokenizer, a fast one; None = prompts are token ids, and outputs have no text.
         draft: the name of a drafter without a model, with its options (suffix, lookup, ngram, recycle, ...;
             docs/drafters.md). Or a module that drafts, on its own device, with the same vocabulary.
         spec_length: the number of tokens drafted per step; None = the policy's default. pacing_policy: decides how far
@@ -123,7 +123,7 @@ class Speculating:
         return isinstance(prompts[0], Mapping) or not (isinstance(prompts[0], str) or hasattr(prompts[0], "__len__"))
 
     def _ids(self, prompt: Any) -> list[int]:
-        """Return the ids of one prompt."""
+        """Return the token ids of one prompt: a text, a conversation or token ids."""
         is_chat = isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         if not isinstance(prompt, str) and not is_chat:
             return as_ids(prompt)

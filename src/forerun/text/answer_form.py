@@ -1,4 +1,4 @@
-"""The form of an answer: the marks that the model writes, found in its chat template, and the request's constraints.
+"""The form of an answer: the model's marks, such as <think>, from its chat template, and the request's constraints.
 
 A tool call goes through four stages: the ToolRequest (what the request says about tools), the AnswerForm (how the
 answer is read and constrained), the Grammar (the compiled constraint), and the GrammarState (the place that one text
@@ -204,7 +204,7 @@ class AnswerForm:
         return frozenset((*call_marks, *(mark.strip() for pair in self.answer_marks.thoughts for mark in pair)))
 
     def steps(self, scan: Scanner, prompt: str) -> Steps:
-        """Yield the parts of an answer. prompt: the end of the prompt."""
+        """Yield an answer as pieces of text, reasoning and calls. prompt: the text at the end of the prompt."""
         if (declared := self.answer_marks.declared) is not None:
             yield from declared.read(scan, self.tools, prompt)
             return
@@ -284,7 +284,7 @@ def _behind(rules: Rules, rest: str, thought: Thought) -> str:
 
 
 def _closed(rules: Rules, rest: str, thought: Thought, closing: int) -> str:
-    """Return the rules for an answer that begins with `closing`, the id that closes the reasoning.
+    """Return the grammar of an answer from `closing` on, the token id that closes the reasoning.
 
     Where the prompt has not opened the reasoning, an answer without reasoning is allowed, too.
     """
@@ -299,7 +299,7 @@ def _between(rules: Rules, thought: Thought) -> str:
 
 
 def _ids(thought: Thought, tokenizer: Tokenizer, limit: int) -> tuple[tuple[int, ...], int]:
-    """Return the ids of the marks that open the reasoning, and the id that closes it.
+    """Return the token ids that open the reasoning, and the token id that closes it.
 
     Raises BadOption for a mark of several tokens that does not begin with a special token, because no single token
     could close the reasoning. limit: max_thinking_tokens, for the message.

@@ -69,7 +69,7 @@ class Rules:
     def up_to(self, mark: str, before: str = "", schema: Schema | None = None) -> str:
         """Return the grammar of a text and of the mark that ends it.
 
-        before: a text that stands directly before the mark, such as a line break. schema: the schema of the text.
+        before: a text that comes directly before the mark, such as a line break. schema: the schema of the text.
         """
         limited = text_of(schema or {})
         if mark in self.special or limited != TEXT:
@@ -78,7 +78,7 @@ class Rules:
         return self.add(TEXT, f"[suffix={literal(before + mark)}]")
 
     def text_without(self, marks: tuple[str, ...], bare: str) -> str:
-        """Return the rule for a text that contains none of `marks` and does not begin with a character of `bare`."""
+        """Add a rule for texts that lack all of `marks` and begin with no character of `bare`, and return its name."""
         name = f"SAID{len(self.rules)}"
         no = "".join(f" & ~/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}(?s:.*)/" for mark in marks)
         first = f" & ~/\\s*[{re.escape(bare)}](?s:.*)/" if bare else ""
@@ -86,7 +86,7 @@ class Rules:
         return name
 
     def json(self, schema: Schema, written: Mapping[str, Any] = _SPACED) -> str:
-        """Return the rule for a JSON value.
+        """Add a rule for a JSON value, and return its name.
 
         written: options for the white space in the value; by default one blank after commas and colons.
         """
@@ -94,7 +94,7 @@ class Rules:
         return self.add(f"%json {text}")
 
     def json_call(self, name: str, schema: Schema, arguments: str = "arguments", end: str = "") -> str:
-        """Return the grammar of a call as one JSON object. end: a rule for further keys after the arguments."""
+        """Return the grammar of a call as one JSON object. end: a rule for entries after the arguments."""
         head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": ')
         return f'{head} {self.json(schema)} {end} "}}"'
 
@@ -121,7 +121,7 @@ def _without_words(schema: Any) -> Any:
 
 
 def text_of(schema: Schema) -> str:
-    """Return a regex for the texts that a schema allows, by the schema's pattern or lengths."""
+    """Return a regex for the texts that a schema allows by its pattern, or else by its minLength and maxLength."""
     if isinstance(pattern := schema.get("pattern"), str):
         before, after = ("" if pattern.startswith("^") else "(?s:.*)"), ("" if pattern.endswith("$") else "(?s:.*)")
         inner = pattern.removeprefix("^").removesuffix("$").replace(r"\/", "/").replace("/", r"\/")

@@ -1,4 +1,4 @@
-"""The common part of tool-call dialects: calls written as JSON, as tags with values, and as Python."""
+"""Readers that dialects of tool calls share: for calls written as JSON, as tags with values, and as Python."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def arguments(scan: Scanner, closing: tuple[str, ...]) -> Steps:
 
 
 def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], opening: tuple[str, ...]) -> Steps:
-    """Finish reading a call with marks: consume its closing mark. If the text was no call at all, put the text back.
+    """Finish reading a call between marks: consume the closing mark. If the text was no call at all, put the text back.
 
     is_call: None = the call breaks off. The rest of such a call is consumed, up to the mark that closes it or opens the
     next call.
@@ -147,7 +147,7 @@ def behind(scan: Scanner, is_call: bool | None, closing: tuple[str, ...], openin
 
 
 def bare(scan: Scanner, before: str, is_call: bool | None) -> None:
-    """Put back the text of an incomplete call without marks, so that it is read as text.
+    """Put back the text of an incomplete call that has no marks around it, so that it is read as text.
 
     before: the text consumed before the call. is_call: None = it surely is a call, and breaks off. Where the answer
     ends inside such a call, nothing is put back.

@@ -131,7 +131,7 @@ class ChatTemplate:
         return text if final is None else _cut(text, final)
 
     def encode(self, tokenizer: Tokenizer, messages: Seq[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """Return the ids of `render(messages, **options)`.
+        """Return the token ids of the text that `render(messages, **options)` returns.
 
         The tokenizer adds no special tokens, because a template writes the beginning-of-sequence token itself. Names of
         special tokens in the messages become these tokens, as in transformers.

@@ -1,4 +1,4 @@
-"""The parts of an answer, read by the `response_template` of tokenizer_config.json, where a model has one.
+"""An answer's text, reasoning and calls, read by the `response_template` of tokenizer_config.json, if there is one.
 
 A response template is transformers' declaration of how answers are read (utils/chat_parsing). It lists the fields of
 the message. Each field has a beginning and an end, a format in which its text is parsed, and a transformation of the
@@ -142,7 +142,7 @@ class Declared:
             at = closed.end()
 
     def read(self, scan: Scanner, tools: Tools, prompt: str) -> Steps:
-        """Yield the parts of an answer. prompt: the end of the prompt, in which a field may already be open."""
+        """Yield an answer as pieces. prompt: the end of the prompt, in which a field may already be open."""
         if (begun := self.begun(prompt)) is not None:
             yield from self._inside(scan, tools, *begun)
         part = Text if self.implicit is None or self.implicit.part is None else self.implicit.part
@@ -174,7 +174,7 @@ class Declared:
             yield None
 
     def _inside(self, scan: Scanner, tools: Tools, one: Field, captures: Mapping[str, str]) -> Steps:
-        """Yield the parts of a field, up to the field's end. The mark that opens the field was already consumed."""
+        """Yield the pieces of a field, up to the field's end. The mark that opens the field was already consumed."""
         if one.part is not None:
             yield from self._text(scan, one, one.part)
             return

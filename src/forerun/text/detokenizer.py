@@ -1,4 +1,4 @@
-"""Ids to text, piece by piece and exactly: the pieces joined are the whole text, however the ids were cut into rounds.
+"""Token ids to text, piece by piece and exactly: the joined pieces are the whole text, however the ids were grouped.
 
 Decoding each token alone and joining the results would be wrong for three reasons:
 
@@ -23,7 +23,7 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PushResult:
-    """The text that one push released.
+    """The text that one `push` made final, and the stop string that it completed.
 
     text: the characters that have become final. stop: the stop string that was completed, if any. stopped_at: the index
     of the token that completed the stop string, within the pushed ids. The ids after this token were not read, and are
@@ -82,7 +82,7 @@ class Detokenizer:
         return PushResult(released)
 
     def finish(self) -> str:
-        """Return the text that was held back, because no token follows. Open bytes become U+FFFD.
+        """Return the text that was held back, because no token follows. Bytes of an unfinished character become U+FFFD.
 
         Where this text completes a stop string, the text is cut before it, and `stop` is set to this stop string.
         """

@@ -18,7 +18,7 @@ _TEXTS = ("prefix", "suffix")
 
 
 def filling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Return the prompt for a text between two others. Raises BadOption for a model that has no marks for this."""
+    """Return the token ids of a fill-in-the-middle prompt. Raises BadOption for a model that has no marks for it."""
     ids = {token: token_id for token_id, token in tokenizer.id_to_token.items()}
     form = next((form for form in FORMS if all(mark in ids for mark in form if mark not in _TEXTS)), None)
     if form is None:

@@ -60,7 +60,7 @@ class Budget:
         return sum(map(self.weigh, value)) + ITEM_CHARACTERS * len(value)
 
     def product(self, left: object, right: object) -> int:
-        """Return the number of characters of `left * right`, which may be a repeated text or list."""
+        """Return the number of characters that `left * right` counts as: a product, or a repeated text or list."""
         if isinstance(left, int) and isinstance(right, int):
             return _digits(left.bit_length() + right.bit_length())
         value, times = (right, left) if isinstance(left, int) else (left, right)
@@ -74,7 +74,7 @@ def check_printed(text: str) -> None:
 
 
 def power(left: object, right: object) -> int:
-    """Return the number of characters of `left ** right`."""
+    """Return the number of characters that `left ** right` counts as."""
     if isinstance(left, int) and isinstance(right, int):
         return _digits(left.bit_length() * max(right, 0))
     return 0
@@ -89,14 +89,14 @@ def _digits(num_bits: int) -> int:
 
 
 def percent(text: object, values: object) -> int:
-    """Return the sum of the widths in a `%` format. "%9d" has the width 9; "%*d" takes the width from the values."""
+    """Return the sum of the numbers in a `%` format, such as 9 for "%9d". With "%*d", those in the values are added."""
     if not isinstance(text, str):
         return 0
     return _numbers(f"{text}{values!r}" if "*" in text else text)
 
 
 def widths(text: str) -> int:
-    """Return the sum of the widths in a `str.format` format. Raises TooMuch where a width comes from the values."""
+    """Return the sum of the numbers in the specs of a `str.format` text. Raises TooMuch for a width from the values."""
     specs = [spec or "" for _, _, spec, _ in Formatter().parse(text)]
     if any("{" in spec for spec in specs):
         raise TooMuch("formats a text with a width that is a value")
@@ -114,7 +114,7 @@ def replace(text: str, old: object, new: object) -> int:
 
 
 def numbers(values: Iterable[object]) -> int:
-    """Return the sum of the whole numbers among arguments, because each number may be a width."""
+    """Return the sum of the absolute values of the integers in `values`, because each integer may be a width."""
     return sum(abs(value) for value in values if isinstance(value, int))
 
 

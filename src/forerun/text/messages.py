@@ -20,7 +20,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {str: str.__str__, int: int.__int__
 
 
 def copy_messages(messages: object) -> list[dict[str, Any]]:
-    """Check messages and copy them as transformers does, without None values and with reasoning under its usual name.
+    """Check and copy messages as transformers does: without None, and with reasoning as reasoning_content and thinking.
 
     A message must have a role, and content or tool_calls. Content must be a text or a list of text parts; the content
     of a tool's message may be any data. Raises BadOption for anything else; the error names the message by its index,
@@ -74,8 +74,8 @@ def call_forms(messages: Seq[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]
     """Yield the messages in each form in which some template takes tool calls. Without tool calls, yield them once.
 
     Forms with arguments as mappings come before forms with arguments as JSON texts. Forms in which content is missing
-    come before forms in which it is empty. Forms with the original ids come before forms with ids of nine letters and
-    digits.
+    come before forms in which it is empty. Forms with the original call ids come before forms with ids of nine letters
+    and digits.
     """
     given = [dict(message) for message in messages]
     if not any(message.get("tool_calls") for message in given):

@@ -53,7 +53,7 @@ class ToolCall:
         return json.dumps(self.values(), ensure_ascii=False)
 
     def message(self) -> dict[str, Any]:
-        """Return the call in the form of a message's tool_calls."""
+        """Return the call as an entry of a message's tool_calls."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -108,7 +108,7 @@ class AnswerParts:
     said: list[int] = field(default_factory=list)
 
     def add(self, part: Part) -> None:
-        """Take the next part."""
+        """Append the next part."""
         match part:
             case Text(text):
                 self._span("text").text += text
@@ -221,7 +221,7 @@ class Scanner:
         return text, self.take(len(hit[1]))
 
     def starts(self, *options: str) -> Steps:
-        """Return the longest option with which the text goes on; None where no option fits.
+        """Return the longest of `options` that the rest of the text begins with; None where there is none.
 
         Where the answer was cut inside an option, the beginning of the option is consumed.
         """
@@ -234,7 +234,7 @@ class Scanner:
         return max((o for o in options if self.rest.startswith(o)), key=len, default=None)
 
     def skip(self, *options: str) -> Steps:
-        """Consume and return the longest option with which the text goes on; None where no option fits."""
+        """Consume and return the longest of `options` that the rest of the text begins with; None if none fits."""
         option: str | None = yield from self.starts(*options)
         return None if option is None else self.take(len(option))
 

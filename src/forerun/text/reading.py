@@ -1,4 +1,4 @@
-"""The parts of one answer, read from its ids or its text while the answer grows.
+"""The parts of one answer, read from its token ids or its text while the answer grows.
 
 A call becomes a part only if it was written to its end, with a JSON object as its arguments. Any other call is dropped.
 So whoever receives the parts of an answer can run nothing that the model did not completely write.
@@ -19,7 +19,7 @@ from forerun.text.tokenizer import Tokenizer
 class PartsReader:
     """Reads the parts of one answer from its token ids, as they come.
 
-    traces: whether the reader notes of each token that it is text, reasoning, or neither, such as a mark or the white
+    traces: whether the reader notes for each token if it is text, reasoning, or neither, such as a mark or the white
     space between two parts. A model that may reason is always traced, because its reasoning tokens are counted.
     """
 
@@ -237,7 +237,7 @@ class _Tidy:
 
 
 class _WholeCalls:
-    """Makes parts of pieces. A call becomes a part once it is whole; a call that breaks off or is cut is dropped.
+    """Turns pieces into parts. A call becomes a part once it is whole; a call that breaks off or is cut is dropped.
 
     most: the number of calls to keep; later calls are dropped. None = no limit.
     """

@@ -222,7 +222,7 @@ def _listed(value: Any) -> Any:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that takes each step of a rendering off a budget. Compiling a template renders no part of it."""
+    """A sandbox that counts each step of a rendering against a budget. Compiling a template renders no part of it."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 

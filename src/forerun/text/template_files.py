@@ -1,4 +1,4 @@
-"""The places of chat templates in a checkpoint folder, and the special tokens that templates write."""
+"""Reads the chat templates in a checkpoint folder, and the special tokens that templates write."""
 
 from __future__ import annotations
 

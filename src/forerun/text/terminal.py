@@ -51,13 +51,13 @@ def make_console(stderr: bool = False) -> Console:
 
 
 def showing(text: str) -> AbstractContextManager[Any]:
-    """Return a context in which a terminal shows what a command does. Nothing may be printed in it."""
+    """Return a context manager that shows `text` as a status line in a terminal. Nothing may be printed inside it."""
     console = make_console(stderr=True)
     return console.status(text) if console.is_terminal and not console.is_dumb_terminal else nullcontext()
 
 
 def note(text: str) -> None:
-    """Write a line to standard error, folded by words in a terminal. Standard output is for the model's text."""
+    """Write a line to standard error, wrapped at words in a terminal. Standard output is for the model's text."""
     console = make_console(stderr=True)
     console.print(text, soft_wrap=not console.is_terminal)
 

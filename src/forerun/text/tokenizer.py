@@ -24,7 +24,7 @@ _SPELLINGS = ("ByteLevel", "ByteFallback", "▁", "WordPiece", "BPEDecoder", "CT
 
 
 class Tokenizer:
-    """Text to ids and ids to text, as tokenizer.json says, except that truncation and padding are off.
+    """Text to token ids and back, as tokenizer.json says, except that truncation and padding are off.
 
     Args:
         backend: the loaded tokenizer, whose truncation and padding are turned off.
@@ -72,7 +72,7 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_names(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text in which names of special tokens are plain text.
+        """Encode a text, and take names of special tokens in it as plain text.
 
         No other thread may use the tokenizer meanwhile.
         """
@@ -103,7 +103,7 @@ class Tokenizer:
 
     @cached_property
     def id_to_token(self) -> dict[int, str]:
-        """Every id that has a token, added tokens included, in ascending order."""
+        """The token of every id that has one, added tokens included, in ascending order of the ids."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {token_id: token for token, token_id in sorted(vocabulary.items(), key=itemgetter(1))}
 
@@ -298,7 +298,7 @@ BYTES = _byte_names()
 def token_text(tokenizer: Tokenizer | None, token: int, left: int | None) -> str:
     """Return the text of one token after the token `left`, which may be None. Without a tokenizer the text is the id.
 
-    Control characters are escaped, and bytes of an open character are written as <E2>.
+    Control characters are escaped, and bytes of an unfinished character are written as <E2>.
     """
     if tokenizer is None:
         return f" {token}"

@@ -108,7 +108,7 @@ class ToolRequest:
 
 
 def limit_of(value: object, name: str = "max_thinking_tokens") -> int | None:
-    """Return a valid limit on reasoning tokens; None = no limit. Raises BadOption for a value that is out of range."""
+    """Return `value` if it is a valid limit on reasoning tokens, or None for no limit. Raises BadOption otherwise."""
     if value is None or (type(value) is int and 0 <= value <= MOST_THINKING_TOKENS):
         return value
     raise BadOption(f"{name}={shown(value)} is not possible: it must be in 0 .. {MOST_THINKING_TOKENS:,}, or left out")
@@ -169,5 +169,5 @@ def no_number(name: str) -> None:
 
 
 def inside(text: str) -> str:
-    """Return a piece of a text, escaped for the inside of a JSON string."""
+    """Return a text with escapes, as it is written inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

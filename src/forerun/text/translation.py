@@ -1,4 +1,4 @@
-"""Translation between two vocabularies: the ids that mean the same in both, and a target's text in other ids.
+"""Translation between two vocabularies: the ids that mean the same in both, and a target's text in a draft's ids.
 
 Ids are compared by their token strings. Equal strings mean the same only where both tokenizers spell tokens alike: a
 byte-level "Ġ" and a SentencePiece "▁" both stand for a space, and a byte-level "é" stands for a byte, not for a letter.

@@ -1,4 +1,4 @@
-"""The ids that only a chat template writes: they begin messages, and no answer contains them."""
+"""The special token ids that only a chat template writes, between messages. No answer contains them."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def unwritten_ids(template: ChatTemplate, tokenizer: Tokenizer, end_ids: Collect
 
 
 def _special(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the special ids of a text, in order."""
+    """Return the special token ids of a text, in order."""
     return [i for i in tokenizer.encode(text, add_special_tokens=False) if i in tokenizer.special_ids]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """The slot of the cache that holds an encoder-decoder's source, and the number of the source's rows."""
+    """The cache slot of a sequence's encoder input (encoder-decoder models), and the number of tokens in this input."""
 
     slot: int
     num_tokens: int
@@ -27,14 +27,14 @@ class RaggedBatch:
     tokens [T], positions [T]: lists, or int64 tensors where the values were never on the host. run_starts [B+1]: the
     first row of each run, then T. slots [B]: the cache slot of each run. cached [B]: for each run, the number of cache
     rows in its slot that all rows of the run see.
-    pending [B]: for each run, the number of cache rows after these that are written but not kept. Only some rows of the
-    run see them.
+    pending [B]: for each run, the number of cache rows after these that are written but not committed yet. Only some
+    rows of the run see them.
     ancestors [T]: for each row of a tree, the pending rows and the rows of its run that it sees, as bits. Bit j stands
     for the j-th of these rows, counted from the first pending row on. A row sees itself. 0 = a row of a plain run,
     which sees all rows before it. `pending` and `ancestors` are empty where no run is a tree. `words` packs the bits
     for backends that read 64 bits per row.
-    sources [B]: the slot and size of each run's source, for an encoder-decoder; else empty.
-    silent: the runs for which no logits are wanted, such as prompt chunks.
+    sources [B]: the slot and size of each run's encoder input, for an encoder-decoder; else empty.
+    silent: the indices of the runs for which no logits are wanted, such as prompt chunks.
     """
 
     tokens: list[int] | Rows
@@ -53,7 +53,7 @@ class RaggedBatch:
         return tokens, positions
 
     def run(self, b: int) -> range:
-        """Return the rows of run b."""
+        """Return the indices of run b's rows in the batch."""
         return range(self.run_starts[b], self.run_starts[b + 1])
 
     def is_tree(self, b: int) -> bool:
@@ -62,25 +62,25 @@ class RaggedBatch:
         return bool(self.ancestors) and len(run) > 0 and self.ancestors[run.start] != 0
 
     def num_pending(self, b: int) -> int:
-        """Return the number of pending rows before run b."""
+        """Return the number of pending rows (written, not committed yet) before run b."""
         return self.pending[b] if self.pending else 0
 
     def end(self, b: int) -> int:
-        """Return the number of rows in run b's slot once the run is written: cached and pending rows, and its own."""
+        """Return the number of rows in run b's slot once the run is written: cached, pending and the run's own rows."""
         return self.cached[b] + self.num_pending(b) + len(self.run(b))
 
     def seen(self, b: int) -> list[list[int]]:
-        """Return for each row of run b the rows that it sees, in ascending order, the row itself last.
+        """Return for each row of run b the indices of the rows that it sees, ascending, the row itself last.
 
-        The indices count the pending rows first and then the run's rows. Each row comes after its ancestors, so this is
-        also the order of the logical positions.
+        The indices count the pending rows first and then the run's rows; cached rows, which all rows see, are left out.
+        Each row comes after its ancestors, so this is also the order of the logical positions.
         """
         if not self.is_tree(b):
             return [list(range(i + 1)) for i in range(len(self.run(b)))]
         return [bits(self.ancestors[row]) for row in self.run(b)]
 
     def words(self, b: int) -> tuple[int, list[int]]:
-        """Return `shared`, the number of leading rows that all rows of run b see, and one word for each row.
+        """Return `shared`, the number of leading rows that all rows of run b see, and each row's ancestors as bits.
 
         The pending rows come first, then the rows of the tree. Bit j of a word stands for row `shared + j`. The first
         row of a verified draft is the last committed token, which all rows see. So 64 bits are enough for a draft of at
@@ -150,7 +150,7 @@ class CacheView:
 
 
 class Rows(Protocol):
-    """Hidden states [T, H] or ids [T], a numpy array on the host or a tensor on the device that computes the model."""
+    """Hidden states [T, H] or token ids [T]: an array on the host or a tensor on the device that computes the model."""
 
     @property
     def shape(self) -> Any: ...

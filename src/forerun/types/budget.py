@@ -56,7 +56,7 @@ class Stop:
 
     @property
     def least(self) -> list[float]:
-        """By depth, the smallest survival of the chain after which a further token follows.
+        """By depth, the smallest survival of the chain at which a further token may follow.
 
         The survival is the product of the shares of all tokens so far. The first entry is for a stop after the first
         token. After the last entry no token follows.

@@ -15,7 +15,7 @@ FORCED = "forced"  # name of the drafter of tokens that a grammar dictates, whic
 
 @dataclass(frozen=True)
 class Extra:
-    """Further rows of one sequence: scored and shown to `Drafter.observe`, but never judged and never kept.
+    """Further rows of one sequence, which the target scores for `Drafter.observe`. They never enter the output.
 
     The budget counts these rows as nodes. tokens [M]. parents [M]: indices that count the sequence's nodes first and
     then these rows; -1 = the last committed token. The depth of a row is the number of its ancestors. vectors: by row,
@@ -30,7 +30,7 @@ class Extra:
 class SharedRows(NamedTuple):
     """The rows that score the nodes of one sequence: tokens [M], parents [M] (-1 = the last committed token).
 
-    places: for each node, the index of its row in `tokens`.
+    places: for each node, the index in `tokens` of the row that scores it. parents: indices in the same numbering.
     """
 
     tokens: list[int]
@@ -78,7 +78,7 @@ class Draft:
 
     @staticmethod
     def joined(drafts: Seq[Draft]) -> Draft:
-        """Put the drafts of several groups of sequences one after the other."""
+        """Join the drafts of several groups of sequences into one draft, one after the other."""
         tokens: list[int] = []
         parents: list[int] = []
         starts, probs = [0], list[Probs]()
@@ -156,7 +156,7 @@ class Draft:
         return len(self.shared[b].tokens) if b in self.shared else len(self.nodes(b))
 
     def row(self, b: int, node: int) -> int:
-        """Return the row of sequence b's run that scores one of its nodes."""
+        """Return the index, within sequence b's run, of the row that scores `node`."""
         place = node - self.node_starts[b]
         return 1 + (self.shared[b].places[place] if b in self.shared else place)
 

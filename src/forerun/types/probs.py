@@ -1,4 +1,4 @@
-"""Distributions over ids, and the coins that choose from them."""
+"""Distributions over token ids, and the random decisions (coins) that choose from them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The settings by which a model draws the tokens of one run by itself (`run_ahead`).
+    """The settings with which a model draws the next tokens of one sequence by itself (`run_ahead`).
 
     The model draws the same ids as the sampling pipeline, bit for bit.
 
     filters: (temperature, top_k, log of min_p, top_p, the most ids that are listed), as `sampling.filters_of` returns
     them; temperature 0 = take the likeliest id. shares_noise: whether an id is picked as `Coins.pick` picks. Otherwise
-    it is drawn as `Coins.draft` or `Coins.draw` draws, by `purpose`. seed, position, round: as in the coins.
+    it is drawn as `Coins.draft` or `Coins.draw` draws, by `purpose`. seed, position, round: as in PhiloxCoins.
     """
 
     filters: tuple[float, int, float, float, int]
@@ -35,7 +35,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Probs:
-    """One exact distribution over V ids, in one of four forms.
+    """One exact distribution over V token ids, in one of four forms.
 
     point: a point mass, which stands for a one-hot vector without storing it. dense: a vector. ids and listed: a list,
     where filters left few ids of a wide vocabulary. afar: a vector on a device, copied to the host when its weights are
@@ -92,7 +92,7 @@ class Probs:
 
 
 class Afar:
-    """A distribution that a device holds, and the parts of it that the host knows.
+    """A distribution in the memory of a device, and what the host knows of it.
 
     fetch() -> [V] copies the weights to the host, where they are then kept. chances: the probabilities of some ids.
     draw: how the device drew an id from the distribution. token: the drawn id; below 0 = the device could draw no id.
@@ -125,10 +125,10 @@ class Coins(Protocol):
         """Return True with probability min(1, prob): never for 0, always for 1."""
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Draw a correction or a bonus: an id with the distribution `probs`."""
+        """Draw an id from `probs`, as a correction or a bonus token."""
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Draw a drafter's own id with the distribution `probs`. Several draws at one depth need several lanes."""
+        """Draw an id from `probs`, as a drafted token. Several draws at one depth need different lanes."""
 
     def pick(self, probs: Probs, depth: int) -> int:
         """Return the argmax of log probs + the Gumbel noise of (seed, absolute index).

@@ -62,9 +62,9 @@ class SequenceStep(NamedTuple):
 
     @property
     def parts(self) -> list[SequenceStep]:
-        """The step in two parts: the nodes of FORCED, and the nodes of the sequence's drafter.
+        """The step split in two: a step with the nodes that a grammar forced, and a step with the drafter's nodes.
 
-        A part without nodes is left out. If nothing was drafted, the step itself is the only part.
+        A step without nodes is left out. Where no node was forced, the list holds this step alone.
         """
         if not self.forced:
             return [self]
@@ -114,10 +114,10 @@ class DraftStep:
 
 @dataclass
 class StepReport:
-    """The numbers of one step. Metrics, printers, benchmarks and pacing read this and nothing else."""
+    """The counts and times of one step. Metrics, printers, benchmarks and pacing read this and nothing else."""
 
     num_prefill_tokens: int = 0
-    num_prefill_keys: int = 0  # keys that the rows of prompt tokens saw, their own included
+    num_prefill_keys: int = 0  # attention keys that the rows of prompt tokens saw, their own included
     num_decoding: int = 0  # sequences that emitted tokens
     num_rows: int = 0  # of the target pass: rows of prompt chunks, one per decoding sequence, and draft nodes
     num_experts: float = 0.0  # chosen by some row of the pass, on average over the layers with experts; 0 = no experts

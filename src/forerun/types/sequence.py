@@ -27,7 +27,7 @@ class TokenLogprob:
 
 
 class TokenCounts:
-    """The distinct ids of a sequence, and how often each occurs in the output; the penalties need these counts.
+    """The distinct token ids of a sequence, and how often each occurs in the output; the penalties need these counts.
 
     `update` reads each token once, on the first call after the token was committed. So the penalties cost the same
     however long the sequence is. For a request without penalties `update` is never called.
@@ -58,7 +58,7 @@ class TokenCounts:
 
 
 def salt_of(source_ids: Seq[int], salt: str | None) -> str:
-    """Return a salt made of the request's salt and its source, so that no cache rows of other sources are found."""
+    """Return a salt made of a request's salt and its encoder input, so that other inputs share no cache rows."""
     return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
 
 
@@ -74,7 +74,7 @@ class Constraint(Protocol):
         """Whether drafters may query the grammar, which takes time."""
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
-        """Return the ids that may follow these tokens. Raises BadOption where the grammar refuses them."""
+        """Return the ids that may follow these tokens. Raises BadOption for tokens that the grammar does not allow."""
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:
         """Return whether nothing can follow these tokens, because they are a whole text of the grammar."""
@@ -146,7 +146,7 @@ class Sequence:
 
     @property
     def salt(self) -> str | None:
-        """The salt of the cache rows: the request's salt, joined with the request's source if there is one."""
+        """The salt of the cache rows: the request's salt, joined with a hash of the encoder's input if there is one."""
         return salt_of(self.source_ids, self.params.cache_salt) if self.source_ids else self.params.cache_salt
 
     @property

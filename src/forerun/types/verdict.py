@@ -1,4 +1,4 @@
-"""The ruling on a draft."""
+"""The ruling on a draft: which drafted tokens are accepted, and which token follows them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A file defines
     NAME                              the name of the dialect
     SIGNS                             sets of texts; a chat template of this dialect contains all texts of some set
     MARKS                             the texts of the special tokens around and inside calls
-    read(scan, tools)                 yields the parts of an answer
+    read(scan, tools)                 yields an answer as pieces of text, reasoning and calls
     call(rules, tools, name, schema)  returns the grammar of one call
 
 and may define the other fields of Dialect, too.
@@ -107,7 +107,7 @@ def dialect(name: str) -> Dialect:
 
 @cache
 def dialects() -> tuple[Dialect, ...]:
-    """Return all dialects, by name."""
+    """Return all dialects, sorted by name."""
     return tuple(dialect(name) for name in sorted(stated(__name__, "NAME")))
 
 

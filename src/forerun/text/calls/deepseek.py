@@ -26,7 +26,7 @@ OPENING = (CALLS[0], CALL[0])
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text and tool calls."""
     while (mark := (yield from scan.until((*CALLS, CALL[0]), Text))) is not None:
         if mark != CALL[0]:
             continue

@@ -1,4 +1,4 @@
-"""Calls with bare keys and marks around texts, as Gemma 4 and FunctionGemma write them.
+"""Calls with unquoted keys, and with marks in place of quotes, as Gemma 4 and FunctionGemma write them.
 
 <|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 <start_function_call>call:weather{city:<escape>Paris<escape>,days:3}<end_function_call>
@@ -24,7 +24,7 @@ READS_ALWAYS = True  # because answers without tools have channels, too
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text, reasoning and tool calls."""
     opening = OPENING if tools.schemas else ()
     while (mark := (yield from scan.until((*opening, *CHANNEL), Text))) is not None:
         if mark in CHANNEL:
@@ -122,7 +122,7 @@ def _object(rules: Rules, schema: Schema, quote: str) -> str:
 
 
 def _written(rules: Rules, schema: Schema, quote: str) -> str:
-    """Return the grammar of a value by its schema; any value where the schema states no type."""
+    """Return the grammar of a value that a schema allows. A schema without a type allows any value."""
     ways = [*several(schema.get("anyOf")), *several(schema.get("oneOf"))]
     choices = choices_of(schema)
     kind = schema.get("type")

@@ -23,7 +23,7 @@ ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text and tool calls."""
     while (yield from scan.until(MARKS[:1], Text)) is not None:
         yield from behind(scan, (yield from _call(scan, tools)), MARKS[1:2], MARKS[:1])
 

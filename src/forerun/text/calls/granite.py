@@ -18,7 +18,7 @@ OPENING = (*MARKS, SPELLED)
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text and tool calls."""
     while (yield from scan.until(OPENING, Text)) is not None:
         yield from behind(scan, (yield from json_calls(scan)), (), OPENING)
 

@@ -1,4 +1,4 @@
-"""Messages in channels, as gpt-oss writes them. The channel analysis is reasoning; a message to a function is a call.
+"""Messages in channels, as gpt-oss writes them: channel `analysis` is reasoning, a message to a function is a call.
 
     <|channel|>analysis<|message|>Weather is asked for.<|end|><|start|>assistant<|channel|>commentary
     to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
@@ -29,7 +29,7 @@ _RECIPIENT, _CHANNEL = re.compile(r"\bto=(?:functions\.)?([\w.-]+)"), re.compile
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text, reasoning and tool calls."""
     yield from scan.space()
     if not (yield from scan.starts(CHANNEL, START, " to=", "to=")):
         yield from scan.until((), Text)
@@ -54,7 +54,7 @@ def _body(scan: Scanner, piece: type[Text] | type[Reasoning]) -> Steps:
 
 
 def _arguments(scan: Scanner) -> Steps:
-    """Read a call's arguments, a JSON object. Anything else, such as code for a tool that takes code, is no call."""
+    """Read a call's arguments, a JSON object. A message that is no JSON object, such as code for a tool, is no call."""
     if (yield from arguments(scan, (*ENDS, START))):
         yield CallEnd()
     _, mark = yield from scan.collect((*ENDS, START))

@@ -24,7 +24,7 @@ FENCES = {"```json": "```", "```": "```", SPELLED: "</tools>"}  # other marks ar
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text and tool calls."""
     yield from _untagged(scan, tools)
     while (yield from scan.until(MARKS[:1], Text)) is not None:
         yield from behind(scan, (yield from json_calls(scan)), MARKS[1:], MARKS[:1])

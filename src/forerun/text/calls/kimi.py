@@ -21,7 +21,7 @@ ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text and tool calls."""
     while (mark := (yield from scan.until((*SECTION, BEGIN), Text))) is not None:
         if mark != BEGIN:
             continue

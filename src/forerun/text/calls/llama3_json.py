@@ -17,7 +17,7 @@ OPENING, BARE = (), "{<"
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer. A call counts only at the beginning of the answer."""
+    """Yield an answer as pieces of text and tool calls. A call counts only at the beginning of the answer."""
     is_sure = False
     while True:
         before = yield from scan.space()

@@ -17,7 +17,7 @@ MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text and tool calls."""
     while (yield from scan.until(MARKS[:1], Text)) is not None:
         yield from scan.space()
         read_calls = json_calls if (yield from scan.next()) in ("[", "{") else _call

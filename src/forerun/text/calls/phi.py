@@ -21,7 +21,7 @@ OPENING = (MARKS[0], SPELLED)
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer."""
+    """Yield an answer as pieces of text and tool calls."""
     while (mark := (yield from scan.until(OPENING, Text))) is not None:
         if mark == SPELLED:
             scan.put_back(SPELLED[-1])

@@ -21,7 +21,7 @@ PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer. Calls without marks count only at the beginning of the answer."""
+    """Yield an answer as pieces of text and calls. Calls without marks count only at the beginning of the answer."""
     before = yield from scan.space()
     if (yield from scan.next()) != "[":
         yield Text(before)
@@ -48,7 +48,7 @@ def call(rules: Rules, tools: Tools, name: str, schema: Schema) -> str:
 
 
 def _types(schema: Schema) -> tuple[str, ...]:
-    """Return the JSON types that a schema allows; none where enum or const restricts the values."""
+    """Return the JSON types that a schema states; () where enum or const restricts the values."""
     kind = () if "enum" in schema or "const" in schema else schema.get("type", ())
     return (kind,) if isinstance(kind, str) else tuple(kind)
 

@@ -25,7 +25,7 @@ ENDS_THOUGHT = True
 
 
 def read(scan: Scanner, tools: Tools) -> Steps:
-    """Yield the parts of an answer. The outer tag may be missing, because such models often leave it out."""
+    """Yield an answer as pieces of text and tool calls. The tag <tool_call> may be missing, as models often omit it."""
     while (mark := (yield from scan.until(OPENING, Text))) is not None:
         scan.begin()
         if mark == MARKS[0]:
