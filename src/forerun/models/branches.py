@@ -16,7 +16,7 @@ from forerun.types import Hypotheses
 
 
 class Branches:
-    """The pending cache rows of one slot: the index of each row, by node of the slot's tree.
+    """The pending cache rows (written, not committed) of one slot: the index of each, by node of the slot's tree.
 
     base: the node to which the first pending row belongs.
     """
@@ -26,15 +26,15 @@ class Branches:
         self.base = -1
 
     def forget(self, base: int) -> None:
-        """Start over with this base. The cache must hold no pending row, and keep all committed tokens but the last."""
+        """Start over at node `base`. The cache must hold just the rows of all committed tokens but the last."""
         self.rows, self.base = {}, base
 
     def missing(self, tree: Hypotheses) -> list[int]:
-        """Return the live nodes of the tree that have no row, each after its parent."""
+        """Return the nodes of live beams that have no pending row, each after its parent."""
         return [node for node in tree.live() if node not in self.rows]
 
     def run(self, slot: int, tree: Hypotheses, nodes: Seq[int], last_token: int) -> Run:
-        """Return the run of these nodes. The parent of each node must have a pending row, or be in the same run.
+        """Return a `Run` of these nodes' tokens. Each node's parent must have a pending row, or be in the same run.
 
         last_token: the last committed token, which is the token of the base.
         """
@@ -48,12 +48,12 @@ class Branches:
         return Run(slot, tokens, "all", parents)
 
     def add(self, nodes: Seq[int]) -> None:
-        """Record that a run of these nodes was written after the pending rows."""
+        """Record that these nodes' rows were written after the pending rows."""
         for node in nodes:
             self.rows[node] = len(self.rows)
 
     def settle(self, tree: Hypotheses) -> tuple[list[int], Held]:
-        """Move on to the tree's new base and tips. Returns the rows to keep, and the rows that stay pending.
+        """Move on to the tree's new base. Returns the pending rows to keep, by index, and the rows that stay pending.
 
         Rows are kept from the old base to the parent of the new base. If a row on this path is missing, only the rows
         before the missing one are kept, and no row stays pending.

@@ -135,7 +135,7 @@ RANGES: Mapping[str, tuple[float, float]] = _by_key(
 
 
 class Filled(dict[str, Any]):
-    """The keys of config.json, with usual values for keys that are missing or null.
+    """The entries of config.json, with usual values for keys that are missing or null.
 
     said: the keys that the file itself sets; only these are checked for contradictions (`agree`). nullable: the keys
     for which null is a value; they stay null.
@@ -269,7 +269,7 @@ def usual_config(spec: Spec, architecture: str) -> dict[str, Any]:
 
 
 def sizes_config(spec: Spec, architecture: str, a: Attention, eps: str = "rms_norm_eps", **more: int) -> dict[str, Any]:
-    """Return the keys of config.json for a model's sizes.
+    """Return the entries of config.json for a model's sizes.
 
     a: the attention of its blocks. eps: the key for the epsilon of its norms. more: further sizes.
     """
@@ -290,7 +290,7 @@ def sizes_config(spec: Spec, architecture: str, a: Attention, eps: str = "rms_no
 
 
 def rope_config(rope: Rope | None, head_dim: int | None = None) -> dict[str, Any]:
-    """Return the keys of config.json for rotary positions.
+    """Return the entries of config.json for rotary positions.
 
     head_dim: the head size, for a family that may rotate only a part of a head.
     """
@@ -352,7 +352,7 @@ def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | 
     """Return the rotary positions from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
 
     Where config.json has both forms, they must agree. turned_of: the head size, for a family that may rotate only a
-    part of a head. names: the names that the family gives to the TURNED keys outside of `rope_parameters` and
+    part of a head. names: for each key in TURNED, the family's key for it outside of `rope_parameters` and
     `rope_scaling`.
     """
     names = names or dict(zip(TURNED, TURNED, strict=True))
@@ -374,8 +374,8 @@ def rope_of(c: Filled, turned_of: int | None = None, names: Mapping[str, str] | 
 def ropes_by_kind(c: Filled, names: Mapping[str, str]) -> dict[str, Rope]:
     """Return the rotary positions of each kind of layer, for families where kinds differ.
 
-    names: for each kind, the key that sets its theta outside of `rope_parameters`. Where `rope_parameters` is missing,
-    `rope_scaling` belongs to full attention.
+    names: for each kind, the key that sets theta for this kind outside of `rope_parameters`. Where `rope_parameters` is
+    missing, `rope_scaling` belongs to full attention.
     """
     both, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
     fits = isinstance(both, Mapping) and isinstance(old, Mapping) and not (both and old)
@@ -509,7 +509,7 @@ def full_attention_only(raw: Raw) -> None:
 
 
 def size(raw: Raw, key: str, least: int = 1) -> int:
-    """Return an integer of config.json, from `least` to the key's LARGEST. The file may write 4096 as 4096.0."""
+    """Return an integer of config.json, from `least` to the key's limit in LARGEST. A file may write 4096 as 4096.0."""
     value, most = raw.get(key), LARGEST.get(key, MOST_TOKENS)
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
@@ -518,7 +518,7 @@ def size(raw: Raw, key: str, least: int = 1) -> int:
 
 
 def number(raw: Raw, key: str) -> float:
-    """Return a number of config.json, which must be within the key's RANGES."""
+    """Return a number of config.json, which must be within RANGES[key]."""
     value, (least, most) = raw.get(key), RANGES[key]
     fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
     require(fits, raw, key, f"a number in {least} .. {most:g}")
@@ -582,5 +582,5 @@ def _is_one_of(value: object, values: Collection[object]) -> bool:
 
 
 def given(raw: Raw) -> dict[str, Any]:
-    """Return a mapping without the keys that are null."""
+    """Return the entries of a mapping whose values are not null."""
     return {key: value for key, value in raw.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The generation settings of a checkpoint: the ids that end an output, and the sampling values that its makers suggest.
+"""A checkpoint's generation settings: token ids that end an output, and the sampling values that its makers suggest.
 
 End ids are always applied. The suggested sampling values become the defaults of a request (`Opened.usual_fields`). With
 generation_config="none" they are not used.
@@ -98,7 +98,7 @@ def sampling_fields(
 
 
 def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
-    """Return the ids that end the output: from generation_config.json, config.json and tokenizer_config.json.
+    """Return the token ids that end an output: from generation_config.json, config.json and tokenizer_config.json.
 
     raw: config.json. Ids outside of the vocabulary are left out, because they never occur; some files write -1 for "no
     id". Raises UnsupportedModel for a value that is not an id.
@@ -114,7 +114,7 @@ def end_ids_of(small: SmallFiles, raw: Raw) -> frozenset[int]:
 
 
 def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
-    """Return the ids that begin an encoder-decoder's output: the start token, and after it a forced token, if any.
+    """Return the token ids that begin an encoder-decoder's output: the start token, then a forced token, if any.
 
     raw: config.json. The start token comes from generation_config.json, or else from config.json. Where neither file
     names a start token, bos_token_id is used, as in transformers. The forced token comes from generation_config.json if
@@ -137,7 +137,7 @@ def start_ids_of(small: SmallFiles, raw: Raw) -> list[int]:
 
 
 def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
-    """Return the sampling fields that a known key sets. Raises UnsupportedModel for an impossible value."""
+    """Return the fields of SamplingParams that a known key sets. Raises UnsupportedModel for an impossible value."""
     if key in SAME:
         # A request may ask for no token; a model that suggests it would never answer.
         _require(key != "max_new_tokens" or value != 0, key, value, where, "at least 1, or None")
@@ -149,7 +149,7 @@ def _fields_of(key: str, value: Any, where: str) -> dict[str, Any]:
 
 
 def _forbidden_ids(key: str, value: Any, where: str, num_ids: int | None) -> frozenset[int]:
-    """Return the ids that a key forbids at all positions. Raises UnsupportedModel for an impossible value."""
+    """Return the token ids that a key forbids at all positions. Raises UnsupportedModel for an impossible value."""
     if key == "suppress_tokens":
         return _ids(value, key, where, "a list of ids", num_ids)
     if key != "bad_words_ids":
@@ -162,7 +162,7 @@ def _forbidden_ids(key: str, value: Any, where: str, num_ids: int | None) -> fro
 
 
 def _is_known(key: str, value: Any, raw: Raw, config: Raw) -> bool:
-    """Whether a key is honoured, or changes nothing with this value."""
+    """Whether a key of generation_config.json is honoured, or changes nothing with this value."""
     if key in KNOWN or key.startswith(INERT_BEGINNINGS) or value is False or value in ("", [], {}):
         return True
     if key == FORCED_START and config.get("is_encoder_decoder") is True:  # see `start_ids_of`
@@ -232,7 +232,7 @@ def _added(decoder: Any, where: str) -> Iterator[tuple[int, Any]]:
 
 
 def _ids(value: Any, key: str, where: str, what: str, num_ids: int | None) -> frozenset[int]:
-    """Return the ids of a list that are in the vocabulary. num_ids: the size of the vocabulary; None = unknown."""
+    """Return the token ids in a list that the vocabulary has. num_ids: the size of the vocabulary; None = unknown."""
     _require(isinstance(value, list) and all(type(i) is int for i in value), key, value, where, what)
     return frozenset(i for i in value if i >= 0 and (num_ids is None or i < num_ids))
 

@@ -118,7 +118,7 @@ def fetch_files(name: str, choose: Choose) -> Path | None:
 
     This is for repositories that are not checkpoints, such as a drafter's head. choose: a function that gets the names
     of all files and the hub id, and returns the names of the files to fetch. config.json is fetched, too, and must
-    exist. The function raises an error for an unwanted repository, before any file is fetched. Without a network, the
+    exist. `choose` raises an error for an unwanted repository, before any file is fetched. Without a network, the
     files in the cache are used. Raises as `locate`.
     """
     name = hub_id_of(name)
@@ -132,7 +132,7 @@ def fetch_files(name: str, choose: Choose) -> Path | None:
 
 
 def _said(model: _HubModel | _HubFile, fetch: Callable[[], T]) -> T:
-    """Return the result of `fetch`. Its exceptions are turned into errors that say what would help."""
+    """Call `fetch` and return its result. Turn exceptions into errors that say what would help."""
     try:
         return fetch()
     except ForerunError:
@@ -157,8 +157,8 @@ def _kind(name: str) -> str:
 def is_hub_id(name: str | Path) -> bool:
     """Whether a name means a model on the hub.
 
-    This is true for two sorts of names: a name in data/models.toml where the model is not on this machine, and any
-    other name that has the form of a hub id and is not an existing path.
+    This is true for two sorts of names: a name in data/models.toml where neither this package nor an installed wheel
+    has the model, and any other name that has the form of a hub id and is not an existing path.
     """
     is_path = named.find(name) is None and os.path.exists(name)
     return isinstance(name, str) and not is_path and _as_hub_model(name) is not None

@@ -66,7 +66,7 @@ class Checkpoint:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The ids that end an output, see `end_ids_of`."""
+        """The token ids that end an output, see `end_ids_of`."""
         return self.opened.end_ids
 
     @property
@@ -180,7 +180,7 @@ def checked(source: Source, spec: Spec, path: Path) -> Spec:
 
 
 def as_stored(source: Source, config: Spec) -> Spec:
-    """Return the spec. It becomes untied where the file stores an LM head that differs from the tied embedding.
+    """Return the spec, but untied where the file stores an LM head that differs from the embedding.
 
     transformers 5 writes such files and uses the stored head, but transformers 4 uses the embedding. So
     UnsupportedModel is raised unless config.json says that transformers 5 or later wrote the file.

@@ -82,7 +82,7 @@ class NamedModel:
     def auto_for(self, target: str | Path | None) -> str | None:
         """Return the model's default drafter; None where data/models.toml names none.
 
-        target: the name by which a caller named this model.
+        target: the name by which a caller named this model. Named by its hub id, it may have another default drafter.
         """
         is_file = str(target) != self.hub and self.path() is not None
         return self.auto if is_file or self.hub_auto is None else self.hub_auto

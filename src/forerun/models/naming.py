@@ -79,7 +79,7 @@ class Names:
         return plain and all(names.only_renames for names in self.more)
 
     def ours(self, name: str) -> tuple[list[str], Fused] | None:
-        """Return our names of the tensors in a published tensor, and how it holds them; None for an unknown name."""
+        """Return our names of the tensors that a published tensor holds, and how it holds them; None if unknown."""
         if name in self.exact:
             return [self.exact[name]], Fused((self.exact[name],))
         module, _, ending = name.removeprefix(self.prefix).rpartition(".")
@@ -491,7 +491,7 @@ More = Callable[[Metadata, Collection[str]], dict[str, Any]]
 
 
 def nothing_more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return no further keys of config.json."""
+    """Return no further entries of config.json."""
     return {}
 
 
@@ -500,10 +500,10 @@ class Gguf:
     """How GGUF files of a family are read.
 
     architecture: the value of general.architecture. keys: maps metadata keys to keys of config.json. more: a function
-    that makes further keys of config.json from the metadata and the tensor names. by_more: the metadata keys that only
-    `more` reads. names: the tensor names. turned: whether rows of q and k alternate between the two halves of a head.
-    stored_offset: a number that was added to the weights of norms in the file. as_stored: norms to which it was not
-    added, by the beginnings of their names inside a block.
+    that makes further entries of config.json from the metadata and the tensor names. by_more: the metadata keys that
+    only `more` reads. names: the tensor names. turned: whether rows of q and k alternate between the two halves of a
+    head. stored_offset: a number that was added to the weights of norms in the file. as_stored: norms to which it was
+    not added, by the beginnings of their names inside a block.
 
     turned_part: the key of config.json for the rotated share of a head, for families that may rotate only a part.
     takes_factors: whether `more` also gets the factors of rotary frequencies, as a list under ROPE_FREQS. rounds_yarn:
@@ -536,8 +536,8 @@ def has_bias(tensors: Collection[str], module: str) -> bool:
 
 
 def biases_of(tensors: Collection[str], **modules: str) -> dict[str, Any]:
-    """Map keys of config.json to true, for each key whose module has a bias.
+    """Return the entries of config.json that are true because a module has a bias.
 
-    modules: for each key, the module's name in GGUF files.
+    modules: for each key of config.json, the module's name in GGUF files.
     """
     return {key: True for key, module in modules.items() if has_bias(tensors, module)}

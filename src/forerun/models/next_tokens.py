@@ -1,7 +1,7 @@
 """The multi-token prediction (MTP) block that lies in the files of its model.
 
 The MTP block is built like the model's blocks, so its weights are read under the names of the model's blocks, as the
-weights of a head of the model. Published files call it `mtp.layers.0.`, as they call the model's first block
+weights of a draft head. Published files call it `mtp.layers.0.`, as they call the model's first block
 `model.layers.0.`. GGUF files have it as their last block. The input of the MTP block is a projection of two normed
 vectors: a token's embedding, and the hidden state of the token before. A norm follows the MTP block (Gloeckle et al.
 2024; DeepSeek-V3, arXiv 2412.19437, eq. 21 to 24).
@@ -103,7 +103,7 @@ def published_block(decoder: Spec, weights: Mapping[str, HostTensor], names: Nam
 
 
 def save_with_block(folder: Path, original: OpenedCheckpoint, tensors: Mapping[str, HostTensor]) -> None:
-    """Write a copy of a safetensors folder with this MTP block in a separate shard. It replaces any other MTP block.
+    """Copy the folder of `original` to `folder`, with this MTP block, and no other, in a separate shard.
 
     tensors: the block's tensors, see `published_block`. Shards that an earlier call copied are not copied again, so a
     training run may write its block many times.
@@ -189,8 +189,8 @@ class _Renamed(Wrapped):
     def of(cls, source: Source, spec: Spec, names: Names) -> _Renamed | None:
         """Find the MTP block among the tensors of a source. names: the published names of the model's tensors.
 
-        Returns None where there is no MTP block, where there are several, and where it has its own embedding or LM
-        head.
+        Returns None where there is no MTP block, where it has its own embedding or LM head, and where a folder has
+        several. If a GGUF file has several, the first is taken.
         """
         tensors: Mapping[str, Stored] = getattr(source, "next_tensors", None) or source.tensors
         theirs, outer = dict[str, str](), dict[str, str]()

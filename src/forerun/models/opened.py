@@ -148,7 +148,7 @@ class OpenedCheckpoint:
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The ids that end an output, see `end_ids_of`."""
+        """The token ids that end an output, see `end_ids_of`."""
         return end_ids_of(self.small, self.raw)
 
     # ------------------------------------------------------------------------------------------------------- tensors
@@ -245,7 +245,7 @@ def read_config(raw: Mapping[str, Any], path: Path | None = None) -> Spec:
 
 
 def said_tensors(config: Spec, raw: Mapping[str, Any]) -> Mapping[str, Stored]:
-    """Return the stored form of the tensors that config.json implies.
+    """Return the stored form that config.json alone implies for each tensor.
 
     The embedding and the LM head are taken as not quantised, as in most quantised checkpoints.
     """

@@ -38,8 +38,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the parts of one matrix
 class Layout:
     """A layout of matrices of integers. One tensor holds a matrix's integers, other tensors its scales and zero points.
 
-    codes: the last part of the name of the tensor with the integers. parts: the last parts of the names of the other
-    tensors.
+    codes: how the name of the tensor with the integers ends. parts: how the names of the other tensors end.
     """
 
     method: str
@@ -175,10 +174,11 @@ def layout_of(raw: Mapping[str, Any]) -> Layout | Floats | None:
 
 
 def said_scheme(raw: Mapping[str, Any], num_in: int, *, is_expert: bool = False) -> Scheme | None:
-    """Return the scheme of a layer's matrices from config.json alone, to plan without the weights; None = dense.
+    """Return the scheme of a layer's matrices from config.json alone, to plan without the weights.
 
-    is_expert: whether the matrices belong to experts; in MXFP4 checkpoints, all other matrices are dense. Where
-    config.json has several groups of settings, the group with the most bits is taken. Raises as `layout_of`.
+    None for dense matrices, for 8-bit floats, and where inputs may be in another order than their groups. is_expert:
+    whether the matrices belong to experts; in MXFP4 checkpoints, all other matrices are dense. Where config.json has
+    several groups of settings, the group with the most bits is taken. Raises as `layout_of`.
     """
     layout = layout_of(raw)
     if not isinstance(layout, Layout) or layout.may_permute:

@@ -34,10 +34,10 @@ NO_NUMBERS = -1  # in place of the largest logit's id, where logits are not fini
 class Run(NamedTuple):
     """New tokens of one sequence, to run in one pass.
 
-    parents [n]: the parent of each token, as an index that counts first the slot's pending rows and then the rows of
-    the run; -1 = the kept rows. None = the tokens are a chain after all rows of the slot. pending: whether the rows of
-    the run become pending (KVCache.hold), so that the slot's next run continues after them. Otherwise the slot's next
-    run overwrites them, unless `keep` is called before.
+    parents [n]: the parent of each token, as an index that counts first the slot's pending rows (written, not
+    committed) and then the rows of the run; -1 = no parent but the committed rows. None = the tokens are a chain after
+    all rows of the slot. pending: whether the rows of the run become pending (KVCache.hold), so that the slot's next
+    run continues after them. Otherwise the slot's next run overwrites them, unless `keep` is called before.
 
     logits: whether to return logits of every row ("all"), of the last row ("last"), or of no row ("none"). These rows
     are the wanted rows. best_only: return only the id of the largest logit of each wanted row; the runner must have
@@ -57,7 +57,7 @@ class Run(NamedTuple):
     asked: Seq[Seq[int]] = ()
 
     def behind(self, num_pending: int) -> Seq[int]:
-        """Return the parents of the run's tokens. Where `parents` is None, they are the parents of a chain.
+        """Return the parent of each token of the run. Where `parents` is None, it is the token or row before.
 
         num_pending: the number of pending rows of the slot.
         """
@@ -70,12 +70,12 @@ class Scores:
 
     hidden: the hidden states [T, H] after the final norm. rows[b]: the rows of `hidden` that belong to run b. logits[b]
     [wanted rows, ids]: the logits of run b, on the host. best[b] [wanted rows]: for a run with best_only, instead of
-    its logits, the ids of the largest logits, or NO_NUMBERS where logits are not finite. drawn[b] [wanted rows]: for a
-    run with draws, the distributions; best[b] then has the ids of their largest logits.
+    its logits, the token ids of the largest logits, or NO_NUMBERS where logits are not finite. drawn[b] [wanted rows]:
+    for a run with draws, the distributions; best[b] then has the ids of their largest logits.
 
     forward_s: the duration of the pass in seconds. taps: for each layer k of Runner.taps, the residual stream of every
     row before layer k, float32 [T, H]. runs: the runs of the pass. num_experts: the number of experts that were
-    chosen for some row, averaged over the layers with experts; 0 = no layer has experts.
+    chosen for at least one row, averaged over the layers with experts; 0 = no layer has experts.
     """
 
     hidden: Any
@@ -92,15 +92,15 @@ class Scores:
 class Runner:
     """A model with its KV cache and its vocabulary.
 
-    num_ids: the number of ids; rows of the LM head beyond it are padding. holes: ids below num_ids that stand for no
-    token. Padding and holes get probability 0: the logits of padding are cut off, and the logits of holes are set to
+    num_ids: the number of token ids; rows of the LM head beyond it are padding. holes: ids below num_ids that stand for
+    no token. Padding and holes get probability 0: the logits of padding are cut off, and the logits of holes are set to
     -inf. The LM head of a draft model may have fewer rows than its target has ids. Then rows of logits have only this
     length, and later ids have probability 0.
 
-    layers: the layers to run, ascending; None = all. The final norm and the LM head read the output of the last one, so
-    a model with only some of its layers can draft for the whole model. taps: inner layers; each pass returns the hidden
-    states before them. They may be set later. head_rows: how many rows of the LM head to compute, from the first on;
-    None = all. has_experts: whether some layer has experts.
+    layers: the layers to run, ascending; None = all. The final norm and the LM head read the output of the last of
+    these, so a model with only some of its layers can draft for the whole model. taps: inner layers; each pass returns
+    the hidden states before them. They may be set later. head_rows: how many rows of the LM head to compute, from the
+    first on; None = all. has_experts: whether some layer has experts.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Runner:
         self.holes = [i for i in self._all_holes if i < self.width]
 
     def forward(self, runs: Seq[Run]) -> Scores:
-        """Run every token of the runs once. Their cache rows are reserved here, and only `cache.keep` keeps them.
+        """Run every token of the runs once. Their cache rows are reserved here; only `cache.keep` commits them.
 
         Raises CapacityError where the cache has too few free rows.
         """
@@ -164,7 +164,7 @@ class Runner:
         return Scores(hidden, rows, logits, best, time.perf_counter() - started, passed.taps, runs, num_experts, probs)
 
     def _drawn(self, hidden: Any, rows: list[int], runs: Seq[Run], best: list[list[int]]) -> list[Seq[Probs]]:
-        """Return, for each run, the distributions that the device draws from. Writes the likeliest ids into `best`."""
+        """Draw on the device. Returns each run's distributions, and writes the likeliest token ids into `best`."""
         draws = [draw for run in runs for draw in run.draws]
         asked = [ids for run in runs for ids in run.asked or [()] * len(run.draws)]
         assert self._drawer is not None
@@ -189,12 +189,12 @@ class Runner:
 
     @property
     def tells_confidence(self) -> bool:
-        """Whether `run_ahead` accepts stops, because the model tells the probability of each likeliest id."""
+        """Whether `run_ahead` accepts `stops`, because the model tells the probability of each likeliest token id."""
         return self.finds_best and self._ahead is not None and self._ahead.tells_confidence
 
     @property
     def draws_ahead(self) -> bool:
-        """Whether `run_ahead` accepts draws."""
+        """Whether `run_ahead` can draw tokens at random, that is, accepts `draws`."""
         return self.finds_best and self._ahead is not None and self._ahead.draws_ahead
 
     def run_ahead(
@@ -203,11 +203,11 @@ class Runner:
         """Return a continuation of several tokens for each run, in one call. The runner must have `finds_best`.
 
         The model runs the tokens of run b, and then its own new tokens one by one. It makes `lengths[b]` new tokens,
-        and runs all of them but the last. The cache rows are reserved here, and not kept. stops: for each run, the rule
-        that ends it earlier; () = no run ends earlier. layer_rows: for a head, the target's hidden states [T, H] after
-        each layer that the head reads. The head makes the vectors of the runs from these; () = the runs have their
-        vectors already. draws: how to draw the tokens of each run, for a runner that `draws_ahead`; () = take the
-        likeliest tokens.
+        and runs all of them but the last. The cache rows are reserved here, and not committed. stops: for each run, the
+        rule that ends it earlier; () = no run ends earlier. layer_rows: for a draft head, the target's hidden states
+        [T, H] after each layer that the head reads. The head makes the vectors of the runs from these; () = the runs
+        have their vectors already. draws: how to draw the tokens of each run, for a runner that `draws_ahead`; () =
+        take the likeliest tokens.
 
         Raises CapacityError where the cache has too few free rows, InternalError where logits are not finite, or where
         the pending rows of a slot are a tree.
@@ -241,7 +241,7 @@ class Runner:
         return repr((processor, *ops, *shape, *weights, model.device))
 
     def try_pass(self, num_rows: int, num_behind: int = 0) -> None:
-        """Run a pass over `num_rows` new rows, like a verification, and drop the rows. Raises CapacityError.
+        """Run a pass over `num_rows` new rows, and drop them. Raises CapacityError where they do not fit.
 
         num_behind: the number of earlier cache rows that the new rows attend to. Their content does not matter.
         """
@@ -294,7 +294,7 @@ class Runner:
             raise CapacityError(f"the model has {self.model.config.max_positions} positions, {num_positions} asked")
 
     def _inputs(self, runs: Seq[Run], batch: RaggedBatch) -> Any:
-        """Return the inputs of the first layer [T, H]; None where no run has vectors."""
+        """Return the inputs of the first layer [T, H]; None = the embeddings, where no run has vectors."""
         if not any(run.vectors for run in runs):
             return None
         rows = self.model.embed(batch.ids()[0])
@@ -351,7 +351,7 @@ def _by_run(runs: Seq[Run], logits: Rows, best: list[int], none: Rows) -> tuple[
 
 
 def pack(runs: Seq[Run], cache: KVCache, sources: Sources | None = None) -> RaggedBatch:
-    """Pack runs into one ragged batch without padding. sources: the sources of an encoder-decoder's sequences."""
+    """Pack runs into one ragged batch without padding. sources: the encoder inputs of an encoder-decoder."""
     starts, tokens, positions = [0], list[int](), list[int]()
     cached, trees = list[int](), dict[int, list[int]]()
     for b, run in enumerate(runs):

@@ -25,7 +25,7 @@ SHARD_BYTES = 4 << 30
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder for the files that a block writes. Where the block fails, remove these files.
+    """Make a folder for the files that the `with` block writes. Where that block raises, remove these files.
 
     So the same command can be run again. Raises BadOption for a folder that is not empty. An OSError that names no file
     gets the folder's name.

@@ -1,10 +1,11 @@
-"""The sources of an encoder-decoder's sequences, such as texts to translate. The decoder's KV cache holds them.
+"""The encoder inputs (sources) of an encoder-decoder's sequences, kept in the decoder's KV cache.
 
-Each source has a slot of its own in that cache. The rows of the slot are the keys and values of the cross-attention
-blocks, made from the encoder's output. All rows are written once and never cut. Every row depends on the whole source,
-so sequences share rows only if their sources are equal. The salt under which rows are published names the whole source.
-No text has such a salt, so a text that copies its source is never given the source's rows. Rows are padded to whole
-blocks, because only whole blocks are found again. The padding holds nothing, and no run reads it.
+A source is, for example, a text to translate. Each source has a slot of its own in that cache. The rows of the slot are
+the keys and values of the cross-attention blocks, made from the encoder's output. All rows are written once and never
+cut. Every row depends on the whole source, so sequences share rows only if their sources are equal. The salt, a part of
+the key under which the prefix cache finds rows, names the whole source. No text has such a salt, so a text that copies
+its source is never given the source's rows. Rows are padded to whole blocks, because only whole blocks are found again.
+The padding holds nothing, and no run reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from forerun.types import Source, salt_of
 
 @dataclass
 class _Known:
-    """The source of one sequence: its tokens, the salt under which its rows are published, and whether it was run."""
+    """The source of one sequence: its token ids, its salt (see the module), and whether the encoder has run it."""
 
     ids: Seq[int]
     salt: str
@@ -29,7 +30,7 @@ class _Known:
 
 
 class Sources:
-    """The source of each sequence. model: an encoder-decoder. cache: its decoder's cache, which holds the sources."""
+    """The source of each sequence. model: an encoder-decoder. cache: the decoder's cache, which holds the sources."""
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model: Any = model
@@ -37,7 +38,7 @@ class Sources:
         self._known: dict[int, _Known] = {}
 
     def open(self, slot: int, ids: Seq[int], salt: str | None) -> None:
-        """Begin a sequence's source. If an equal source was run before and is still cached, its rows are used again."""
+        """Set a sequence's source. If an equal source was run before and is still cached, its rows are used again."""
         if slot in self._known:
             raise InternalError(f"slot {slot} has a source already")
         source = self._known[slot] = _Known(ids, f"{salt_of(ids, salt)} source")
@@ -48,20 +49,20 @@ class Sources:
             self._cache.truncate_to(source_slot(slot), 0)
 
     def release(self, slot: int) -> None:
-        """End the source of a sequence. A slot without a source is ignored."""
+        """Drop a sequence's source and release its rows. A slot without a source is ignored."""
         if self._known.pop(slot, None) is not None:
             self._cache.release(source_slot(slot))
 
     def slots(self, slots: Iterable[int]) -> list[int]:
-        """Return these slots, each followed by the slot of its sequence's source."""
+        """Return these slots, each followed by the slot of its sequence's source, if it has one."""
         return [each for slot in slots for each in ((slot, source_slot(slot)) if slot in self._known else (slot,))]
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of cache blocks that a source of so many tokens takes."""
+        """Return the number of cache blocks that a source of `num_tokens` tokens takes."""
         return -(-num_tokens // self._cache.block_tokens)
 
     def missing_blocks(self, slot: int) -> int:
-        """Return the number of cache blocks that a sequence's source still needs."""
+        """Return the number of cache blocks that a source still needs: all before the encoder has run it, 0 after."""
         source = self._known.get(slot)
         return 0 if source is None or source.is_run else self.num_blocks(len(source.ids))
 

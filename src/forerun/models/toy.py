@@ -93,13 +93,13 @@ class ToyOps(Operators):
 
     @property
     def loader(self) -> Callable[..., Any]:
-        """The function that makes a head for a toy. It needs torch."""
+        """The function that makes a draft head for a toy. It needs torch."""
         from forerun.models.toy_heads import load
 
         return load
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
-        """Return a function that multiplies rows by a matrix [O, I], one row at a time, in the toy's dtype."""
+        """Return a function that multiplies rows by a matrix [O, I] one by one and adds `bias`, in the toy's dtype."""
         columns = matrix.float32().astype(self._dtype).T
         added = 0 if bias is None else bias.float32().astype(self._dtype)
         return lambda rows: np.stack([row @ columns for row in rows]) + added
@@ -108,9 +108,10 @@ class ToyOps(Operators):
 class ToyModel:
     """A random table over contexts, as a model with one layer. Hidden states are the logits themselves (H = V).
 
-    An embedding is 1 at its id and 0 elsewhere, so the index of an input's largest number is the id. The final norm
-    does nothing. source: where it is given, the toy is an encoder-decoder, whose logits depend on all tokens of the
-    source. `logits_after` uses this source. A pass does not: it reads the source in the cache.
+    A token's embedding is 1 at the token's id and 0 elsewhere, so the index of an input's largest element is its id.
+    The final norm does nothing. source: the token ids of an encoder's input. Where they are given, the toy is an
+    encoder-decoder, whose logits depend on all of them. `logits_after` uses `source` itself; a pass reads it back from
+    the cache.
     """
 
     weight_bits: tuple[int, ...] = ()
@@ -179,13 +180,13 @@ class ToyModel:
         return Passed(all_logits, {k: (inputs, all_logits)[k] for k in taps})
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Write the ids and positions of sources into the cache. sources: the ids of each source, by slot."""
+        """Write token ids and positions of encoder inputs into the cache. sources: the token ids of each, by slot."""
         for slot, ids in sources.items():
             written = (np.array(numbers)[:, None, None] for numbers in (list(ids), list(range(len(ids)))))
             cache.pools[0].write(cache.rows(slot, 0, len(ids)), *written)
 
     def _source_of(self, batch: RaggedBatch, b: int, cache: BlockCache) -> tuple[int, ...]:
-        """Return the source of a run, read back from the cache.
+        """Return the encoder's input for run `b` of a batch, read back from the cache.
 
         Where the position of a token is not its index, the difference is appended to the source, so that the output
         changes.
@@ -274,6 +275,6 @@ class ToyModel:
 
 
 def _parts(context: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the source and the history that a key of the table consists of."""
+    """Split a key of the table into the source and the history."""
     end = context.index(SOURCE_ENDS) if SOURCE_ENDS in context else -1
     return context[: max(0, end)], context[end + 1 :]

@@ -1,4 +1,4 @@
-"""Heads of toy models, computed by torch's reference operators.
+"""Draft heads for toy models, computed by the reference operators in torch.
 
 They compute in the toy's dtype, so that tests that enumerate all outputs stay exact.
 """
@@ -31,12 +31,12 @@ def load(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> ToyHead:
-    """Make a head whose hidden states have the toy's dtype. ops.load_model explains the parameters."""
+    """Make a draft head whose hidden states have the toy's dtype. ops.load_model explains the parameters."""
     return ToyHead(spec, weights, lent, operators.rows_dtype("float32"))
 
 
 class _Tensors:
-    """The methods of a toy that its head calls, with torch tensors in place of numpy arrays."""
+    """The methods of a toy that its draft head calls, with torch tensors in place of numpy arrays."""
 
     def __init__(self, toy: Any) -> None:
         self._toy = toy
@@ -68,7 +68,7 @@ class _TensorPools:
 
 
 class ToyHead:
-    """A head that takes and returns numpy arrays, as a toy does. Inside, it is a torch model."""
+    """A draft head that takes and returns numpy arrays, as a toy does. Inside, it is a torch model."""
 
     in_torch: TorchModel
 

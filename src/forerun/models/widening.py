@@ -82,7 +82,7 @@ def widen(
 ) -> tuple[Spec, dict[str, HostTensor]]:
     """Return the spec and the weights of a larger model that computes the same function. The weights keep their dtype.
 
-    Widening takes memory for the result and some MB. With new ids, it also takes memory for a copy of the trained
+    Widening takes memory for the result and some MB. With new token ids, it also takes memory for a copy of the trained
     weights for a while. Raises BadOption for a shape that the model does not fit into. Raises UnsupportedModel for
     models unlike Llama, and for models with QK norm, because QK norm shares the eps that must change.
     """
@@ -160,7 +160,7 @@ def _group(config: Plain) -> int:
 def _copies(config: Plain, wide: Plain) -> int:
     """Return the number of copies that each trained key-value head gets in the wide model.
 
-    The query heads that share this head need as many groups there, and each group needs a copy.
+    There, the query heads that share this head are spread over that many groups, and each group has its own copy.
     """
     return math.ceil(_group(config) / _group(wide))
 
@@ -276,7 +276,7 @@ def _rows(heads: list[int] | range, lanes: list[int] | range, size: int) -> Ids:
 
 
 def _place(out: HostTensor, trained: HostTensor, name: str, heads: _HeadPlaces) -> None:
-    """Write trained weights into a wide tensor: heads into their places, others into the first rows and columns."""
+    """Write trained weights into a wide tensor: heads where `heads` says, others in the first rows and columns."""
     whole = out.values
     corner = whole[:, : trained.shape[1]] if trained.ndim == 2 else whole
     if ".q_proj." in name:

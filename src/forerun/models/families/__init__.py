@@ -69,7 +69,7 @@ def published_names(raw: Mapping[str, Any], spec: Spec) -> Names | None:
 
 
 def computes(raw: Mapping[str, Any]) -> str | None:
-    """Return the model class in a checkpoint's own code, where this class computes what forerun computes.
+    """Return the name of the model class in a checkpoint's own code, where it computes what forerun computes.
 
     None where the family has no such class. raw: the checkpoint's config.json.
     """

@@ -63,7 +63,7 @@ OFFSET = 2  # rows before the row of position 0
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     positions = Positions(size(raw, "max_position_embeddings"), OFFSET)
     return spec_of(raw, positions, Norm("layer", EPS, bias=True))
 
@@ -118,7 +118,7 @@ def write(spec: Spec) -> Raw:
 
 
 def sizes_of(spec: Spec) -> dict[str, Any]:
-    """Return the keys of config.json for BART's layers."""
+    """Return the entries of config.json for a model with BART's layers."""
     raw: dict[str, Any] = {
         "model_type": spec.model_type,
         "is_encoder_decoder": True,

@@ -26,7 +26,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def scale_and_window(deepest: int, metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for the window and for the scale of scores, from a GGUF file.
+    """Return the entries of config.json for the window and for the scale of scores, from a GGUF file.
 
     The file leaves out the scale, which follows from the head size. An exception is the model with `deepest` layers,
     where the scale follows from the hidden size divided by the number of heads.
@@ -46,7 +46,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS, AGAIN, nullable=CAPS)
     configs.gelu_only(c)
     num = size(c, "num_hidden_layers")

@@ -19,7 +19,7 @@ USUAL = {"vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": 
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     text = configs.text_of(raw, KEYS, "gemma3_text", USUAL)
     cap = gemma3_text.CAP  # transformers ignores it here, and computes it in the text model by itself

@@ -34,7 +34,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS, DEFAULTS)
     configs.gelu_only(c)
     configs.require(c.get("partial_rotary_factor", 1) == 1, c, "partial_rotary_factor", "1")

@@ -17,7 +17,7 @@ KEYS = {"model_type", "text_config", "vision_config", "audio_config", "tie_word_
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     return gemma4_text.read(configs.text_of(raw, KEYS, "gemma4_text", {"tie_word_embeddings": True}))
 

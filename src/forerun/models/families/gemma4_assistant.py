@@ -40,9 +40,9 @@ NAMES = Names(
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further keys of config.json: Gemma 4's keys, and the target's hidden size.
+    """Return further entries of config.json: Gemma 4's entries, and the target's hidden size.
 
-    According to these keys, no layer has keys and values of its own.
+    According to them, no layer has keys and values of its own.
     """
     width, num, heads = (metadata.get(k) for k in ("embedding_length_out", "block_count", "attention.head_count_kv"))
     if type(width) is not int or type(num) is not int or not 0 < num <= len(tensors):

@@ -80,10 +80,10 @@ def _turned_part(metadata: Metadata) -> float:
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further keys of config.json.
+    """Return further entries of config.json.
 
-    llama.cpp stores heads and windows as lists with one entry for each layer. Under the usual keys it stores the sizes
-    of large heads.
+    llama.cpp stores numbers of key-value heads, and windows, as lists with one entry for each layer. Under the usual
+    keys it stores the sizes of large heads.
     """
     num, shared = metadata.get("block_count"), metadata.get("attention.shared_kv_layers", 0)
     local = metadata.get("attention.sliding_window_pattern")
@@ -167,7 +167,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, (SHARED_KEYS - {*configs.TURNED}) | OWN_KEYS, DEFAULTS)
     configs.gelu_only(c)
     seen = c.get("use_bidirectional_attention")

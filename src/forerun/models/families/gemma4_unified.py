@@ -14,7 +14,7 @@ NAMES = nested_at(gemma4_text.names_at, ("vision_embedder", "embed_vision", "emb
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     text = configs.text_of(raw, gemma4.KEYS, "gemma4_unified_text", {"tie_word_embeddings": True})
     return gemma4_unified_text.read(text)

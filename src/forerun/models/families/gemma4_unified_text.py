@@ -15,7 +15,7 @@ LACKING = ("enable_moe_block", gemma4_text.INPUT)
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     configs.require(not flag(raw, LACKING[0]), raw, LACKING[0], "false")
     configs.require(not raw.get(LACKING[1]), raw, LACKING[1], "0")
     said = {key: value for key, value in raw.items() if value is not None or key not in USUAL}

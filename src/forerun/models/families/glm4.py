@@ -42,7 +42,7 @@ DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | {"attention_bias"}, DEFAULTS, nullable={"partial_rotary_factor"})
     full_attention_only(c)
     configs.require(configs.is_silu(c.get("hidden_act", "silu")), c, "hidden_act", "'silu'")

@@ -48,7 +48,7 @@ USUAL = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_posit
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     hidden, heads, num = size(c, "n_embd"), size(c, "n_head"), size(c, "n_layer")
     configs.require(hidden % heads == 0, c, "n_head", f"a divisor of {hidden}")

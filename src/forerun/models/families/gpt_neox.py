@@ -61,7 +61,7 @@ NAMED_HERE = dict(zip(configs.TURNED, ("rotary_emb_base", "rotary_pct"), strict=
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, KEYS | INERT, DEFAULTS)
     act = configs.act_of(c, "hidden_act")
     heads, kv_heads, head_dim = configs.head_sizes(c)

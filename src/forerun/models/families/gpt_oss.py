@@ -1,6 +1,6 @@
 """gpt-oss (gpt-oss-20b, -120b): experts with biases, a sink in each head's scores, and windows in every other layer.
 
-Each row takes the experts with the largest scores, weighted by the softmax of these scores. The gate and up of an
+Each token takes the experts with the largest scores, weighted by the softmax of these scores. The gate and up of an
 expert are clamped. In the files, rows of gate and rows of up alternate. As in transformers, YaRN's frequencies are not
 rounded to whole dimensions; llama.cpp rounds them.
 """
@@ -41,9 +41,9 @@ NAMES = Names({}, "model.layers.{}.", {"mlp.router": "mlp.gate", **BARE}, bare=f
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for the window and the rotary positions.
+    """Return the entries of config.json for the window and the rotary positions.
 
-    Where a file sets no scaling, the keys set plain rotary positions, because the family's default is YaRN.
+    Where a file sets no scaling, the entries set plain rotary positions, because the family's default is YaRN.
     """
     kind, factor = metadata.get("rope.scaling.type", "linear"), metadata.get("rope.scaling.factor", 1)
     is_plain = kind == "none" or (kind == "linear" and factor == 1)
@@ -62,7 +62,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = Filled(raw, DEFAULTS)
     for key, value in ((LIMIT, BOUND), (ALPHA, GAIN)):
         configs.require(c.get(key, value) == value, c, key, f"{value}, which is what is computed")

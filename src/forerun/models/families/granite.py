@@ -31,7 +31,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
     honoured = {"attention_bias", "mlp_bias", *SCALES}

@@ -66,7 +66,7 @@ GGUF_KEYS = {
 
 
 def conv_keys(kind: str, metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for the kinds of layers. The tensors in a GGUF file show these kinds."""
+    """Return the entries of config.json for key-value heads, and for kinds of layers, as a GGUF file's tensors show."""
     num = metadata.get("block_count")
     if type(num) is not int or not 0 < num <= LARGEST["num_hidden_layers"]:
         raise UnsupportedModel(f"a GGUF file of {kind} has no possible number of layers: fetch it again")
@@ -84,7 +84,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     if "block_ff_dim" in c:
         configs.agree(c, "intermediate_size", c["block_ff_dim"], "block_ff_dim")
@@ -115,7 +115,7 @@ def understood(raw: Raw, own_keys: Collection[str], usual: Raw) -> Filled:
 
 
 def layer_kinds(c: Filled) -> list[str]:
-    """Return the kind of each layer, from `layer_types` or from the numbers of the layers with attention.
+    """Return the kind of each layer, from `layer_types` or from the list of the layers with attention, by index.
 
     Where both are missing, all layers have full attention.
     """
@@ -147,7 +147,7 @@ def convolved(c: Filled, model_type: str, fed: Callable[[int], Block]) -> Spec:
 
 
 def convolved_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the config.json of a model with convolution and attention layers, without the feed-forward keys."""
+    """Return the config.json of a model with convolution and attention layers, without the feed-forward entries."""
     a = next(block.attention for block in spec.blocks if block.attention is not None)
     usual = Recurrence("short_conv", 3)
     r = next((block.recurrence for block in spec.blocks if block.recurrence is not None), usual)

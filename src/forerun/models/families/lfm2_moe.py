@@ -46,7 +46,7 @@ SIGMOID = 2  # expert_gating_func
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further keys of config.json.
+    """Return further entries of config.json.
 
     norm_topk_prob is always true, because llama.cpp always makes the shares of the chosen experts sum to 1, even where
     a file does not say so.
@@ -76,7 +76,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     experts = _experts_of(c)

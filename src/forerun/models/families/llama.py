@@ -11,7 +11,7 @@ from forerun.models.naming import Gguf, Metadata, biases_of
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further keys of config.json: biases, the activation, and the window.
+    """Return further entries of config.json: biases, the activation, and the window.
 
     GGUF files of Mistral models name the architecture llama, too. A file with a sliding window is taken as Mistral's.
     """
@@ -25,7 +25,7 @@ GGUF = Gguf("llama", more=_more, turned=True)
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     full_attention_only(raw)
     bias, mlp_bias = flag(raw, "attention_bias"), flag(raw, "mlp_bias")
     defaults = {"max_position_embeddings": 2048}

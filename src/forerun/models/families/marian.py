@@ -13,7 +13,7 @@ AGAIN = {"decoder_vocab_size": "vocab_size"}
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     configs.require(raw.get(SHARES, True) is True, raw, SHARES, "true")
     positions = Positions(size(raw, "max_position_embeddings"), kind="sinusoidal")
     return bart.spec_of({key: value for key, value in raw.items() if key != SHARES}, positions, None, AGAIN)

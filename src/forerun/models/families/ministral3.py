@@ -19,7 +19,7 @@ DEFAULTS = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim":
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return further keys of config.json.
+    """Return further entries of config.json.
 
     GGUF files of Mistral Small 3 name the same architecture, but have no YaRN. They get plain rotary positions, and no
     factor for queries.
@@ -33,7 +33,7 @@ GGUF = Gguf("mistral3", more=_more, turned=True, yarn={"attention.temperature_sc
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     keys = ("rope_parameters", "rope_scaling")
     if not any(raw.get(key) for key in keys):
         raw = {**raw, "rope_parameters": USUAL_ROPE}

@@ -9,7 +9,7 @@ DEFAULT_WINDOW = 4096  # tokens; the first release's window, whose config leaves
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     window = DEFAULT_WINDOW
     is_off = raw.get("sliding_window", window) is None
     per_layer = same_window(raw, None if is_off else size({"sliding_window": window, **raw}, "sliding_window"))

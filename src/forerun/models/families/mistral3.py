@@ -18,7 +18,7 @@ TEXTS = ("mistral", "ministral3")
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     configs.refuse_unknown(raw, KEYS)
     text = configs.text_part(raw, {"model_type": "mistral"})

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts. Each row takes the two experts with the largest scores.
+"""Mixtral: Mistral with experts. Each token takes the two experts with the largest scores.
 
 The outputs of the two experts are weighted by the softmax of their scores.
 """
@@ -25,7 +25,7 @@ NAMES = Names(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     full_attention_only(raw)
     c = Filled(raw, {NUM: 8, PER_TOKEN: 2})
     num = size(c, "num_hidden_layers")

@@ -25,7 +25,7 @@ GGUF = Gguf("olmo2", more=_more, names=Names(OUTER, "blk.{}.", {**INNER, **NORMS
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     full_attention_only(raw)
     bias = flag(raw, "attention_bias")
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}

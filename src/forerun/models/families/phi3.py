@@ -28,7 +28,7 @@ OWN_KEYS = frozenset({"sliding_window", TRAINED, "full_attn_mod", "interpolate_f
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     for key in ("full_attn_mod", "interpolate_factor"):
         configs.require(raw.get(key, 1) in (1, None), raw, key, "1")
     window = None if raw.get("sliding_window") is None else size(raw, "sliding_window")

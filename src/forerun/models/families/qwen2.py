@@ -10,7 +10,7 @@ from forerun.models.naming import Gguf, Metadata
 
 
 def window_of(metadata: Metadata) -> dict[str, Any]:
-    """Return the keys of config.json for the sliding window of a GGUF file."""
+    """Return the entries of config.json for the sliding window and the activation, from a GGUF file."""
     window = metadata.get("attention.sliding_window")
     keys = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
     return {**keys, "hidden_act": "silu"}
@@ -21,7 +21,7 @@ WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_lay
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     defaults = {"max_position_embeddings": 32768}
     return plain_spec(raw, honoured=WINDOW_KEYS, defaults=defaults, qkv_bias=True, windows=qwen_windows(raw))
 
@@ -41,7 +41,7 @@ def qwen_windows(raw: Raw) -> tuple[int | None, ...]:
 
 
 def window_keys(spec: Spec) -> Raw:
-    """Return the keys of config.json that `qwen_windows` reads."""
+    """Return the entries of config.json that `qwen_windows` reads."""
     windows = Plain.of(spec).windows or (None,) * spec.num_layers
     kinds = [LAYER_KINDS[window is not None] for window in windows]
     first = next((i for i, window in enumerate(windows) if window is not None), spec.num_layers)

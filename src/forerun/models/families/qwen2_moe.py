@@ -23,7 +23,7 @@ SHARED = "shared_expert_intermediate_size"
 
 
 def _more(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for the window and for the size of the shared expert.
+    """Return the entries of config.json for the window and for the size of the shared expert.
 
     Older files leave out the size of the shared expert. It is then the feed-forward size.
     """
@@ -36,7 +36,7 @@ GGUF = Gguf("qwen2moe", keys=KEYS, more=_more, names=Names(OUTER, "blk.{}.", {**
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     given = raw.get("layer_types") is not None or not flag(raw, "use_sliding_window")
     require(given, raw, "use_sliding_window", "false where layer_types does not say which layers have a window")
     spec = plain_spec(

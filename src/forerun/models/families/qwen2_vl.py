@@ -26,7 +26,7 @@ THETA = 1e6
 
 
 def sections_of(metadata: Metadata, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of config.json for the positions and the sliding window of a GGUF file."""
+    """Return the entries of config.json for the positions and the sliding window of a GGUF file."""
     return {**qwen2.window_of(metadata), SECTIONS: metadata.get("rope.dimension_sections")}
 
 
@@ -36,7 +36,7 @@ GGUF = Gguf("qwen2vl", more=sections_of, by_more=frozenset({"rope.dimension_sect
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     part = raw.get("text_config")
     is_tied = flag(raw, TIED) or (isinstance(part, Mapping) and flag(part, TIED))  # as in transformers 5
@@ -76,7 +76,7 @@ def text_model(raw: Raw, usual: Raw, theta: float, read_text: Callable[[Raw], Sp
 
 
 def _plainly_turned(text: Raw, theta: float) -> Raw:
-    """Return the text model's keys with plain rotary positions, after a check of the sections' sizes."""
+    """Return the text model's config with plain rotary positions, after a check of the sizes of mrope's sections."""
     half = configs.head_sizes(Filled(text, {}))[2] // 2
     ropes = {key: part for key in ROPES if isinstance(part := text.get(key), Mapping)}
     for part in (text, *ropes.values()):

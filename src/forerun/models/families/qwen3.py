@@ -20,7 +20,7 @@ NORMED = "use_qk_norm"  # always true
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     bias = flag(raw, "attention_bias")
     require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     return plain_spec(

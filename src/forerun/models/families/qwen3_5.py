@@ -19,7 +19,7 @@ KEYS = {"model_type", "text_config", "vision_config", "tie_word_embeddings", "to
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     return read_text(raw, "qwen3_5_text", qwen3_5_text.read)
 

@@ -14,7 +14,7 @@ NAMES = nested_at(qwen3_5_moe_text.names_at, ("visual",))
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     return read_text(raw, "qwen3_5_moe_text", qwen3_5_moe_text.read)
 

@@ -1,6 +1,6 @@
 """Text models of Qwen 3.5 with experts (Qwen3.5-35B-A3B): each layer has many small experts and one shared expert.
 
-Each row takes the experts with the largest scores. Scores are a softmax, and the scores of the chosen experts are
+Each token takes the experts with the largest scores. Scores are a softmax, and the scores of the chosen experts are
 scaled so that they sum to 1. Published files have one tensor for all experts. Files that transformers writes have one
 tensor for each expert.
 """
@@ -61,7 +61,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     configs.require(c["norm_topk_prob"] is True, c, "norm_topk_prob", "true")
     configs.require(c.get("decoder_sparse_step", 1) == 1, c, "decoder_sparse_step", "1")
@@ -76,7 +76,7 @@ def experts_of(c: Filled) -> Experts:
 
 
 def expert_sizes(spec: Spec) -> dict[str, Any]:
-    """Return the keys of config.json that `experts_of` reads, except norm_topk_prob."""
+    """Return the entries of config.json that `experts_of` reads, except norm_topk_prob."""
     experts = without_experts(spec)[1]
     return {
         "num_experts": experts.num,

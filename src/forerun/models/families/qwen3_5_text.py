@@ -91,7 +91,7 @@ BY_MORE = frozenset(_BY_MORE.split())
 
 
 def linear_keys(kind: str, metadata: Metadata, tensors: Collection[str], heads: str) -> dict[str, Any]:
-    """Return the keys of config.json for recurrences, layers and positions, from a GGUF file.
+    """Return the entries of config.json for recurrences, layers and positions, from a GGUF file.
 
     heads: how the file orders the value heads, "grouped" or "tiled".
     """
@@ -156,7 +156,7 @@ GGUF = Gguf(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     return hybrid(c, "qwen3_5_text", lambda i: Block(mlp=mlp))
@@ -255,7 +255,7 @@ def recurrence_of(c: Filled) -> Recurrence:
 
 
 def hybrid_config(spec: Spec, architecture: str) -> dict[str, Any]:
-    """Return the config.json of a model with recurrent and attention layers, without the feed-forward keys.
+    """Return the config.json of a model with recurrent and attention layers, without the feed-forward entries.
 
     Raises UnsupportedModel for recurrences stored as in GGUF files, because other programs would misread such weights.
     """

@@ -30,7 +30,7 @@ GGUF = Gguf("qwen3moe", keys=EXPERT_SIZES, more=_more, names=Names(OUTER, "blk.{
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     bias = flag(raw, "attention_bias")
     configs.require(raw.get(NORMED) in (None, True), raw, NORMED, "true")
     spec = plain_spec(
@@ -58,7 +58,7 @@ def _windows(raw: Raw) -> tuple[int | None, ...]:
 
 
 def numbers_of(raw: Raw, key: str = "num_experts") -> tuple[int, int]:
-    """Return the number of experts in a layer, and the number of experts that a row takes."""
+    """Return the number of experts in a layer, and the number of experts that each token takes."""
     num, chosen = size(raw, key), size(raw, "num_experts_per_tok")
     configs.require(chosen <= num, raw, "num_experts_per_tok", f"at most {num}, the number of experts")
     return num, chosen
@@ -107,7 +107,7 @@ def without_experts(spec: Spec) -> tuple[Spec, Experts]:
 
 
 def expert_keys(spec: Spec, experts: Experts) -> Raw:
-    """Return the keys of config.json for the experts and for the layers that have experts."""
+    """Return the entries of config.json for the experts and for the layers that have experts."""
     return {
         "num_experts": experts.num,
         "num_experts_per_tok": experts.chosen,

@@ -55,7 +55,7 @@ GGUF = replace(
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = understood(raw, OWN_KEYS, DEFAULTS)
     mlp = Mlp(size(c, "intermediate_size"))
     return mixed(hybrid(c, "qwen3_next", lambda i: Block(mlp=mlp)), c, experts_of(c))

@@ -21,7 +21,7 @@ GGUF = Gguf("qwen3vl", more=lambda *file: {**qwen3.GGUF.more(*file), **sections_
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 
@@ -32,7 +32,7 @@ def _read(text: Raw) -> Spec:
 
 
 def refuse_windows(text: Raw) -> None:
-    """Refuse a sliding window. The transformers package computes none for this family."""
+    """Raise UnsupportedModel for a sliding window, because transformers computes none in this family."""
     configs.full_attention_only(text)
     configs.require(not flag(text, "use_sliding_window"), text, "use_sliding_window", "false")
 

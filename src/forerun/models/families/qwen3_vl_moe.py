@@ -46,7 +46,7 @@ GGUF = replace(
 def read(raw: Raw) -> Spec:
     """Read the text model's spec from config.json.
 
-    Raises UnsupportedModel for keys or values that forerun cannot compute.
+    Raises UnsupportedModel for entries that forerun cannot compute.
     """
     return text_model({**raw, TIED: flag(raw, TIED)}, USUAL, THETA, _read)
 

@@ -24,7 +24,7 @@ OWN_KEYS = frozenset({"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_l
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     bias = flag(raw, "attention_bias")
     mlp_bias = flag(raw, "mlp_bias")
     num = size(raw, "num_hidden_layers")

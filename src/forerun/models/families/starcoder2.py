@@ -31,7 +31,7 @@ DEFAULTS = {"norm_epsilon": 1e-5, "max_position_embeddings": 4096, "num_key_valu
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, SHARED_KEYS | OWN_KEYS | INERT | FIXED.keys(), {**DEFAULTS, **FIXED}, AGAIN)
     for key, value in FIXED.items():
         configs.require(c[key] == value and type(c[key]) is type(value), c, key, repr(value))

@@ -70,7 +70,7 @@ USUAL = {"relative_attention_num_buckets": 32, "relative_attention_max_distance"
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     c = configs.understood(raw, KEYS | INERT, USUAL)
     configs.require(c["feed_forward_proj"] in list(ACTS), c, "feed_forward_proj", f"one of {list(ACTS)}")
     act, gated, name = ACTS[c["feed_forward_proj"]]

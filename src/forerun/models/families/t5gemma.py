@@ -53,7 +53,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 2
 
 
 def read(raw: Raw) -> Spec:
-    """Read config.json into a spec. Raises UnsupportedModel for keys or values that forerun cannot compute."""
+    """Read config.json into a spec. Raises UnsupportedModel for entries that forerun cannot compute."""
     configs.refuse_unknown(raw, KEYS | INERT)
     vocab, parts = size(raw, "vocab_size"), dict[str, Filled]()
     for name in ("encoder", "decoder"):
@@ -93,8 +93,8 @@ def _part(raw: Raw, vocab: int) -> Filled:
 def _attentions(c: Filled, sees: Any) -> list[Attention]:
     """Return the self-attention of each layer.
 
-    In the encoder, a row attends to `sliding_window` rows on either side and to itself. The window of Attention counts
-    the row itself, so it is larger by 1.
+    In the encoder, a token attends to `sliding_window` tokens on either side and to itself. The window of Attention
+    counts the token itself, so it is larger by 1.
     """
     bias = flag(c, "attention_bias")
     window = size(c, "sliding_window") + (sees == "all")

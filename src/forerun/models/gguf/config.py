@@ -86,7 +86,7 @@ def family_of(header: Header, path: Path) -> tuple[str, str, Gguf]:
 def _rotary(
     gguf: Gguf, metadata: Metadata, factors: Mapping[str, NDArray[np.float32]], raw: dict[str, Any], path: Path
 ) -> dict[str, Any]:
-    """Return the keys of config.json for the head size and rotary positions."""
+    """Return the entries of config.json for the head size and rotary positions."""
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     turned = metadata.get("rope.dimension_count", head_dim)
     whole = ["rope.dimension_count", "attention.value_length"]
@@ -126,7 +126,7 @@ def _plain(value: Value) -> Any:
 
 
 def _one_for_all(value: Any) -> Any:
-    """Return the value that all entries of a list by layer have; return anything else unchanged."""
+    """Return the first value of a list by layer if all its values are equal; return anything else unchanged."""
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 

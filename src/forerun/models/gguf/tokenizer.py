@@ -57,8 +57,8 @@ NO_CUTTING = (
 def write_tokenizer(metadata: Mapping[str, Value], num_rows: int, path: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json.
 
-    num_rows: the number of rows of the embedding. Raises UnsupportedModel for other kinds of tokenizers, and for
-    metadata that contradicts itself.
+    num_rows: the number of rows of the embedding. Raises UnsupportedModel for kinds of tokenizers that MODELS lacks,
+    and for metadata that contradicts itself.
     """
     vocabulary = _Vocabulary.read(metadata, num_rows, path)
     try:
@@ -242,7 +242,7 @@ class _Vocabulary:
         return config
 
     def end_ids(self) -> list[int]:
-        """Return the ids that end an output."""
+        """Return the token ids that end an output."""
         named = [self.id_of(name) for name in ("eos", "eot", "eom")]
         entries = enumerate(zip(self.tokens, self.types, strict=True))
         known = {token: i for i, (token, kind) in entries if token in END_TEXTS and kind in (CONTROL, USER_DEFINED)}
@@ -282,7 +282,7 @@ class _Vocabulary:
 
 
 def _merges(vocab: Mapping[str, int], scores: Seq[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, in the order in which SentencePiece merges: the best score first.
+    """Return all pairs of tokens that join to a token, in SentencePiece's order of merging: the best score first.
 
     Of pairs with equal scores, SentencePiece merges the pair that comes first in the text. In published files all
     tokens of blanks have one score, so SentencePiece extends a run of blanks from its beginning. Here pairs with equal
@@ -309,7 +309,7 @@ def _texts(metadata: Mapping[str, Value], key: str, path: Path) -> list[str]:
 
 
 def _numbers(metadata: Mapping[str, Value], key: str, num: int, path: Path) -> np.ndarray[Any, Any] | None:
-    """Return one number for each token; None where the key is missing."""
+    """Return the metadata list `key`, with one number for each token; None where the key is missing."""
     value = metadata.get(key)
     if value is not None and (not isinstance(value, np.ndarray) or len(value) != num):
         raise UnsupportedModel(f"{path} has not one number for each of {num:,} tokens as {key}: fetch it again")
