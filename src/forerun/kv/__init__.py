@@ -2,9 +2,9 @@
 
 A sequence has a *slot*: a number that its owner chose. The slot holds one cache row for each token that was run. The
 *kept* rows come first, in order. Then come *pending* rows, which are written but not kept yet, such as the nodes of a
-tree that a drafter grows level by level. The rows of the run that is being written come last. A model's forward pass
-writes each run after the rows that the slot already has. Afterwards the rows of the run are kept, made pending, or
-overwritten by the next run.
+tree that a drafter grows level by level. The rows of the *run* (the sequence's tokens in the current pass) come last: a
+model's forward pass writes each run after the rows that the slot already has. Afterwards the rows of the run are kept,
+made pending, or overwritten by the next run.
 
 Sequences have slots from 0 on. The slots below 0 are SCRATCH_SLOT, for passes that measure, and two further slots for
 each sequence (`fetch_slot`, `source_slot`).
@@ -24,7 +24,7 @@ def fetch_slot(slot: int) -> int:
 
 
 def source_slot(slot: int) -> int:
-    """Return the slot of a sequence's source, in the cache of an encoder-decoder. SCRATCH_SLOT has such a slot, too."""
+    """Return the slot for the encoder's input of a sequence of an encoder-decoder; SCRATCH_SLOT has one, too."""
     return -5 - 2 * slot
 
 
@@ -75,7 +75,7 @@ class KVCache(Protocol):
     def fork(self, slot: int, new_slot: int) -> None:
         """Begin a sequence in `new_slot` with the kept rows of `slot`. Both sequences may go on.
 
-        Raises CapacityError without room.
+        Raises CapacityError where there is no room.
         """
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:

@@ -148,7 +148,7 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
 
 
 def kept_of(path: Path, model: str | None = None) -> list[Kept]:
-    """Return what is kept of a model. model: None = of all models.
+    """Return the contents of a model's shelves. model: None = of all models.
 
     Raises BadOption where the folder is not a folder of kv_disk, and for a model that has no shelf there.
     """
@@ -159,7 +159,7 @@ def kept_of(path: Path, model: str | None = None) -> list[Kept]:
 
 
 def clear(path: Path, model: str | None = None) -> int:
-    """Remove the shelves of a model, and return how many bytes they had. Raises what `kept_of` raises."""
+    """Remove the shelves that `kept_of` returns, and return how many bytes they had. Raises what `kept_of` raises."""
     shelves = kept_of(path, model)
     for one in shelves:
         shutil.rmtree(one.path, ignore_errors=True)
@@ -317,7 +317,7 @@ class Folder:
 
 
 class Shelf:
-    """The blocks of one model on disk. A block is found by its kind of layers and its key.
+    """The blocks of one model on disk. A block is found by its kind of layers and its prefix key (`chain`).
 
     Any thread may look blocks up, but only one thread writes.
     """
@@ -336,7 +336,7 @@ class Shelf:
         return len(self._places)
 
     def key(self, chain: bytes) -> bytes:
-        """Return the key of a block on disk. Only with the folder's secret can one tell which text a key belongs to."""
+        """Return a block's key on disk, from its prefix key. Without the folder's secret, it reveals no text."""
         return blake2b(chain, key=self.folder.secret, digest_size=32).digest()
 
     def use(self, kind: int, chain: bytes) -> bool:
@@ -404,7 +404,7 @@ class Shelf:
     # ---------------------------------------------------------------------------------------------------------- rows
 
     def read(self, kind: int, chain: bytes, place: Place, out: memoryview) -> bool:
-        """Read the rows of a block into `out`, and return whether they are intact."""
+        """Read the rows of a block into `out`, and return whether they are intact. The shelf drops a damaged block."""
         entry = place.entry
         try:
             num = os.preadv(place.segment.rows, [out], entry.start)

@@ -125,7 +125,7 @@ class Keeper:
         self.folder.wake()
 
     def withdrawn(self, kind: int, block: int) -> None:
-        """Copy the rows of a block that is about to be overwritten, if they are not written to disk yet."""
+        """Copy the rows of a waiting block before they are overwritten, unless copies take MOST_COPIED_BYTES."""
         with self._lock:
             waiting = self._waiting.pop((kind, block), None)
             if waiting is not None and self._copied_bytes < MOST_COPIED_BYTES:

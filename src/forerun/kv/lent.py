@@ -1,9 +1,9 @@
 """A target's KV cache, lent to a drafter whose layers keep no keys and values of their own.
 
 A token that the drafter runs comes after all tokens that its target has run, and attends to them. The drafter writes
-nothing to the cache, so it may also read blocks that requests share. In the drafter's batch, each run is one row, at
-the index of the last kept row of its slot. The position of the drafter's token is given separately (RaggedBatch), so
-its rotary position is right.
+nothing to the cache, so it may also read blocks that requests share. In the drafter's batch, each sequence has one
+row, at the index of the last kept row of its slot. The position of the drafter's token is given separately
+(RaggedBatch), so its rotary position is right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LentCache:
         self.kinds = [_LentTables(cache, kind) for kind in range(len(cache.kinds))]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the view of a pass. Its rows to read are all rows of the pass's slots.
+        """Return the view of a pass. Its rows to read are all kept rows of the pass's slots.
 
         Its rows to write are the last kept rows of the slots. Raises InternalError where a run is not one row at the
         index of the last kept row.
@@ -48,7 +48,7 @@ class LentCache:
     def through(self, pools: Any) -> LentCache:
         """Return a copy of this cache that reads its rows through other pools.
 
-        pools: by layer of the borrowing model.
+        pools: a pool for each layer of the borrowing model.
         """
         seen = copy.copy(self)
         seen.pools = pools

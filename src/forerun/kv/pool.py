@@ -25,7 +25,7 @@ Rows = npt.NDArray[np.int64] | slice
 
 
 def type_number(dtype: str) -> int:
-    """Return the number that native operators have for a cache's dtype.
+    """Return the number by which native operators know a cache's dtype.
 
     A dtype that native operators do not compute with counts as float32.
     """
@@ -33,7 +33,7 @@ def type_number(dtype: str) -> int:
 
 
 class StateRoom(NamedTuple):
-    """How many states, and how many rows of inputs, each recurrent layer has."""
+    """How many states, and how many rows of inputs, each recurrent layer has room for."""
 
     num_states: int
     num_rows: int
@@ -156,8 +156,8 @@ def state_sizes(shape: StateShape, room: StateRoom) -> tuple[tuple[int, ...], ..
 class LayerPools:
     """The base of all backends' pools: a map from layers to pools.
 
-    pools: the pools of the layers that keep keys and values (CacheShape.kept), in order. Any other layer is mapped to
-    the first of these pools, and must not be run. states: the states of recurrent layers, by layer.
+    pools: the pools of the layers that keep keys and values (CacheShape.kept), in order. For any other layer, the
+    map has the first of these pools, which must not be used. states: the states of recurrent layers, by layer.
     """
 
     def __init__(

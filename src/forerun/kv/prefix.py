@@ -24,7 +24,7 @@ Key = bytes
 
 
 def root(salt: str | None) -> Key:
-    """Return the key before a sequence's first block. salt: None = no salt, which differs from an empty salt."""
+    """Return the key that begins a sequence's chain of keys. salt: None = no salt, which differs from an empty salt."""
     return b"" if salt is None else sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
 
 

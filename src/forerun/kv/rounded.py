@@ -1,8 +1,8 @@
 """Keys and values in 8 bits: each row is rounded by itself, and takes half to two thirds of the bytes of bfloat16.
 
-A head is stored as int8 codes, followed by the bfloat16 scale of each group of codes. In keys, 32 dimensions share a
-scale; in values, 64 do. A number is scale * code. The scale is the largest magnitude of the group / 127, and the code
-is the nearest integer, ties to even.
+Each head of a row is stored as int8 codes, followed by the bfloat16 scale of each group of codes. In keys, 32
+dimensions share a scale; in values, 64 do. A number is scale * code. The scale is the largest magnitude of the group,
+divided by 127, and the code is the nearest integer, ties to even.
 
 In models whose keys have a bias, a few dimensions of the keys are a hundred times as large as the other dimensions.
 Dimensions that share a scale with them would lose precision (KIVI, Liu et al. 2024, finds such channels). So the

@@ -63,7 +63,7 @@ def entries_in(data: bytes) -> Iterator[Entry | None]:
 
 @dataclass(eq=False)
 class Segment:
-    """The file of the rows of some blocks, and the file of their entries. num_read: how many entries were read."""
+    """A file with the rows of some blocks, and a file with their entries. num_read: how many entries were read."""
 
     path: Path  # without an ending
     rows: int  # a file descriptor, which is closed when no reference to the segment is left

@@ -1,4 +1,4 @@
-"""The places of recurrent layers' states: the state that a sequence continues from, and the rows of the later inputs.
+"""The indices of recurrent layers' states: the state that a sequence continues from, and the rows of later inputs.
 
 A recurrent layer cannot be cut back, because the effect of a token on a state cannot be undone. So a state is only
 written when its tokens are known to stay. The inputs of later tokens are kept raw, one row for each token. A sequence
@@ -12,13 +12,13 @@ pass reads one state, and each block's state is written once, however many token
     [length, length + p), then the run  as in kv/tables.py
 
 A run in which no token can be rejected, such as a prompt's run, writes the state at the end of its last whole block in
-the same pass. Only the inputs after that state get rows. A state is always written to an unused place. The sequence
+the same pass. Only the inputs after that state get rows. A state is always written to an unused index. The sequence
 moves to the new state when the rows of that pass are kept. So a pass has changed nothing if it fails or if none of its
 rows are kept.
 
 States that other sequences may begin with are *published* under the key of their tokens' last block (kv/prefix.py).
 These are the states at marked positions, such as the ends of messages, and the last state of a sequence that ends. When
-a place is needed, a published state that no sequence stands on is evicted, the longest unused one first.
+an index is needed, a published state that no sequence stands on is evicted, the longest unused one first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 NOWHERE = -1  # in place of a state: no tokens yet, so zeros; in place of a row: the input is not kept
 MOST_JUDGED = 128  # rows of a run in which tokens may be rejected; a longer run is kept as a whole
 MOST_CUT = 80  # the most kept tokens that may be taken back: a draft model's guesses
-ROWS_EACH = STATE_TOKENS + MOST_CUT + 2 * 65  # of one sequence: not in a state yet, kept by one pass, and a run
+ROWS_EACH = STATE_TOKENS + MOST_CUT + 2 * 65  # rows of one sequence: not in a state yet, kept by one pass, and a run
 
 
 class StateRun(NamedTuple):

@@ -300,7 +300,7 @@ class BlockTables:
         return 0 if entry is None else entry.length
 
     def _keys(self, slot: int) -> Seq[Key]:
-        """Return the prefix keys of the blocks that a slot has published, from the first on."""
+        """Return the prefix keys of a slot's leading blocks that this slot or another slot has published."""
         entry = self._slots.get(slot)
         return () if entry is None else entry.keys
 

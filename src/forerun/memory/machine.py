@@ -73,8 +73,8 @@ def _read(path: Path) -> str:
 def spare_what_is_loaded() -> None:
     """Exempt all objects that are alive now from garbage collection, once the models of a process are loaded.
 
-    About once in 800 requests, a full collection would pause them for 50 to 100 ms, because libraries hold up to
-    180,000 objects (with torch). Only forerun's own commands call this. LLM does not, because cycles among these
-    objects are never freed.
+    About once in 800 requests, a full collection would pause all requests for 50 to 100 ms, because libraries hold
+    up to 180,000 objects (with torch). Only forerun's own commands call this. LLM does not, because afterwards cycles
+    among these objects would never be freed.
     """
     gc.freeze()

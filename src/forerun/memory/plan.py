@@ -72,7 +72,7 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts if part.name.endswith(what))
 
     def verdict(self) -> str:
-        """Say in words whether the plan fits, what to change if not, and how much extra draft models take."""
+        """Say in words whether the plan fits; if not, also what to change and how many bytes extra drafts need."""
         need = gigabytes(self.total_bytes)
         if self.available_bytes is None:
             return f"{need} are needed."
@@ -126,8 +126,8 @@ def memory_plan(
     """Plan the memory of a target and its draft model (None = a drafter without a model) under the engine's options.
 
     extra_drafts: the draft models of the extra drafters, by their names in the configuration. dtype: the dtype of all
-    models' weights; the operators decide the dtypes of caches and rows. device: "cpu" or "cuda"; on "cuda" the plan is
-    about the device's memory and leaves out the probability rows, which lie on the host. schemes: the quantised
+    models' weights; the operators decide the dtypes of caches and activations. device: "cpu" or "cuda"; on "cuda" the
+    plan is about the device's memory and leaves out the probability rows, which lie on the host. schemes: the quantised
     matrices of "target", "draft" and the extra drafts, by model name. num_taps: the number of the target's inner layers
     whose hidden states drafters read. made_of_target: the names of draft models that are made of the target: they use
     the target's weights as they are, or rounded to the draft model's schemes. shared: maps a draft model to the earlier
@@ -191,7 +191,7 @@ def room_of(config: EngineConfig, spec: Spec) -> Room:
     """Return the context length and the number of tokens in the KV cache: as configured, else by default.
 
     By default the cache holds 4,096 tokens for each sequence of a batch, and at least 32,768 in all. One sequence may
-    fill the whole cache, up to the model's positions. In a contiguous cache, all sequences have places of equal size.
+    fill the whole cache, up to the model's positions. In a contiguous cache, each sequence may fill an equal share.
 
     Raises BadOption where max_seq_len is more than the model's positions.
     """
@@ -210,7 +210,7 @@ def room_of(config: EngineConfig, spec: Spec) -> Room:
 
 
 def pool_tokens(backend: str, *, max_batch_size: int, max_seq_len: int, num_tokens: int | None = None) -> int:
-    """Return how many rows BlockCache.create allocates for a pool, in whole blocks.
+    """Return how many rows (one for each token) BlockCache.create allocates in a layer's pool: whole blocks.
 
     Raises BadOption where `num_tokens` is less than one block.
     """
@@ -303,7 +303,7 @@ class _Needs:
 
     @cached_property
     def sizes(self) -> Mapping[str, Sizes]:
-        """The sizes of each backend's operators, by backend."""
+        """The object that knows how many bytes the operators of a backend take, by backend."""
         rounded = frozenset(name for name in self.made if self.schemes[name])
         in_place = self.config.kv_cache_backend == "contiguous"
         wanted = Wanted(self.dtype, self.device, self.max_seq_len, in_place, self.schemes, rounded)
@@ -456,7 +456,7 @@ class _Needs:
 def _suggestions(needs: _Needs, available: int) -> list[dict[str, int]]:
     """Return, for each option, the largest value with which the plan fits while the other options stay.
 
-    If no single option helps, return a batch of one sequence, with the largest length that fits.
+    If no single option helps, return a batch of one sequence with the largest length that fits; [] if none fits.
     """
 
     def fits(**options: Any) -> bool:

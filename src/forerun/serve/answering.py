@@ -100,7 +100,7 @@ class Exchange:
                     await self._answer(job, prompts, place, model_place)
 
     async def _answer(self, job: Job, prompts: Seq[Seq[int]], *places: Place) -> None:
-        """Generate the answer and send it. places: the request's places in the Gates of the server and of the model."""
+        """Generate the answer and send it. places: what the request takes up in the server's and the model's Gate."""
         service = self._service
         try:
             with self._guarding():
@@ -125,11 +125,11 @@ class Exchange:
             service.end(generation)
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer that limits the waits of this request."""
         self._patience.close()
 
     async def refuse(self, error: ForerunError) -> None:
-        """Send an error."""
+        """Answer the request with an error, and note the error in the log entry."""
         status, body = self._error(error, self._record["request_id"])
         self._record["error"] = str(error) if status >= 500 else status_of(error)[1] or type(error).__name__
         await self._respond(status, as_json(body), retry_after_s=getattr(error, "retry_after_s", None))
@@ -194,7 +194,7 @@ class Exchange:
         return outputs
 
     async def _wait(self, generation: Generation, at_most_s: float = inf) -> None:
-        """Wait for news of the generation.
+        """Wait until there is news of the generation, such as new tokens or its end.
 
         Raises TimeoutError after at_most_s seconds. Raises Refused when the request as a whole has taken too long.
         """

@@ -48,7 +48,7 @@ class AnswerFile:
     """A file of answers. Entering it opens and locks the file, which is created where it is missing.
 
     Nothing in the file changes before `recover`. Entering raises BadOption where another process has locked the file,
-    and where the path is no regular file.
+    and where the path is a device or a pipe. It raises OSError where the path cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +82,7 @@ class AnswerFile:
             os.close(self._replaced_fd)
 
     def recover(self, asked: Mapping[str, str], *, redo_changed: bool = False, retry_refused: bool = False) -> None:
-        """Read the answers of earlier runs, and cut off a torn line.
+        """Read the answers of earlier runs, and cut off an incomplete last line.
 
         asked: custom_id -> digest of each request in the input. redo_changed: whether to remove the answers to requests
         whose digest has changed. retry_refused: whether to remove answers that are errors. Raises BadOption where the
@@ -187,7 +187,7 @@ class AnswerFile:
             ) from None
 
     def _take(self, number: int, line: bytes, asked: Collection[str]) -> dict[str, Any]:
-        """Check and count one line of an earlier run, and return its answer."""
+        """Return and count the answer in a line of an earlier run. Raises BadOption if it does not fit the input."""
         another = "name the output file of this input, or a new one"
         where = f"line {number} of {str(self.path)!r}"
         try:
@@ -215,7 +215,7 @@ class AnswerFile:
             self.refused.append(answer["custom_id"])
 
     def _check_torn(self, line: bytes) -> None:
-        """Raise BadOption for a torn last line that no run can have written.
+        """Raise BadOption for an incomplete last line that is not the beginning of an answer.
 
         Zeros at the end of the line are ignored, because a power cut may leave some there.
         """
@@ -242,7 +242,7 @@ def _write_at(fd: int, data: bytes, offset: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the name of a new file as durable as its content."""
+    """Write a folder to the disk, so that the name of a new file there is as durable as its content."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -41,7 +41,7 @@ _Job = tuple[str, tuple[Any, ...]]  # the name of a method of Library, and its a
 
 
 class Aside:
-    """A process, and the thread that sends jobs to it.
+    """A process that reads bodies or compiles grammars, and the thread that sends jobs to the process.
 
     options: the options of all models, for the Library of the process.
     """
@@ -165,12 +165,12 @@ class Aside:
         if pipe is not None:
             pipe.close()
         if process is not None:
-            process.kill()  # one that has ended keeps its status
+            process.kill()  # a process that has ended keeps its exit status
         return None if process is None else process.wait()
 
 
 def _packed(result: Any) -> Any:
-    """Pack lists of ids as arrays, because no other thread can run while a list of a million numbers is unpickled."""
+    """Pack token ids as arrays, because no other thread can run while a list of a million numbers is unpickled."""
     if not isinstance(result, tuple) or not isinstance(result[0], Job):
         return result
     with suppress(OverflowError):  # some are too large for ids, and the engine says so

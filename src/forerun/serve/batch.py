@@ -133,7 +133,7 @@ class Numbers:
 
 @dataclass
 class Running:
-    """A request of the file, with the engine requests that make its choices."""
+    """A request of the file, with the engine requests that generate its choices (outputs)."""
 
     asked: BatchRequest
     job: Job
@@ -281,7 +281,7 @@ def load(config: EngineConfig, served_names: Seq[str]) -> Requests:
 
 @contextmanager
 def in_this_process(config: EngineConfig, served_names: Seq[str], numbers: Numbers) -> Iterator[Run]:
-    """Load an engine in this process, and yield the Run that answers requests with it."""
+    """Load an engine in this process, and yield the function (a Run) that answers requests with the engine."""
     requests = load(config, served_names)
     numbers.started_s = time.perf_counter()
     end = requests.llm.listen(numbers)

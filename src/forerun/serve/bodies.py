@@ -60,10 +60,10 @@ class Form:
     """The fields of the bodies of one route.
 
     own: the fields of this route alone. Every route also has the fields in EVERYWHERE, and a route whose answers a
-    model writes those in SHARED, unless `own` has another field of the name. elsewhere: fields that only a similar
-    route has -> the url of that route. other_names: names that some clients give to fields -> our names. grammars:
-    paths of the route's own fields that may hold a grammar or a schema for the answer. is_of_an_answer: whether a model
-    writes the route's answers.
+    model writes also has the fields in SHARED. A field in `own` replaces a field with the same name there. elsewhere:
+    fields that only a similar route has -> the url of that route. other_names: names that some clients give to fields
+    -> our names. grammars: paths of the route's own fields that may hold a grammar or a schema for the answer.
+    is_of_an_answer: whether a model writes the route's answers.
     """
 
     url: str
@@ -137,9 +137,9 @@ class Job:
             raise Refused("stream=True is not possible with beams: which text is best is known at the end", "stream")
 
     def refusal(self, error: ForerunError) -> ForerunError:
-        """Return an error of this job; where it is about a grammar, as a Refused that names the body's field.
+        """Return an error of this job. An error about a grammar becomes a Refused that names the body's field.
 
-        Where tools and the answer both have schemas, the error stays as it is, because it does not say which is wrong.
+        Where tools and answer both have schemas, the error stays as it is, as it does not say which schema is wrong.
         """
         tools, field = self.tools, self.grammar_field
         if tools is None or not (tools.strict or tools.is_forced):
@@ -219,7 +219,7 @@ def check_value(name: str, value: Any, field: Field) -> None:
 
 
 def _check_value(name: str, value: Any, field: Field) -> None:
-    """Raise Refused for a value that a neutral field does not permit."""
+    """Raise Refused for a value that `Field.neutral` does not list, if the field has such a list."""
     allowed = field.neutral
     if allowed is None or any(value == other and type(value) is type(other) for other in allowed):
         return
@@ -371,9 +371,9 @@ def _named_as_given(error: BadOption, given: Body, names: Mapping[str, str]) -> 
 
 
 def of_grammar(error: ForerunError, field: str | None) -> ForerunError:
-    """Return an error; where it begins with a name of the engine's for a grammar, as a Refused that names the field.
+    """Return an error. If it begins with the engine's name for a grammar, return a Refused that names the body's field.
 
-    field: the path of the body's field for the grammar or the schema; None = the engine's name is the body's.
+    field: the path of the body's field for the grammar or the schema; None = the error is returned as it is.
     """
     message = str(error)
     name = next((name for name in _GRAMMARS if message.startswith((f"{name} ", f"{name}="))), None)
@@ -444,7 +444,7 @@ class Usage:
 
     @classmethod
     def of(cls, outputs: Seq[RequestOutput], params: SamplingParams) -> Usage:
-        """Return the usage. outputs: params.n outputs for each prompt, in the order of the prompts."""
+        """Return the token counts. outputs: params.n outputs for each prompt, in the order of the prompts."""
         firsts = outputs[:: params.n]
         predicted = [o.report for o in outputs if params.prediction is not None and o.report.draft == "prediction"]
         num_drafted, num_accepted = (

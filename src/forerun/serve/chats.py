@@ -105,7 +105,7 @@ def _name(tool: Any) -> Any:
 
 
 def _messages(messages: Any) -> list[Message]:
-    """Check a conversation and return its messages. Each content must be a text or a list of texts. Raises Refused."""
+    """Check a conversation and return its messages. Raises Refused, also for a part of a content that is no text."""
     ok = isinstance(messages, list) and messages
     if not ok or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         message = f"messages={shown(messages)} is not possible: it must be a list such as {A_CONVERSATION}"

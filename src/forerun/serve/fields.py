@@ -69,12 +69,12 @@ def required(schema: Schema, why: str = "this API wants it", *, is_read: bool = 
 
 
 def neutral(values: Seq[Any], why: str) -> Field:
-    """Return a field that permits only these values, which have no effect. why: the reason for permitting no others."""
+    """Return a field that permits only these values, which have no effect. why: the reason to refuse others."""
     return Field(neutral=values, why=why)
 
 
 def inert(why: str, *names: str) -> dict[str, Field]:
-    """Return fields that no answer depends on."""
+    """Return fields that may have any value, because no answer depends on them. why: the reason for that."""
     return dict.fromkeys(names, Field(inert=True, why=why))
 
 
@@ -89,7 +89,7 @@ def honoured(**schemas: Schema) -> dict[str, Field]:
 
 
 def by_reader(**schemas: Schema) -> dict[str, Field]:
-    """Return fields that are honoured and that the API's own reader checks, as SamplingParams checks its own.
+    """Return fields that are honoured and that the API's own reader checks, as SamplingParams checks its own fields.
 
     The schemas only describe such fields: the reader may permit more, and says more about what it refuses.
     """

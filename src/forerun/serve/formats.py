@@ -57,7 +57,7 @@ _OUTPUTS |= {"grammar": "grammar", "disable_any_whitespace": "json_whitespace"}
 def params_of_format(given: Mapping[str, Any], response_format: str = RESPONSE_FORMAT) -> dict[str, Any]:
     """Return the fields of SamplingParams for the wanted form of the answer. Raises Refused, naming the field.
 
-    response_format: the name that the API gives the field of OpenAI's chats.
+    response_format: the name that the API gives to the field `response_format` of OpenAI's chats.
     """
     fields, said = dict[str, Any](), dict[str, str]()  # fields of SamplingParams, and the body's field for each
     parts = {

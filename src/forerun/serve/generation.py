@@ -18,7 +18,7 @@ from forerun.errors import ForerunError
 
 
 class News:
-    """The news of the engine's thread for the event loop.
+    """The way in which the engine's thread tells the event loop which generations have news.
 
     on_news: called in the event loop, before the tasks that wait for the news are woken. Only `ring` wakes the loop,
     once for all requests of a step, because a wake-up costs both threads more than all other work for a request's news.

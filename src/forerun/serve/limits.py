@@ -19,7 +19,7 @@ class Arriving:
     """The bodies of requests that have begun to arrive and are not whole yet. Used by the event loop's thread alone.
 
     Such a body takes no place in the Gate. most: the largest number of such bodies. most_bytes: the largest number of
-    bytes of all such bodies together. Beyond either limit, the oldest body is given up. So clients that never end their
+    bytes of all such bodies together. Beyond either limit, the oldest body is refused. So clients that never end their
     bodies cannot block other clients.
     """
 

@@ -36,7 +36,8 @@ def chat_logprobs(positions: Seq[TokenLogprob], lefts: Seq[int], tokenizer: Toke
 class SaidLogprobs:
     """The log-probabilities of the tokens that form the text of a chat's answer, piece by piece.
 
-    Tokens of the reasoning, tokens of calls, marks and end tokens are left out. left: the last token of the prompt.
+    Tokens of the reasoning, of calls and of marks around them, and end tokens, are left out. left: the last token of
+    the prompt.
     """
 
     def __init__(self, left: int, tokenizer: Tokenizer) -> None:
@@ -46,7 +47,7 @@ class SaidLogprobs:
     def piece(self, positions: Seq[TokenLogprob], said: Seq[int]) -> list[dict[str, Any]]:
         """Take the answer's next tokens, and return the entries of the tokens that have now become text.
 
-        said: the indices of these tokens in the answer.
+        said: the indices, in the answer, of the tokens that have now become text.
         """
         self._positions += positions
         self._ids += [position.token_id for position in positions]
@@ -80,8 +81,8 @@ class CompletionLogprobs:
         """Return four lists with one entry for each token: tokens, token_logprobs, top_logprobs and text_offset.
 
         text_offset: the index of the token's first character in the choice's text. top_logprobs: the log-probabilities
-        of the likeliest tokens and of the token itself, by their texts. Where two ids have the same text, the likelier
-        id counts. num_chars: the length of the choice's text, if it is known; no offset is larger.
+        of the likeliest tokens and of the token itself, by their texts. Where two tokens have the same text, the
+        likelier one counts. num_chars: the length of the choice's text, if it is known; no offset is larger.
         """
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         tokenizer = self._tokenizer

@@ -38,7 +38,7 @@ class Families:
         self._made = dict[str, Any]()
 
     def get(self, kind: type[Any], name: str, text: str, labels: Seq[str], **more: Any) -> Any:
-        """Return the metric with this name. kind: its class in prometheus_client."""
+        """Return the metric with this name, made at the first call. kind: the metric's class in prometheus_client."""
         if name not in self._made:
             names = ["model_name", *labels]
             self._made[name] = kind(f"{self._prefix}:{name}", text, names, registry=self._registry, **more)

@@ -28,7 +28,7 @@ def body_of(route: Generate | Count) -> Schema:
 
 
 def bodies(services: Services) -> dict[str, Schema]:
-    """Return the schemas of all bodies, with this server's models, drafters and rules filled in."""
+    """Return the schemas of all bodies, with this server's models, drafters and verification rules filled in."""
     engines = [service.llm.engine for service in services.all]
     here: dict[str, Schema] = {
         "model": {"enum": list(services.names)},

@@ -42,8 +42,8 @@ _LOCAL = "localhost"
 class Origins:
     """Which web pages may call a server, and by which host names the server may be called.
 
-    allowed: origins besides the server's own; "*" = any. hosts: host names besides this machine's names and addresses;
-    "*" = any. only_local: whether only loopback addresses count as this machine's addresses.
+    allowed: origins besides the server's own; "*" = any. hosts: host names besides this machine's names and IP
+    addresses; "*" = any. only_local: whether only loopback addresses are accepted, in place of all IP addresses.
     """
 
     allowed: frozenset[str] = frozenset()
@@ -135,8 +135,8 @@ class Origins:
     def knows(self, headers: Mapping[bytes, bytes]) -> bool:
         """Return whether the server accepts the host name of a request (header Host).
 
-        It accepts this machine's names and addresses, allowed host names, and the hosts of allowed origins, because no
-        foreign page controls where these lead. It also accepts requests without a host name.
+        It accepts this machine's names, IP addresses (see `only_local`), allowed host names, and the hosts of allowed
+        origins, because no foreign page controls where these lead. It also accepts requests without a host name.
         """
         host = _header(headers, b"host")
         if not host or ANY in self.hosts | self.allowed:

@@ -44,9 +44,9 @@ class Progress:
         self._bar.console.print(text, soft_wrap=not self._is_shown)
 
     def show(self, num_done: int, tokens_per_s: float) -> None:
-        """Take new numbers, and draw them at most every INTERVAL_S seconds.
+        """Update the bar, which is drawn at most every INTERVAL_S seconds.
 
-        The last numbers are drawn when the block ends.
+        The last update is drawn when the `with` block ends.
         """
         if not self._is_shown:
             return

@@ -23,7 +23,7 @@ NUM_SHOWN = 5  # malformed lines that the refusal names
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One line of the input. digest: a hash of url and body, which white space and the order of keys do not change."""
+    """One line of the input. digest: a hash of url and body, regardless of white space and the order of fields."""
 
     custom_id: str
     url: str

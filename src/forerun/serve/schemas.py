@@ -51,7 +51,7 @@ def _refusal(where: str, value: Any, schema: Schema) -> Refused | None:
 
 
 def _refusals_inside(where: str, value: Any, schema: Schema) -> Iterator[Refused | None]:
-    """Yield the errors for the entries of a list, or for the fields of an object. A null field counts as absent."""
+    """Yield the error, or None, for each entry of a list or field of an object. A null field counts as absent."""
     if isinstance(value, list):
         yield from (_refusal(f"{where}[{i}]", one, schema.get("items", {})) for i, one in enumerate(value))
     if isinstance(value, Mapping):

@@ -72,8 +72,8 @@ def run(
     """Serve until a signal comes. Returns the exit code. Raises UserError, also where the address is not available.
 
     pages: more applications around the engine of the first model. Their paths below /api need the API key, where there
-    is a key. Their other paths are open. opening: opens a model. loading: makes a display for the time in which a model
-    is loaded.
+    is a key. Their other paths are open. opening: opens a model. loading: returns a display that is shown while
+    a model is loaded.
     """
     check(options)
     models = named(configs, options)
@@ -97,7 +97,7 @@ def run(
 def named(configs: Seq[EngineConfig | Named], options: ServerOptions) -> list[tuple[tuple[str, ...], EngineConfig]]:
     """Return the names and the configuration of each model. Answers have the first of a model's names.
 
-    Raises BadOption where two models have the same first name.
+    Raises BadOption where two models have the same first name, and for served_names with several models.
     """
     if options.served_names and len(configs) > 1:
         raise BadOption(
@@ -324,7 +324,7 @@ class _Server(uvicorn.Server):
 
 
 def _draining(num_choices: int) -> str:
-    """Return the log's line for a server that shuts down. num_choices: how many it still makes."""
+    """Return the log's line for a server that shuts down. num_choices: how many choices still run or wait."""
     if num_choices == 0:
         return "shutting down"
     what = "1 choice is" if num_choices == 1 else f"{num_choices:,} choices are"

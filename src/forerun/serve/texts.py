@@ -254,7 +254,7 @@ class Texts:
         return Refused(message, "messages")
 
     def literal_ids(self, text: str, add_special: bool) -> list[int]:
-        """Return the ids of a text in which the names of special tokens are plain text.
+        """Return the token ids of a text in which the names of special tokens are plain text.
 
         Raises OnlyAside if the text has such names and the tokenizer is shared with other threads.
         """

@@ -21,7 +21,7 @@ Polygon = list[tuple[float, float, float]]  # its corners in order; for three nu
 
 @dataclass
 class _Way:
-    """One sequence of outcomes, one for each coin of a run."""
+    """One sequence of outcomes: one outcome for each coin that a call of the enumerated code asks for."""
 
     script: list[int]  # outcomes to take first; after them the first outcome is taken
     trail: list[tuple[int, int]] = field(default_factory=list)  # (outcome taken, number of outcomes)
@@ -38,9 +38,9 @@ class Branching:
     round gets the same random number twice. Here that raises an AssertionError, because enumeration would count the two
     uses as independent.
 
-    The match noise of one index is one random object, however often it is used (by a drafter and the verifier, or in
-    two rounds). So `pick` takes each outcome that is possible after the earlier picks at that index, with its exact
-    conditional probability.
+    The noise of the rule "match" at one index is one random object, however often it is used (by a drafter and the
+    verifier, or in two rounds). So `pick` takes each outcome that is possible after the earlier picks at that index,
+    with its exact conditional probability.
     """
 
     def __init__(self, way: _Way, position: int = 0) -> None:
@@ -48,7 +48,7 @@ class Branching:
         self._asked: set[tuple[str, int, int]] = set()
 
     def at(self, position: int) -> Branching:
-        """Return the coins of a round of the same run, which begins at this absolute index."""
+        """Return the coins of the round that begins at this absolute index, in the same run of the enumerated code."""
         return Branching(self._way, position)
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
@@ -140,7 +140,7 @@ class Reused(Branching):
 
 
 def spelled_out(probs: Probs) -> npt.NDArray[Any]:
-    """Return the weights of the ids 0 to n - 1, with 0 for ids that `probs` does not list.
+    """Return the weights of all token ids up to the last id in `probs`, with 0 for ids that `probs` does not list.
 
     Raises InternalError where `probs` is no distribution.
     """

@@ -70,12 +70,12 @@ class Case:
     """One engine and one request.
 
     params: the request's parameters; a choice of texts is written in the letters of `Letters`. options: the drafter's
-    options. near: the draft model, for drafters that need one; None = resembling(target). prompt: the request's prompt.
-    Where the target has a source, as an encoder-decoder has, the source is the request's prompt, and `prompt` begins
-    the output. bad_words: sequences of ids that must not be completed; a tokenizer would make them from words.
+    options. near: the draft model, for drafters that need one; None = resembling(target). prompt: the request's prompt;
+    for an encoder-decoder, the beginning of the output, because the request's prompt is then the encoder's input
+    (`target.source`). bad_words: sequences of ids that must not be completed; a tokenizer would make them from words.
     tokenizers: the tokenizers of target and draft model. unwritten: ids that drafts must not contain. forced: whether
-    tokens that a choice forces are drafted, before and after the drafter's guesses. needs: a function that returns
-    options without which the drafter cannot be built.
+    tokens to which a choice leaves no alternative are drafted, too, before and after the drafter's own tokens. needs: a
+    function that returns options without which the drafter cannot be built.
     """
 
     drafter: str
@@ -108,7 +108,7 @@ def resembling(target: ToyModel, seed: int = 2, distance: float = 0.7) -> ToyMod
 
 
 def runner_for(model: ToyModel) -> Runner:
-    """Return a runner of a toy model. The memory of its cache is full of wrong rows."""
+    """Return a runner of a toy model, with a cache whose memory is full of wrong rows at first (`spoil`)."""
     cache = BlockCache.of(model, "paged", max_batch_size=2, max_seq_len=SPACE_TOKENS)
     spoil(cache)
     return Runner(model, cache)
@@ -179,7 +179,7 @@ def _ticking() -> Callable[[], float]:
 
 
 def steady(policy: pacing.Pacing) -> pacing.Pacing:
-    """Give a policy made-up step times that depend on counts alone, so that equal coins lead to equal draft lengths."""
+    """Make a policy see made-up step times that follow from counts alone, so that equal coins give equal drafts."""
     observe = policy.observe
 
     def told(report: StepReport) -> None:

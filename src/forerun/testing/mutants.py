@@ -142,7 +142,7 @@ def _cut_by_confidence(draft: Draft) -> Draft:
 
 
 def _without_forbidden(rule: RuleFunction) -> RuleFunction:
-    """Make a mutant that cuts the draft before the first token that the target excludes, and draws a bonus there."""
+    """Make a mutant that cuts the draft before the first token that the target excludes, and draws a token there."""
 
     def wrong(draft: Draft, b: int, rows: Seq[Probs], coins: Coins, *rest: Any) -> Ruling:
         single = draft.only(b)
@@ -191,7 +191,7 @@ def _first_probs(draft: Draft) -> Draft:
 
 
 def _sorted_siblings(draft: Draft) -> Draft:
-    """Sort siblings by their probability. Each sibling takes its whole subtree along."""
+    """Sort siblings by their probability, the largest first. Each sibling takes its whole subtree along."""
     order: list[int] = []
 
     def visit(parent: int) -> None:

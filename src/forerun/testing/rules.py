@@ -96,7 +96,7 @@ def emitted(rule: RuleFunction, target: Table, drafter: Callable[[Coins], Draft]
 
 
 def plain(target: Table, horizon: int, start: tuple[int, ...] = ()) -> Outputs:
-    """Return the target's own probability of each output of `horizon` tokens that begins with `start`."""
+    """Return the target's probability of each output of `horizon` tokens, given that the output begins with `start`."""
     outputs = {start: 1.0}
     for _ in range(horizon - len(start)):
         outputs = {

@@ -43,7 +43,7 @@ Switch = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Wrong:
-    """One wrong version.
+    """One wrong version of the package.
 
     case: the toy case in which the mutant shows. wrap: a function that changes the coins of the enumeration while the
     mutant is switched in. shows_in: where the error shows. "outputs" = in the outputs of the enumeration. "caches" = in
@@ -61,7 +61,7 @@ class Wrong:
         """Return the error of the case, as `shows_in` measures it.
 
         "outputs" = the total variation from plain decoding. "caches" = the number of wrong cache rows. "coins" =
-        `coin_error`. is_in: whether the mutant is switched in while this runs.
+        `coin_error`. is_in: whether the caller has switched the mutant in. Only then does `wrap` change the coins.
         """
         if self.shows_in == "caches":
             return float(cache_errors(self.case))
@@ -192,7 +192,7 @@ def _stale_draft_cache() -> AbstractContextManager[None]:
 
 
 def cache_errors(case: Case) -> int:
-    """Count the rows of both caches that differ from the committed tokens, over the steps of one generation.
+    """Count the cache rows of target and draft model that differ from the committed tokens, summed over all steps.
 
     A cache row of the toy model is an id and a position. So the committed tokens say what each row must be. See
     docs/development/journey.md.
@@ -219,7 +219,7 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
 
 
 def _purpose(name: str, other: str) -> Switch:
-    """Return a switch after which one purpose draws its random numbers with the counter word of another purpose."""
+    """Return a switch that makes one purpose of random numbers, such as acceptance, use another's counter word."""
     return lambda: replaced((rng, name, getattr(rng, other)))
 
 

@@ -157,7 +157,7 @@ def answer(
 def _chosen(job: Job, whole: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an answer that the body asks for, or the whole answer if it asks for none.
 
-    Nested fields are returned in a flat object, under their names with slashes.
+    Nested fields are returned in a flat object, each under its path, such as timings/prompt_n.
     """
     chosen = dict[str, Any]()
     for *path, name in job.given["response_fields"]:
@@ -186,7 +186,7 @@ class Stream:
         return event({"index": index, "content": chunk.text, "tokens": chunk.token_ids, "stop": False})
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the last event: why the answer ended, and its numbers."""
+        """Return the last event: why the answer ended, its token counts and its times."""
         return event(_chosen(self._job, _ending(self._job, outputs)))
 
     def fail(self, error: ForerunError) -> bytes:

@@ -162,7 +162,7 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _thinks(thinking: Any) -> bool | None:
-    """Return whether the model is to think; None = the model's default."""
+    """Return whether the model is to think; None = the model's default. Raises Refused."""
     kinds = {"enabled": True, "disabled": False, "adaptive": None, None: None}
     kind = thinking.get("type") if isinstance(thinking, Mapping) else None
     if not isinstance(thinking, Mapping) or not isinstance(kind, str | None) or kind not in kinds:
@@ -172,7 +172,7 @@ def _thinks(thinking: Any) -> bool | None:
 
 
 def _effort(config: Any, read: Given) -> str | None:
-    """Return how long the model is to think."""
+    """Return how long the model is to think, as a word; None where the body does not say. Raises Refused."""
     if not isinstance(config, Mapping):
         raise Refused(f"output_config={shown(config)} is not possible: it must be an object", "output_config")
     for name in config.keys() - {"effort", "format"}:
@@ -302,14 +302,14 @@ def error_answer(error: ForerunError, request_id: str = "") -> tuple[int, dict[s
 
 
 def _block(one: Span | ToolCall) -> dict[str, Any]:
-    """Return a block with its content."""
+    """Return a piece of an answer (text, thinking or a tool call) as a block with its content."""
     if isinstance(one, Span):
         return {**_begun(one), "thinking" if one.kind == "reasoning" else "text": one.text}
     return {**_begun(one), "input": one.values()}
 
 
 def _begun(one: Span | ToolCall) -> dict[str, Any]:
-    """Return a block without content. The signature of thinking is empty, because this server signs nothing."""
+    """Return a block without its content. The signature of thinking is empty, because this server signs nothing."""
     if isinstance(one, ToolCall):
         return {"type": "tool_use", "id": f"toolu_{one.id}", "name": one.name, "input": {}}
     if one.kind == "reasoning":
@@ -357,7 +357,7 @@ class Stream:
         )
 
     def _part(self, part: Part) -> bytes:
-        """Return the events of a part, which begins a new block or continues the last one."""
+        """Return the events of a part of the answer, which begins a new block or continues the last block."""
         num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
@@ -398,7 +398,7 @@ def _ending(output: RequestOutput) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the usage. In this API, input_tokens does not include tokens that came from the cache."""
+    """Return the token counts. In this API, input_tokens does not include tokens that came from the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

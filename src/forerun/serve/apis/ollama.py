@@ -180,8 +180,9 @@ def _read(
     model: str,
     defaults: Mapping[str, Any],
 ) -> Job:
-    """Return the Job of a body. talk: returns its messages, its prompts, and the prompt as it is without a template.
+    """Return the Job of a body.
 
+    talk: a function that returns the messages and the prompts of a body, and the text for a model without a template.
     A body without messages and prompt only asks to load the model, or with keep_alive 0 to unload it. Its Job generates
     nothing, because the model is loaded already and stays loaded.
     """
@@ -210,7 +211,7 @@ def _read(
 
 
 def _done_reason(keep_alive: Any) -> str:
-    """Return the word with which Ollama answers a body without messages and prompt."""
+    """Return "load" or "unload", the done_reason in the answer to a body without messages and prompt."""
     is_none = _NO_TIME.fullmatch(keep_alive) if isinstance(keep_alive, str) else keep_alive == 0
     return "unload" if is_none and keep_alive is not False else "load"
 
@@ -285,7 +286,7 @@ def _format(given: Any) -> dict[str, Any]:
 
 
 def _think(given: Any) -> tuple[str | None, bool | None]:
-    """Return how long the model is to think, as a word, and whether it thinks at all."""
+    """Return how long the model is to think, as a word, and whether it is to think at all; None = not given."""
     return (None, given) if given is None or isinstance(given, bool) else (given, None)
 
 
@@ -298,7 +299,7 @@ def _tools(given: Mapping[str, Any]) -> ToolRequest | None:
 
 
 def _of_prompt(body: Body) -> tuple[list[Message], tuple[str, ...], str | None]:
-    """Return the messages, the prompts and the bare prompt of a body of /api/generate.
+    """Return the messages and prompts in a body of /api/generate, and the text for a model without a template.
 
     The prompt becomes a conversation. With raw, or with a suffix, it stays a prompt.
     """
@@ -398,7 +399,7 @@ class Stream:
                 return {"content": "", "tool_calls": [_call(self._num_calls - 1, part)]}
 
     def end(self, outputs: Seq[RequestOutput]) -> bytes:
-        """Return the last line: why the answer ended, and its numbers."""
+        """Return the last line: why the answer ended, its token counts and its times."""
         if not outputs:
             return _as_line({**_head(self._job), **_said(self._job, {}), "done": True, **self._job.given})
         more = {"forerun": report_of(outputs)} if self._job.report else {}
@@ -425,7 +426,7 @@ def _time(at: datetime) -> str:
 
 
 def _said(job: Job, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of an answer or of a piece of it."""
+    """Return the content of an answer, or of a piece of an answer, in the form of the route."""
     return _CONTENTS[job.url]({"content": "", **said})
 
 
@@ -446,7 +447,7 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 
 
 def _ending(output: RequestOutput) -> dict[str, Any]:
-    """Return why an answer ended, its numbers of tokens, and its times in nanoseconds."""
+    """Return why an answer ended, its token counts, and its times in nanoseconds."""
     report = output.report
     begun_s = report.scheduled_at_s or report.arrived_at_s
     first_s = report.first_token_at_s or report.ended_at_s or begun_s
@@ -527,7 +528,7 @@ def show(models: Models, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known(service: Served) -> dict[str, Any]:
-    """Return a model's entry in a list.
+    """Return a model's entry in the lists of models.
 
     size: the bytes of the weights that a pass reads. digest: a hash of the name, because no file has a digest.
     """

@@ -124,8 +124,8 @@ def _read(
 ) -> Job:
     """Return the Job of a body.
 
-    talk: returns the fields of the Job that say what is answered. num_logprobs: returns how many log-probabilities are
-    wanted.
+    talk: a function that returns the prompts, or the conversation with its tools, as fields of the Job. num_logprobs: a
+    function that returns how many log-probabilities the body asks for.
     """
     given = read.fields
     params = _params(given, {**_DEFAULTS[url], **defaults}, num_logprobs(given))
@@ -183,7 +183,7 @@ def _check_best_of(read: Given, n: int) -> None:
 
 
 def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
-    """Return whether the answer is to be streamed, and the options of the stream."""
+    """Return whether the answer is to be streamed, and the options of the stream. Raises Refused."""
     stream, options = read.fields.get("stream", False), read.fields.get("stream_options", {})
     if any(options.values()) and not stream:
         message = f"stream_options={shown(options)} is not possible: it goes with a stream; leave it out"
@@ -192,7 +192,7 @@ def _stream(read: Given) -> tuple[bool, dict[str, bool]]:
 
 
 def _prompts(read: Given) -> dict[str, Any]:
-    """Return the prompts, of which each is a text or ids, as a field of the Job."""
+    """Return the prompts, each a text or a list of token ids, as a field of the Job. Raises Refused."""
     prompt = read.fields.get("prompt")
     several = prompt if isinstance(prompt, list) and not are_ids(prompt) else [prompt]
     if not several or not all(isinstance(one, str) or (one and are_ids(one)) for one in several):
@@ -202,7 +202,7 @@ def _prompts(read: Given) -> dict[str, Any]:
 
 
 def _suffix(given: Body) -> str | None:
-    """Return the text after the gap that is to be filled in; None where there is no gap."""
+    """Return the text after the gap that is to be filled in; None where there is no gap. Raises Refused."""
     suffix, prompt = given.get("suffix"), given.get("prompt")
     if suffix and not isinstance(prompt, str):
         raise Refused(f"suffix={shown(suffix)} is not possible: it must be a text, with one text as prompt", "suffix")
@@ -268,7 +268,7 @@ class CompletionStream:
         self._echoes = [_echo_of(job, i, ids, tokenizer) for i, ids in enumerate(echoed) for _ in range(job.params.n)]
 
     def begin(self) -> bytes:
-        """Return the first chunk of each choice, which repeats the prompt, where that is wanted."""
+        """Return a chunk with the prompt for each choice if the answer is to repeat the prompt; otherwise nothing."""
         echoes = enumerate(self._echoes)
         return b"".join(self._chunk([self._choice(i, {"content": text}, None, None)]) for i, text in echoes)
 
@@ -343,7 +343,7 @@ class ChatStream(CompletionStream):
     """The server-sent events of one answer to a chat, whose chunks hold changes to a message in place of texts."""
 
     def begin(self) -> bytes:
-        """Return the first chunk of each choice: the role, and the ids of the prompt, where they are wanted."""
+        """Return the first chunk of each choice: the role, and the prompt's token ids if the body asks for them."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         of_prompt = {"prompt_token_ids": list(self._prompts[0])} if self._job.token_ids else {}
         self._begun = [True] * self._num_choices
@@ -387,9 +387,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _ids_of(job: Job, ids: Seq[int], prompt: Seq[int] = ()) -> dict[str, Any]:
-    """Return the token ids of a choice behind the ids of its prompt, where they are wanted.
+    """Return the fields with the token ids of a prompt and of a choice; {} where the body does not ask for them.
 
-    prompt: the ids of the prompt; () where they are elsewhere, or were sent before.
+    prompt: the token ids of the prompt; () where another part of the answer has them, or an earlier chunk had them.
     """
     of_prompt = {"prompt_token_ids": list(prompt)} if prompt else {}
     return {**of_prompt, "token_ids": list(ids)} if job.token_ids else {}
@@ -431,7 +431,7 @@ def _text_choice(index: int, output: RequestOutput, tokenizer: Tokenizer, job: J
 
 
 def _echo_of(job: Job, number: int, ids: Seq[int], tokenizer: Tokenizer) -> str:
-    """Return the text of a prompt. Ids are decoded, without the special tokens that the tokenizer adds at both ends."""
+    """Return the text of a prompt. Token ids are decoded, except special tokens that the tokenizer adds at the ends."""
     prompt = job.prompts[number]
     return prompt if isinstance(prompt, str) else tokenizer.decode([ids[place] for place in tokenizer.inner(ids)])
 

@@ -311,7 +311,7 @@ class _Conversation:
             self._assistant()["reasoning_content"] = text
 
     def call(self, item: Mapping[str, Any], where: str) -> None:
-        """Add a call of the assistant."""
+        """Add a function call of the assistant. Raises Refused."""
         call_id, name, arguments = (item.get(key) for key in ("call_id", "name", "arguments"))
         if not all(isinstance(value, str) for value in (call_id, name, arguments)):
             raise Refused(f"{where} must have the texts call_id, name and arguments", where)
@@ -320,7 +320,7 @@ class _Conversation:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def result(self, item: Mapping[str, Any], where: str) -> None:
-        """Add the result of a call."""
+        """Add the result of a call. Raises Refused."""
         self._turn = None
         call_id, output = item.get("call_id"), item.get("output")
         if not isinstance(call_id, str) or output is None:
@@ -394,7 +394,7 @@ def _output_items(
 
 
 class _Items:
-    """Builds the items of one answer. An item has no content yet."""
+    """A builder of the items of one answer, without their content."""
 
     def __init__(self, job: Job, answer_id: str) -> None:
         self._id = answer_id
@@ -437,7 +437,7 @@ def _status(one: Span | ToolCall, is_whole: bool) -> str:
 
 
 class Stream:
-    """The numbered events of one answer, in the order of the API. response: the whole answer, once it has ended."""
+    """The numbered events of one answer, in the order of the API. response: the whole answer; None before its end."""
 
     def __init__(self, job: Job, prompts: Seq[Seq[int]], tokenizer: Tokenizer, answer_id: str, created_s: int) -> None:
         self._job, self._id, self._created_s = job, answer_id, created_s
@@ -483,7 +483,7 @@ class Stream:
         return self._event("response.failed", response=response)
 
     def _part(self, part: Part, logprobs: list[dict[str, Any]]) -> bytes:
-        """Return the events of a part, which begins a new item or continues the last one."""
+        """Return the events of a part of the answer, which begins a new item or continues the last item."""
         num, events = len(self._parts.items), b""
         self._parts.add(part)
         if len(self._parts.items) > num:
