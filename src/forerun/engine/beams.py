@@ -1,8 +1,9 @@
 """A beam search in the engine: all beams of a request are one tree, which one pass scores (docs/methods/beam.md).
 
-The request commits the common beginning of its live beams. Where the beams differ, the cache rows of their tokens stay
-pending, as a tree. A pass runs the nodes that have no cache row yet, and the drafted levels below them. Then the steps
-of the search are replayed on the target's scores, as far as the scores reach. Without drafts this is plain beam search.
+The request commits the common beginning of its live beams. Where the beams differ, the rows of their tokens stay in the
+cache as a tree that is not committed yet. A pass runs the nodes that have no cache row yet, and the drafted levels
+below them. Then the steps of the search are replayed on the target's scores, as far as the scores reach. Without drafts
+this is plain beam search.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class BeamSearch:
         return len(self.branches.missing(self.tree))
 
     def restart(self) -> None:
-        """Forget all cache rows, because the cache was given up."""
+        """Forget all cache rows, because the sequence no longer has them."""
         self.branches.forget(self.tree.base)
         self._logits = {}
 
@@ -123,7 +124,7 @@ class BeamSearch:
     # ---------------------------------------------------------------------------------------------------------- score
 
     def run(self) -> Run:
-        """Return the run of this pass."""
+        """Return the tokens to run in this pass: the nodes without a cache row, then the drafted nodes."""
         return self.branches.run(self.seq.id, self.tree, [*self.fed, *self.guesses], self.seq.tokens[-1])
 
     def scored(self, logits: Rows) -> None:
@@ -158,7 +159,7 @@ class BeamSearch:
     def settle(self) -> tuple[SequenceStep, list[int], Held]:
         """Commit the replayed search.
 
-        Returns the counts of the step, the cache rows to keep, and the cache rows that stay pending.
+        Returns the counts of the step, the cache rows to keep, and the cache rows that stay without being committed.
         """
         self.search = self._after
         is_whole = self.num_steps == self.num_levels + 1
@@ -280,7 +281,7 @@ class SearchRequest(Request):
 
 
 def num_levels(seqs: Seq[Sequence], pacing: Pacing, num_rows: int) -> dict[int, int]:
-    """Map each sequence to the number of levels that its search drafts.
+    """Map the id of each sequence to the number of levels that its search drafts.
 
     The number is the request's spec_length, or the policy's choice where the request sets none. It is 0 for the drafter
     `none`. num_rows: the number of rows of the pass, without the rows of the searches.

@@ -124,7 +124,7 @@ def _keep_on_disk(runner: Runner, folder: Folder, name: str) -> None:
 
 
 def _unwritten_ids(opened: Opened) -> frozenset[int]:
-    """Return the ids that only the chat template writes. Returns no ids where there is no readable template.
+    """Return the token ids that only the chat template writes. Returns no ids where there is no readable template.
 
     A template that cannot be read is refused later, where it is used.
     """

@@ -22,7 +22,7 @@ _NUM_CATCHUPS = 4  # a drafter's seconds per token are counted over its last so 
 
 
 class CatchUp:
-    """The number of tokens that all drafters together may run in a step to catch up. most_tokens: its upper limit."""
+    """The limit on the tokens that all drafters together run in a step to catch up. most_tokens: the largest limit."""
 
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
@@ -31,7 +31,7 @@ class CatchUp:
         self._token_s: dict[str, float] = {}  # by drafter: seconds per token
 
     def tokens(self, drafts: Iterable[str], num_used: int = 0) -> int:
-        """Return the number of tokens that these drafters may run for the decoding sequences of a step.
+        """Return how many tokens these drafters may run to catch up with the decoding sequences of a step.
 
         num_used: the number of tokens that drafters have run for prompts in the same step.
         """

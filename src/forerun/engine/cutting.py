@@ -1,4 +1,4 @@
-"""The removal of drafted tokens that cannot be accepted: ids that the model never writes, or that a grammar refuses."""
+"""The removal of drafted tokens that cannot be accepted: the model never writes them, or a grammar refuses them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from forerun.sampling.arithmetic import mass
 from forerun.sampling.grammar import Bits
 from forerun.types import Draft, Extra, Probs, Sequence
 
-LEAST = 1e-3  # probability of all these ids together: below it, a drafter's draws stay as they are
+LEAST = 1e-3  # probability of all unwanted ids together: below it, a drafter's draws stay as they are
 
 
 def without(draft: Draft, ids: Collection[int]) -> Draft:
     """Return a draft without the nodes whose tokens are among `ids`, and without the nodes and extra rows below them.
 
-    Where `ids` together had less than LEAST of the probability when a token was drawn, the token is kept, even if it is
-    one of `ids`.
+    Where the probabilities of `ids` add up to less than LEAST in the distribution that a token was drawn from, the
+    token is kept, even if it is one of `ids`.
 
     The distribution of the request's output does not change. It would change if nodes were removed because of their
     drawn token while the remaining nodes were still judged by the drafter's q. So each remaining node that was drawn
@@ -98,10 +98,10 @@ def _kept(draft: Draft, conditioned: Callable[[int, int], Probs | None], stays: 
 
 
 def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | None, Probs | None]:
-    """Return the ids that a grammar allows after drafted tokens, and `probs` conditioned on these ids.
+    """Return the token ids that a grammar allows after drafted tokens, and `probs` conditioned on these ids.
 
     The ids are None if nothing may be drafted after these tokens. The distribution is None if `probs` gives all allowed
-    ids probability 0. It is `probs` itself where `probs` gives only allowed ids a probability.
+    ids probability 0. It is `probs` itself where all other ids have probability 0.
     """
     assert seq.grammar is not None
     if not seq.grammar.may_draft:
@@ -127,9 +127,9 @@ def _allowed(seq: Sequence, drafted: Seq[int], probs: Probs) -> tuple[Bits | Non
 
 
 def _without(probs: Probs, ids: list[int]) -> Probs | None:
-    """Return a distribution conditioned on all ids but these; None where no other id can be drawn.
+    """Return a distribution conditioned on all token ids but `ids`; None where no other id can be drawn.
 
-    Where these ids have less than LEAST of the probability, `probs` itself is returned.
+    Where `ids` have less than LEAST of the probability together, `probs` itself is returned.
     """
     if probs.point is not None:
         return None if probs.point in ids else probs

@@ -56,9 +56,9 @@ class _Entry:
 class Engine:
     """An engine over loaded models. Add requests, then step until they are finished.
 
-    The engine is not thread-safe: only one thread may step. start_ids: in an encoder-decoder, the ids with which the
-    decoder's text begins; the prompts of such a model are sources of the encoder. turns: the turns of the engines that
-    step one after another; None = all engines of this process on the model's device.
+    The engine is not thread-safe: only one thread may step. start_ids: in an encoder-decoder, the token ids with which
+    the decoder's text begins; the prompt is then the encoder's input. turns: the turns that this engine takes with
+    other engines; None = with all engines of this process on the model's device.
     """
 
     def __init__(
@@ -130,19 +130,19 @@ class Engine:
         return end
 
     def add(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
-        """Queue one prompt for one output. Raises UserError for an impossible request, before anything runs."""
+        """Queue one prompt for one output. Raises UserError or CapacityError if the request is impossible."""
         if params.n != 1:
             raise BadOption(f"n={params.n} is not possible here: add_all returns several requests")
         return self.add_all(prompt_ids, params)[0]
 
     def add_all(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
-        """Queue one prompt for params.n outputs. Raises UserError as `add` does."""
+        """Queue one prompt for params.n outputs. Raises as `add` does."""
         requests = self.make(prompt_ids, params)
         self.queue(requests)
         return requests
 
     def make(self, prompt_ids: Seq[int], params: SamplingParams) -> list[Request]:
-        """Make the params.n requests of one prompt, for `queue`. Raises UserError as `add` does.
+        """Make the params.n requests of one prompt, for `queue`. Raises as `add` does.
 
         Any thread may call this method.
         """
@@ -160,7 +160,7 @@ class Engine:
         return requests
 
     def _searched(self, prompt_ids: Seq[int], params: SamplingParams, seed: int, texts: _Texts) -> list[Request]:
-        """Return the outputs of a beam search. Their `searcher` is the request that runs the search and fills them."""
+        """Return the requests for the outputs of a beam search. Their `searcher` is the request that runs it."""
         seq, *others = (self._sequence(prompt_ids, params, seed, texts) for _ in range(1 + params.n))
         seq.hypotheses = Hypotheses()
         self._check(seq)
@@ -176,7 +176,7 @@ class Engine:
                 self._has_drafted = self._has_drafted or request.seq.draft != NONE
 
     def rest(self, goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Let the pacing policy measure passes on this machine.
+        """Let the pacing policy measure pass times on this machine.
 
         Does nothing while a request runs or waits, and as long as no request has wanted a drafter. The measurement ends
         as soon as goes_on() is False. Each measured pass waits for this engine's turn on the device.
@@ -381,7 +381,7 @@ class Engine:
         return max_len
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of each bad word, encoded once as at the start of a text and once as after a space."""
+        """Return the token ids of each bad word, encoded once as at the start of a text and once as after a space."""
         if params.bad_words and self.tokenizer is None:
             raise BadOption("bad_words needs a tokenizer: this engine has none")
         variants: set[tuple[int, ...]] = set()
@@ -392,7 +392,7 @@ class Engine:
         return tuple(sorted(v for v in variants if v))
 
     def _grammar(self, params: SamplingParams) -> Grammar | Limited | None:
-        """Return a request's compiled grammar; None where output is free. Raises BadOption for an impossible grammar.
+        """Return a request's compiled grammar; None without constraint. Raises BadOption for an impossible grammar.
 
         Where the request limits its reasoning, the result also counts the tokens of the reasoning.
         """
@@ -406,7 +406,7 @@ class Engine:
         return Limited(params.thinking, grammar, self.runner.model.config.vocab_size)
 
     def _prediction_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the prediction as ids. A prediction stands for output, so no special tokens are put around it."""
+        """Return the prediction as token ids. It is a guess of the output, so no special tokens are put around it."""
         given = params.prediction or ()
         if not isinstance(given, str):
             return tuple(given)
@@ -415,7 +415,7 @@ class Engine:
         return tuple(self.tokenizer.encode(given, add_special_tokens=False))
 
     def _decoder_prompt_ids(self, params: SamplingParams) -> Seq[int]:
-        """Return the ids that follow start_ids in the decoder's text. No special tokens are put around them."""
+        """Return the token ids that follow start_ids in the decoder's text. No special tokens are put around them."""
         given = params.decoder_prompt or ()
         if not isinstance(given, str):
             return given
@@ -424,7 +424,7 @@ class Engine:
         return self.tokenizer.encode(given, add_special_tokens=False)
 
     def _check_source(self, seq: Sequence) -> None:
-        """Refuse a source that the encoder cannot read, and a decoder_prompt where there is no encoder."""
+        """Raise UserError for an input that the encoder cannot read, and for a decoder_prompt without an encoder."""
         encoder = self.runner.model.config.encoder
         if encoder is None:
             if seq.params.decoder_prompt is not None:
@@ -475,7 +475,7 @@ class Engine:
             )
 
     def _check_search(self, seq: Sequence, drafter: Drafter) -> None:
-        """Refuse a beam search for which the drafter cannot draft, or whose beams do not fit into a pass."""
+        """Raise BadOption if the drafter cannot draft for a beam search, or if the beams do not fit into a pass."""
         width, most = seq.params.num_beams, self.scheduler.max_num_batched_tokens
         if seq.draft != NONE and not drafter.branches:
             known = [shown(name) for name, member in self.drafter.members.items() if member.branches or name == NONE]

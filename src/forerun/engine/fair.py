@@ -5,7 +5,7 @@ the engine's own streams, and also the streams of other engines on the same devi
 turn only after the step (turns.py). The time of a prompt token and the time of a usual step are learned from the
 reports of steps. This module reads no clock.
 
-A token takes longer, the more keys stand before it: seconds = base + slope * keys. This line is fitted to the last
+A token takes longer, the more keys it attends to: seconds = base + slope * keys. This line is fitted to the last
 hundreds of chunks by weighted least squares. The median ratio of the last few chunks to the line corrects the line. The
 time limit applies to the 99th percentile and not to the mean, so a step aims at a share of the allowed time. A step
 that was too long lowers the share by 10 %. A step within the limit raises the share by 0.05 %. Both effects cancel
@@ -36,7 +36,7 @@ RENEWED_AFTER = 32  # steps with prompts after which the usual step is measured 
 FIRST_SHARE, LEAST_SHARE = 0.8, 0.5  # of the seconds that a chunk may add
 LEAST_STEPS = 1.5  # the least time of a step that decodes nothing, in usual steps: one token takes as long as a few
 QUIET_STEPS, QUIET_S = 8, 0.050  # time of a step while nobody streams: so many usual steps, or the seconds if longer
-_MISSED, _SHARE_MISSED = 0.1, 0.005  # how much a step that was too long lowers the share; how many steps may be that
+_MISSED, _SHARE_MISSED = 0.1, 0.005  # how much a too long step lowers the share; the fraction of steps that may be so
 _NUM_STEPS = 9  # the usual step is the median of so many
 _NUM_CHUNKS = 9  # the median of so many chunks corrects the expectation
 _KEPT = 0.995  # the weight of earlier chunks is multiplied by this at each chunk
@@ -206,7 +206,7 @@ class _Usual:
 
 
 class Chunks:
-    """The time of chunks: a line fitted to all chunks, and the factor by which the last few chunks differ from it."""
+    """The time of prompt chunks: a line fitted to all, and the factor by which the last few chunks differ from it."""
 
     def __init__(self) -> None:
         self._last = deque[tuple[int, int, float]](maxlen=_NUM_CHUNKS)  # tokens, keys that they attended to, seconds
@@ -252,7 +252,7 @@ class Chunks:
         return self._level * self._line(num_tokens, num_keys)
 
     def fitting(self, seconds: float, num_before: int) -> int:
-        """Return how many tokens are expected to take `seconds`, where `num_before` tokens stand before them."""
+        """Return how many prompt tokens are expected to take `seconds`, after `num_before` tokens in the cache."""
         linear, square = self._base + self._slope * num_before, self._slope / 2
         budget = max(0.0, seconds) / max(self._level, 1e-9)
         # linear * n + square * n * n = budget, in the form that does not lose digits where square is tiny

@@ -89,7 +89,7 @@ class Outlines:
 
     @property
     def has_models(self) -> bool:
-        """Whether a drafter runs a draft model."""
+        """Whether at least one drafter runs a draft model."""
         return any(draft.needs.has_model for draft in self.drafts)
 
     @property
@@ -99,7 +99,7 @@ class Outlines:
 
     @property
     def beside(self) -> Mapping[str, Beside]:
-        """The weights of trained heads, by name.
+        """The weights of trained drafting heads, by name.
 
         The name is the label of the drafter's model, or the drafter's method where it has no model. Where several heads
         would have the same name, each head after the first gets a number.
@@ -113,7 +113,7 @@ class Outlines:
         return weights
 
     def shared(self, models: Mapping[str, Outline]) -> Mapping[str, str]:
-        """Map a model to the earlier model that already holds its weights."""
+        """Map the name of a model to the name of the earlier model that already holds the same weights."""
         first, holders = dict[Hashable, str](), dict[str, str]()
         for name, _, needs in self._with_models():
             weights: Hashable = None
@@ -250,7 +250,7 @@ def with_room(outlines: Outlines) -> Opened:
 
     Where max_seq_len is None, the context may be shortened to fit. A draft model that the caller has loaded is not in
     the configuration, so it is not counted. Raises CapacityError where even the shortened context needs too much
-    memory. The message has the numbers, and options that would fit.
+    memory. The message says how much is needed and available, and which options would fit.
     """
     opened, plan = outlines.fitted(available_bytes(outlines.opened.device))
     if not plan.fits:
@@ -261,8 +261,8 @@ def with_room(outlines: Outlines) -> Opened:
 def refuse_together(configs: Mapping[str, EngineConfig]) -> dict[str, Opened]:
     """Check several engines with `refuse_early` before any weight is read, and check that all fit into memory together.
 
-    Returns the engines' targets. Raises UserError as `refuse_early` does. Raises CapacityError, with numbers, where
-    this machine has no memory for all engines at once. configs: the engines' configurations by name.
+    Returns the engines' targets. Raises UserError as `refuse_early` does. Raises CapacityError, as `with_room` does,
+    where this machine has no memory for all engines at once. configs: the engines' configurations by name.
     """
     outlines = dict[str, Outlines]()
     for name, config in configs.items():

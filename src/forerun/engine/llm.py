@@ -48,7 +48,7 @@ _LET_GO = ("engine", "checkpoint", "opened", "_loop", "_loaded_draft")  # the at
 
 
 def _end(loop: Loop, folder: Folder | None) -> None:
-    """End the engine's thread, and write the rows that are kept on disk."""
+    """End the engine's thread, and write the KV-cache rows that are still to be written to `folder`."""
     loop.close()
     if folder is not None:
         folder.close()
@@ -126,8 +126,8 @@ class LLM:
         """Return outputs in the order of the prompts. A prompt is a text or token ids.
 
         If the model has a chat template (`answers_texts`), a text is a message that the model answers. Otherwise, and
-        with raw=True, the model continues the text. Ids are taken as they are. params: one for all prompts, or one for
-        each prompt; None = the model's defaults (`default_params`).
+        with raw=True, the model continues the text. Token ids are taken as they are. params: one for all prompts, or
+        one for each prompt; None = the model's defaults (`default_params`).
 
         Where params.n asks for several outputs, the outputs of a prompt follow each other. A beam search
         (params.num_beams) returns its outputs best first, each with its score.
@@ -185,12 +185,12 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer. Raises NotFound where there is none; prompts and outputs are then ids."""
+        """The target's tokenizer. Raises NotFound where there is none; prompts and outputs are then token ids."""
         return needed(self.opened.tokenizer, self.checkpoint.name)
 
     @property
     def has_text(self) -> bool:
-        """Whether the target has a tokenizer. Where it has none, prompts are ids and the text of outputs is empty."""
+        """Whether the target has a tokenizer. Otherwise prompts are token ids, and the text of outputs is empty."""
         return self.opened.tokenizer is not None
 
     @property
@@ -208,7 +208,7 @@ class LLM:
         self._loop.add(requests)
 
     def end(self, requests: Seq[Request]) -> None:
-        """End submitted requests and free their memory after the running step. Ended requests stay as they are."""
+        """End submitted requests and free their memory after the running step. Requests that have ended stay so."""
         self._loop.end(requests)
 
     @names_keywords
@@ -250,7 +250,7 @@ class LLM:
         raw: bool = False,
         answer_form: AnswerForm | None = None,
     ) -> AsyncIterator[Chunk]:
-        """Yield chunks like `stream`, for asyncio. The event loop stays free; several streams run in one batch.
+        """Yield chunks like `stream`, for asyncio. The event loop is not blocked; several streams run in one batch.
 
         Leaving the loop early, closing the iterator or cancelling the task ends the request and frees its memory.
         """
@@ -284,11 +284,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next turn of one conversation, or of several at once.
 
-        An output has its calls in `tool_calls`, its reasoning in `reasoning`, and the whole answer in `message`, as a
-        message to append to the conversation. tools: JSON schemas of functions that the model may call. tool_choice:
-        auto; required, which constrains the answer to calls with valid arguments; none; or the name of the tool to
-        call. parallel_tool_calls: whether an answer may have several calls. max_thinking_tokens: the limit at which the
-        reasoning is closed; None = no limit. template: see `apply_chat_template`.
+        An output has its tool calls in `tool_calls`, its reasoning in `reasoning`, and the whole answer in `message`,
+        as a message to append to the conversation. tools: JSON schemas of functions that the model may call.
+        tool_choice: auto; required, which constrains the answer to calls with valid arguments; none; or the name of the
+        tool to call. parallel_tool_calls: whether an answer may have several calls. max_thinking_tokens: the limit at
+        which the reasoning is closed; None = no limit. template: see `apply_chat_template`.
         """
         answer_form = self.answer_form(tools, tool_choice, parallel_tool_calls, max_thinking_tokens)
         tools = None if tool_choice == NONE else tools
@@ -310,9 +310,9 @@ class LLM:
         parallel_tool_calls: bool = True,
         max_thinking_tokens: int | None = None,
     ) -> AnswerForm | None:
-        """Return the form that splits the model's answers into text, reasoning and calls.
+        """Return the form that splits the model's answers into text, reasoning and tool calls.
 
-        The marks between these parts come from the chat template. Returns None where answers to such a request have no
+        The marks around these parts, such as <think>, come from the chat template. Returns None where answers have no
         marks and are only text. The arguments are as in `chat`. Raises BadOption for invalid tools, and for a
         tool_choice that is not possible.
         """
@@ -363,8 +363,8 @@ class LLM:
     def call_behind(self, call: Callable[[], object]) -> Callable[[], None]:
         """Run `call` once after each step, when all requests of the step have been notified.
 
-        The engine's thread runs `call`. So news of many requests can be handed to another thread at once. Returns a
-        function that ends these calls.
+        The engine's thread runs `call`, which can hand the news of all these requests to another thread at once.
+        Returns a function that ends these calls.
         """
         self._loop.behind += (call,)
 
@@ -374,7 +374,7 @@ class LLM:
         return end
 
     def pass_times(self) -> dict[str, PassTime]:
-        """Return the curves of pass times over rows on this machine: the target's under "", the drafters' by name.
+        """Return curves by name: the time of a pass by its number of rows, for the target (under "") and each drafter.
 
         If the pacing policy needs pass times, they are measured once on a machine, as soon as no request has come for a
         second. Until then each curve is a default curve, which the passes of requests correct. `one_row_s` of a curve
@@ -441,7 +441,7 @@ class LLM:
         raw: bool,
         answer_form: AnswerForm | None = None,
     ) -> list[Request]:
-        """Return the requests of all prompts, not queued yet. Raises UserError for the first impossible request."""
+        """Return the requests of all prompts, not queued yet. Raises as `Engine.add` for an impossible request."""
         requests: list[Request] = []
         for prompt, each in zip(prompts, params_for(len(prompts), params, self.default_params), strict=True):
             ids = self._ids(prompt, raw) if isinstance(prompt, str) else prompt
@@ -462,7 +462,7 @@ def _nothing() -> None:
 
 
 def _chunks(readers: dict[Request, Reader], request: Request, mark: Mark) -> Iterator[Chunk]:
-    """Yield the chunk of one request in one step. If the request has ended, its reader is removed.
+    """Yield the chunk that a step added to a request. If the request has ended, its reader is removed from `readers`.
 
     A step without new tokens has no chunk, unless the request has ended.
     """
@@ -512,7 +512,7 @@ def _open(
 
 
 def _check_loaded(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """Raise BadOption for options that contradict the type, device or operators of a loaded model."""
+    """Raise BadOption for options that contradict the dtype, device, operators or quantization of a loaded model."""
     model = checkpoint.model
     facts = {
         "dtype": (config.dtype, model.weight_dtype),

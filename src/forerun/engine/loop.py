@@ -67,7 +67,7 @@ class Loop:
             self._commands.put(abort)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` between two steps, after all commands queued so far. Returns the result of `work`."""
+        """Run `work` between two steps, after all commands queued so far. Returns its result, or raises its error."""
         results, ended = list[T](), SimpleQueue[BaseException | None]()  # a Future's lock may be torn by Ctrl-C
 
         def run() -> None:
@@ -87,7 +87,7 @@ class Loop:
         return results[0]
 
     def end_all(self) -> None:
-        """End all requests, and wait until their memory is free."""
+        """End all requests, and wait until their memory is freed."""
 
         def abort() -> None:
             for request in self._unfinished():

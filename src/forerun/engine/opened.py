@@ -49,7 +49,8 @@ def auto_draft(target: str | Path | None, has_loaded_draft: bool = False) -> str
     """Return the drafter that `auto` stands for.
 
     It is a draft model if the caller has loaded one or the target is the shipped model. Otherwise it is the drafter
-    that data/models.toml names for the target. If the file names none, it is the text search, which needs no model.
+    that data/models.toml names for the target. If the file names none, it is a drafter that searches the text and needs
+    no model.
     """
     if has_loaded_draft or is_shipped(target):
         return drafters.BY_MODEL
@@ -78,8 +79,8 @@ class Opened:
 
     files: the opened checkpoint of the target, without weights. has_loaded_draft: whether the caller has loaded a draft
     model; if so, `auto` stands for this model. config_only: whether only config.json was read; tokenizers are then not
-    compared. beside: checkpoints opened so far, by place (`named.place`). methods: the parsed specs of drafters. meant:
-    the cached results of `resolve`.
+    compared. beside: checkpoints opened so far, by real path or name (`named.place`). methods: the parsed specs of
+    drafters. meant: the cached results of `resolve`.
     """
 
     config: EngineConfig
@@ -117,7 +118,7 @@ class Opened:
         return replace(self, config=config)
 
     def widened(self, spec: Spec) -> Opened:
-        """Return the target as it will be once it is widened to `spec`."""
+        """Return the target as it will be once its model in memory is changed to the spec `spec`."""
         return replace(self, files=self.files.widened(spec))
 
     # ------------------------------------------------------------------------------------------------ what drafters ask
@@ -129,7 +130,7 @@ class Opened:
 
     @property
     def num_layers(self) -> int:
-        """The number of the target's blocks."""
+        """The number of the target's layers."""
         return self.spec.num_layers
 
     @property
@@ -144,7 +145,7 @@ class Opened:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where the target has none, so that prompts and outputs are ids."""
+        """The tokenizer; None where the target has none, so that prompts and outputs are token ids."""
         return self.files.tokenizer
 
     @property
@@ -154,7 +155,7 @@ class Opened:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The ids that end an output."""
+        """The token ids that end an output."""
         return self.files.end_ids
 
     @cached_property
@@ -166,9 +167,10 @@ class Opened:
     def auto(self) -> str:
         """The drafter that `auto` stands for.
 
-        It is the first of these that exists: a draft model that the caller has loaded, a head that was trained on this
-        machine for the target, the draft model that ships with the target, the drafter that data/models.toml names for
-        the target, the target's next-token blocks, a drafter in the target's folder. Otherwise it is a text search.
+        It is the first of these that exists: a draft model that the caller has loaded, a drafting head that was trained
+        on this machine for the target, the draft model that ships with the target, the drafter that data/models.toml
+        names for the target, the target's next-token blocks, a drafter in the target's folder. Otherwise it is a
+        drafter that searches the text.
         """
         name = auto_draft(self.files.asked, self.has_loaded_draft)
         if not (self.has_loaded_draft or self.config_only):
@@ -306,7 +308,7 @@ class Opened:
 
     @cached_property
     def start_ids(self) -> list[int]:
-        """In an encoder-decoder, the ids with which the decoder's text begins; [] for other models."""
+        """In an encoder-decoder, the token ids with which the decoder's text begins; [] for other models."""
         return [] if self.spec.encoder is None else start_ids_of(self.files.small, self.files.raw)
 
     @cached_property

@@ -35,7 +35,7 @@ def names_keywords(method: Method) -> Method:
 
 
 def no_keyword(call: str, name: str, value: object, keywords: Seq[str]) -> str:
-    """Return the error text for a keyword that a call does not take. keywords: those that it takes."""
+    """Return the error text for a keyword that a call does not take. keywords: the keywords that it takes."""
     fields = SamplingParams.__dataclass_fields__
     near = difflib.get_close_matches(name, [*keywords, *fields], n=1)
     if near and near[0] in fields:
@@ -47,9 +47,9 @@ def no_keyword(call: str, name: str, value: object, keywords: Seq[str]) -> str:
 
 
 def as_list(prompts: object) -> list[Prompt]:
-    """Return one prompt or several as a list. A prompt is a text or a sequence of ids, also an array of numpy or torch.
+    """Return one prompt or several as a list. A prompt is a text or a sequence of token ids.
 
-    Raises BadOption for anything else.
+    The ids may be an array of numpy or torch. Raises BadOption for anything else.
     """
     given = _plain(prompts)
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""One request in the engine: its sequence, its text, its numbers, and what the user gets back."""
+"""One request in the engine: its sequence, its text, its report, and what the user gets back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RequestReport:
     num_steps: int = 0  # target passes that emitted for this request
     num_rows: int = 0  # of these passes: for the last token, or for each beam's last token, and for the draft
     num_drafted: int = 0
-    num_tested: int = 0  # places of the path at which drafted tokens were tested; siblings count once
+    num_tested: int = 0  # positions of the path at which drafted tokens were tested; siblings count once
     num_accepted: int = 0
     num_emitted: int = 0  # accepted tokens plus one correction, bonus or plain token per step
     drafted_per_position: list[int] = field(default_factory=list)
@@ -82,17 +82,17 @@ class RequestReport:
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Accepted / drafted tokens of each round that drafted. Tokens that were only granted do not count."""
+        """For each round with a draft, the share of drafted tokens that were accepted."""
         return [accepted / drafted for drafted, accepted in self.rounds if drafted]
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens."""
+        """The share of drafted tokens that were accepted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Emitted tokens per target step, correction or bonus included."""
+        """The mean number of tokens that a target pass emits, the correction, bonus or plain token included."""
         return self.num_emitted / self.num_steps if self.num_steps else None
 
     @property
@@ -102,17 +102,17 @@ class RequestReport:
 
     @property
     def alpha_hat(self) -> float | None:
-        """Accepted / tested tokens: an estimate of alpha in docs/exactness.md."""
+        """The share of tested tokens that were accepted: an estimate of alpha in docs/exactness.md."""
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property
     def tv_price(self) -> float | None:
-        """The mean total variation between target and output at tested tokens; None where no rule measures it."""
+        """The mean total variation of target and output distributions at tested tokens; None if it is not measured."""
         return sum(self.prices) / len(self.prices) if self.prices else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """For each position of a draft (in a tree, each depth): rounds that accepted / rounds that drafted there."""
+        """For each position of a draft (in a tree, depth), the share of rounds with a token there that accepted one."""
         return [a / d for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
 
     def sentence(self) -> str:
@@ -198,7 +198,7 @@ class RequestOutput:
 
     @property
     def num_broken_calls(self) -> int:
-        """How many calls were left out because they are incomplete."""
+        """How many tool calls were left out because they are incomplete."""
         return 0 if self.answer_parts is None else self.answer_parts.num_broken_calls
 
     @property
@@ -243,8 +243,8 @@ class Committed(NamedTuple):
     """What one step did for one request.
 
     kept: the rows of the request's run to keep in the cache. Their tokens are committed, and at least one more
-    committed token follows them. held: the rows of a beam search that stay pending. num_emitted: the number of emitted
-    tokens, before stop conditions cut the output.
+    committed token follows them. held: the rows of a beam search that stay in the cache without being committed.
+    num_emitted: the number of emitted tokens, before stop conditions cut the output.
     """
 
     step: SequenceStep
@@ -307,7 +307,7 @@ class Request:
         self._reading = threading.RLock()  # the text may be asked for while the engine's thread commits
 
     def run(self, draft: Draft, b: int, best_only: bool, coins: Coins | None = None) -> Run:
-        """Return the request's run of the next pass: the last committed token, then the draft.
+        """Return the tokens that the next pass runs for the request: the last committed token, then the draft.
 
         best_only: whether the pass can return the likeliest token of each row in place of logits. The run asks for this
         if the request needs no logits. coins: the random decisions of this round, if the device may draw the tokens;
@@ -387,7 +387,7 @@ class Request:
                 output.abort()
 
     def restart(self) -> None:
-        """Note that the request's cache rows were given up."""
+        """Note that the request's cache rows were released."""
 
     def detokenizer(self) -> Detokenizer | None:
         """Return a new reader of the output's text; None without a tokenizer."""

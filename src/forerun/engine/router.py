@@ -53,12 +53,12 @@ class Router(Drafter):
 
     Each sequence is passed to the drafter that `seq.draft` names, and the drafts are joined. members: the drafters by
     name; the first one serves requests that choose no drafter. aliases: other names for members. is_auto: whether
-    draft=auto chose the first drafter. If so, a request whose rule cannot judge the drafts of that drafter is served by
-    `lookup`. shares_s: for each sequence, the seconds that catching up has taken in this step so far. unasked: ids of
-    the sequences whose drafter was not called in this step, because the drafter does not draft after forced tokens.
-    spares: whether requests go on without a drafter that raises an error; if False, the error is raised.
-    packs_siblings: whether equal siblings of a draft share a row; if False, each node has its own row, which tests use
-    to compare. unwritten: ids that the model never writes; they are removed from all drafts.
+    draft=auto chose the first drafter. If so, `lookup` serves requests whose verification rule or beam search cannot
+    use drafts of the first drafter. shares_s: for each sequence, the seconds that catching up has taken in this step so
+    far. unasked: ids of the sequences whose drafter was not called in this step, because it does not draft after tokens
+    that a grammar forces. spares: whether requests go on without a drafter that raises an error; if False, the error is
+    raised. packs_siblings: whether equal siblings of a draft share a row; if False, each node has its own row, which
+    tests use to compare. unwritten: token ids that the model never writes; they are removed from all drafts.
     """
 
     spares = True
@@ -134,7 +134,7 @@ class Router(Drafter):
         self._unsuited.discard(seq.id)
 
     def free_tokens(self, without: Collection[int] = ()) -> int | None:
-        """Return the number of free tokens in the fullest cache of the drafters; None where no drafter has a cache."""
+        """Return how many tokens still fit into the fullest cache of the drafters; None if no drafter has a cache."""
         free_by_drafter = []
         for name in self.members:
             with self._spared(name):
@@ -152,7 +152,7 @@ class Router(Drafter):
         return draft.packed() if self.packs_siblings else draft
 
     def _held(self, seqs: Seq[Sequence], budget: Budget) -> dict[int, int]:
-        """Map each sequence whose grammar may force tokens to the largest number of draft nodes of the sequence.
+        """Map the index of each sequence whose grammar may force tokens to the largest number of its draft nodes.
 
         This number does not depend on what pacing has granted.
         """
@@ -166,7 +166,7 @@ class Router(Drafter):
         return held
 
     def _around_forced(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], held: Mapping[int, int]) -> Draft:
-        """Return drafts with forced tokens before and after the drafters' tokens.
+        """Return the drafters' drafts, with the tokens that grammars force added before and after them.
 
         Forced tokens before a draft are never rejected. So the request's drafter drafts as if these tokens were
         committed, and the drafter's records of these tokens stay valid. held: the result of `_held`.
@@ -195,7 +195,7 @@ class Router(Drafter):
         return Draft.joined(parts)
 
     def _forced(self, seqs: Seq[Sequence], coins: Seq[Coins], held: Mapping[int, int]) -> dict[int, list[int]]:
-        """Map sequences to the tokens that their grammars force after the committed tokens."""
+        """Map indices of sequences to the tokens that their grammars force after the committed tokens."""
         clock = time.perf_counter()
         budget = Budget(list(held.values()), 0)
         draft = self._asked(FORCED, [seqs[b] for b in held], budget, [coins[b] for b in held])
@@ -279,8 +279,8 @@ class Router(Drafter):
     def _spared(self, name: str, seqs: Seq[Sequence] = ()) -> Iterator[None]:
         """Go on without a drafter that raises an error within this context.
 
-        After a UserError, only these sequences go on without the drafter. An AssertionError passes through, because it
-        shows a bug of the program.
+        After a UserError, only the sequences `seqs` go on without the drafter; after any other error, all sequences do.
+        An AssertionError passes through, because it shows a bug of the program.
         """
         try:
             yield
@@ -415,7 +415,7 @@ def _made(spec: str, target: Target) -> tuple[str, Drafter]:
 
 
 def make(specs: Seq[str], target: Target, make_own: Callable[[Target], Drafter] | None = None) -> Router:
-    """Make the engine's drafter, the extra drafters, and the free drafters: lookup, prediction, forced and none.
+    """Make the engine's drafter, the extra drafters, and four without a model: lookup, prediction, forced and none.
 
     Each drafter is named by its method. Among several drafters of one method, the first (or the one written without
     options) gets that name; the others are named by their whole spec. make_own: makes one more drafter, which comes

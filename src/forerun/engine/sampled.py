@@ -74,10 +74,10 @@ class SampledRequest(Request):
         return self._drawn(run, coins)
 
     def _drawn(self, run: Run, coins: PhiloxCoins) -> Run:
-        """Return a run for which the device draws tokens.
+        """Return a copy of `run` that lets the device draw the tokens.
 
-        The returned run has the settings of the draw at each row, and the tokens whose probabilities the verification
-        rule will read.
+        The copy has the settings of the draw at each row, and the token ids whose probabilities the verification rule
+        will read.
         """
         shares_noise = len(run.tokens) == 1 or verify.find(self.seq.acceptance).name == "match"
         filters = sampling.filters_of(self.seq.params, 0)
@@ -110,7 +110,7 @@ class SampledRequest(Request):
         return Run(seq.id, [*tokens, *extra.tokens], "all", parents, only, vectors=vectors or None)
 
     def _may_end_by_force(self, num_nodes: int) -> bool:
-        """Return whether the next pass may reach the last place of the output, where forced_eos_token_id must stand."""
+        """Return whether forced_eos_token_id is set and the next pass may reach the last position of the output."""
         left = self.seq.max_len - len(self.seq.tokens)
         return left <= num_nodes + 1 and self.seq.params.forced_eos_token_id is not None
 

@@ -45,8 +45,8 @@ class Plan:
     """The requests and tokens of one step.
 
     prefill: the prompt chunks, each a request and a number of tokens. decode: the requests that decode. draft_limits:
-    the largest number of draft nodes of each decoding request. sources: the requests whose source the encoder runs
-    before the pass. A request that still waits for the encoder is in no list.
+    the largest number of draft nodes of each decoding request. sources: the requests whose input an encoder runs before
+    the pass. A request that still waits for the encoder is in no list.
     """
 
     prefill: list[tuple[Request, int]]
@@ -74,10 +74,11 @@ class _Fetching(NamedTuple):
 class Scheduler:
     """The scheduler of an engine: it admits and preempts requests, and splits prompts into chunks.
 
-    A request's slots in the caches of target and drafters are opened and released together. sources: the sources of an
-    encoder-decoder, None for other models. A source runs before its request. A step runs at least one waiting source,
-    and more of them while their tokens fit the budget of prompt tokens. fair: limits the number of prompt tokens in a
-    step; where requests decode, the limit may be 0. message_end_ids: the ids that end the messages of a chat.
+    A request's slots in the caches of target and drafters are opened and released together. sources: the inputs of the
+    encoder in an encoder-decoder; None for other models. A source runs before its request. A step runs at least one
+    waiting source, and more of them while their tokens fit the budget of prompt tokens. fair: limits the number of
+    prompt tokens in a step; where requests decode, the limit may be 0. message_end_ids: the token ids that end the
+    messages of a chat.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Scheduler:
         self._owed = first.seq.id, max(0.0, owed)
 
     def _begin(self, stands: Seq[_Stand], budget: int) -> tuple[list[Request], set[Request], int]:
-        """Return the requests whose source runs in this step, those whose source waits, and the remaining budget."""
+        """Return the requests whose encoder input runs in this step, the requests that wait, and the budget left."""
         assert self.sources is not None
         begun, held_up = list[Request](), set[Request]()
         for request, _ in stands:
@@ -218,7 +219,7 @@ class Scheduler:
         return -(-self.most_tokens(seq) // self.cache.block_tokens) + self._source_blocks(seq)
 
     def _source_blocks(self, seq: Sequence) -> int:
-        """Return how many blocks a sequence's source takes where no equal source is in the cache."""
+        """Return how many blocks the encoder input of a sequence takes where no equal input is in the cache."""
         return 0 if self.sources is None else self.sources.num_blocks(len(seq.source_ids))
 
     def most_tokens(self, seq: Sequence) -> int:
@@ -416,7 +417,7 @@ class Scheduler:
         return blocks + grows + self._unrun_blocks(seq)
 
     def _unrun_blocks(self, seq: Sequence) -> int:
-        """Return how many more blocks a running request's source will take."""
+        """Return how many more blocks the encoder input of a running request will take."""
         return 0 if self.sources is None else self.sources.missing_blocks(seq.id)
 
     def _free_blocks(self, without: Collection[int] = ()) -> int:

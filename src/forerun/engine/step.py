@@ -55,7 +55,7 @@ class _Laps:
 
 @dataclass
 class Stepper:
-    """The runner of the engine's steps. coins(seq) makes the random decisions of one sequence's next round."""
+    """The part of an engine that runs its steps. coins(seq) returns the random decisions of a sequence's next round."""
 
     runner: Runner
     drafter: Router
@@ -65,9 +65,10 @@ class Stepper:
     wants_detail: bool = False
 
     def step(self, plan: Plan, schedule_s: float = 0.0) -> StepReport:
-        """Run one step; every decoding request gets at least one token. schedule_s: the planning time, for the report.
+        """Run one step; every decoding request gets at least one token, unless it is a beam search.
 
-        Raises RequestFailed if a sequence has no token that it may emit; then nothing is committed.
+        schedule_s: the seconds spent since the last report, on planning and listeners; they go into the report. Raises
+        RequestFailed if a request cannot go on, such as where masks forbid every token; then nothing is committed.
         """
         with self.runner.model.ops.alone():
             return self._step(plan, schedule_s)
@@ -133,7 +134,8 @@ class Stepper:
     def _granted(self, plan: Plan) -> list[int]:
         """Return the number of nodes that the policy grants to each request.
 
-        The number is 0 for a request that paces itself, such as a beam search.
+        The number is 0 for a request that the policy does not pace, such as a beam search, and for a request whose
+        grammar takes too much time to be used for drafts.
         """
         paced = [b for b, request in enumerate(plan.decode) if request.is_paced]
         limits = [plan.draft_limits[b] for b in paced]
@@ -160,9 +162,9 @@ class Stepper:
     # ---------------------------------------------------------------------------------------------------------- score
 
     def _score(self, plan: Plan, draft: Draft, coins: Seq[Coins]) -> Scores:
-        """Run one pass: the run of every decoding request, in the order of the plan, then the prompt chunks.
+        """Run one target pass over the decoding requests, in the order of the plan, and then over the prompt chunks.
 
-        The encoder runs first, over the sources of requests that begin. The logits come to the host where a listener
+        An encoder runs first, over the inputs of requests that begin. The logits come to the host where a listener
         wants details or a drafter reads the likeliest tokens; otherwise the device draws from them where it can.
         """
         draws_rows = self.runner.draws_rows and not self.wants_detail
@@ -208,7 +210,7 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def _commit(self, plan: Plan, draft: Draft, scores: Scores, verdict: Verdict) -> StepReport:
-        """Append the decided tokens, keep their cache rows, and show the pass to the drafters."""
+        """Append the decided tokens, keep their cache rows, and let the drafters observe the pass."""
         num_context_tokens = sum([len(request.seq.tokens) - 1 for request in plan.decode])
         done = [request.commit(draft, b, scores, verdict) for b, request in enumerate(plan.decode)]
         for i, (request, _) in enumerate(plan.prefill, len(plan.decode)):
@@ -234,9 +236,10 @@ class Stepper:
         return report
 
     def _keep(self, seqs: Seq[Sequence], kept: Seq[Seq[int]], held: Mapping[int, Held]) -> None:
-        """Keep the cache rows of committed tokens, and publish the blocks that they fill.
+        """Keep the cache rows of committed tokens, and publish the blocks that they fill to the prefix cache.
 
-        kept: for each run, the rows to keep. held: by sequence, the rows of a beam search that stay pending.
+        kept: the rows to keep of each sequence. held: by sequence id, the rows of a beam search that stay in the cache
+        without being committed.
         """
         rows = {seq.id: kept_rows for seq, kept_rows in zip(seqs, kept, strict=True)}
         full = set(self.runner.cache.keep(rows, held) if held else self.runner.cache.keep(rows))
@@ -247,7 +250,7 @@ class Stepper:
     def _seen(self, seq: Sequence, kept: Seq[int], scores: Scores, run: int) -> Seen:
         """Return what a drafter sees of a sequence in this pass, with rows numbered in the pass.
 
-        kept: the committed rows of the sequence's run, numbered in the run.
+        run: the index of the sequence in the pass. kept: its rows with committed tokens, numbered from its first row.
         """
         rows = scores.rows[run]
         start = self.runner.cache.length(seq.id) - len(kept)
@@ -263,7 +266,7 @@ class Stepper:
         self.pacing.observe(self._of_drafters(report))
 
     def _of_drafters(self, report: StepReport) -> StepReport:
-        """Return the report for pacing: without forced tokens, and without sequences whose drafter was not asked."""
+        """Return the report without tokens that grammars force, and without sequences whose drafter was not asked."""
         asked = [step.without_forced for step in report.sequences if step.sequence_id not in self.drafter.unasked]
         num_forced = sum([step.num_accepted - step.without_forced.num_accepted for step in report.sequences])
         if not num_forced and len(asked) == len(report.sequences):

@@ -31,7 +31,7 @@ class Pacing:
     reads_logits = False  # whether `go_on` and `go_behind` want the drafter's logits, which it must then compute
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
-        """Return the largest number of draft nodes of each decoding sequence of this step, [B].
+        """Return how many nodes each decoding sequence may draft in this step at most, [B].
 
         limits [B]: the number of nodes for which each sequence has room, in the caches and up to its longest output.
         """
@@ -39,7 +39,7 @@ class Pacing:
         return [min(pair) for pair in zip(wanted, limits, strict=True)]
 
     def wanted(self, seq: Sequence) -> int:
-        """Return the largest number of draft nodes of a sequence. Called only if the request sets no `spec_length`."""
+        """Return how many nodes a sequence may draft at most. Called only if the request sets no `spec_length`."""
         raise NotImplementedError
 
     def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
@@ -68,7 +68,7 @@ class Pacing:
         return True
 
     def facts(self, seq: Sequence) -> Mapping[str, float]:
-        """Return the policy's numbers about a sequence's last round, for listeners that ask for detail."""
+        """Return named values of the policy about a sequence's last round, for listeners that ask for detail."""
         return {}
 
     def prepares(self, seq: Sequence) -> bool:
@@ -76,10 +76,10 @@ class Pacing:
         return True
 
     def measure(self, pause: Pause = NOW) -> None:
-        """Measure what the policy needs, between two steps. The measurement is given up when `pause` ends."""
+        """Measure the pass times that the policy needs, between two steps. The measurement stops when `pause` ends."""
 
     def observe(self, report: StepReport) -> None:
-        """Learn from the numbers of the step that was just done."""
+        """Learn from the report of the step that was just done."""
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that is finished or aborted."""

@@ -44,7 +44,7 @@ class Average:
 
 
 class Acceptance:
-    """The averages of one drafter and of the requests that it serves.
+    """The averages of accepted nodes, for one drafter and for each request that it serves.
 
     found_share: the share of granted drafts that had at least one node.
     """

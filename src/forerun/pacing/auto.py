@@ -252,7 +252,7 @@ class AutoPacing(Pacing):
             self._choose_at, self._choose_below = self._step + self._choose_pause, len(requests) // 2
 
     def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
-        """Return two sets of request ids: texts to search because a search pays, and texts to search as probes."""
+        """Return the ids of sequences whose texts to search: a set for which searches pay, and a set of probes."""
         paying = set[int]()
         probed = set[int]()
         others = dict[str, list[int]]()
@@ -288,7 +288,7 @@ class AutoPacing(Pacing):
         self._searching[request.seq.draft].observe(request.seq.id, gain)
 
     def _add_search(self, request: _Request, stop: Stop, prices: Prices, is_searched: bool) -> None:
-        """Complete the stop of a drafter that searches.
+        """Complete the stop of a request whose drafter searches the text before it runs its model.
 
         The stop tells whether the drafter searches this text, and whether the drafter's model drafts.
         """
@@ -322,7 +322,7 @@ class AutoPacing(Pacing):
         return self._known.setdefault(seq.draft, Acceptance())
 
     def _meet(self, seq: Sequence) -> _Request:
-        """Begin a request. Until the next plan, its draft length is the longest among the drafter's other requests."""
+        """Record a request. Until the next plan, its draft length is the largest among its drafter's other requests."""
         others = [request for request in self._requests.values() if request.seq.draft == seq.draft]
         length, pause = max([(r.length, r.pause) for r in others], default=(0, FIRST_PAUSE))
         newcomer = self._requests[seq.id] = _Request(seq, length, self._step + pause, pause)

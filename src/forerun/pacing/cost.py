@@ -34,9 +34,9 @@ class Traits:
 class Costs:
     """The times of an engine's passes, and the traits of its drafters.
 
-    drafts: the curve of each drafter's passes, by name. A drafter without a model counts as free until one of its steps
-    is observed. runners: the models that are to be measured when nothing runs, by drafter; the target's models are
-    under "". traits: the traits of each drafter, by name.
+    drafts: the curve of each drafter's passes, by name. The drafts of a drafter without a model are assumed to cost no
+    time until one of its steps is observed. runners: the models that are to be measured when nothing runs, by drafter;
+    the target's models are under "". traits: the traits of each drafter, by name.
     """
 
     target: PassTime = field(default_factory=PassTime)
@@ -106,7 +106,7 @@ class Costs:
         return known or measuring.of_runner(runner, pause)
 
     def draft(self, name: str) -> PassTime:
-        """Return the curve of one drafter's passes; at first a flat curve, which counts as free."""
+        """Return the curve of one drafter's passes; for a new drafter, a flat curve whose passes cost no time."""
         return self.drafts.setdefault(name, PassTime((1, 2), (1.0, 1.0)))
 
     def traits_of(self, draft: str) -> Traits:
@@ -132,7 +132,7 @@ class Costs:
         return float(many - few) / 16 * (cost.one_row_s or 0.0)
 
     def observe(self, report: StepReport) -> None:
-        """Update the averages with the report of a step, unless the step ran a prompt."""
+        """Update the pass times with the report of a step, unless the step ran a prompt."""
         if report.num_prefill_tokens or not report.num_decoding:
             return
         num_experts = report.num_experts or None

@@ -106,7 +106,7 @@ class EntropyPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy. gamma_max is the option, else spec_length, else 5. Raises BadOption where it is too small."""
+    """Return the policy. Drafts end at gamma_max, else spec_length, else 5. Raises BadOption if gamma_min is larger."""
     longest = options.gamma_max or spec_length or DEFAULT_SPEC_LENGTH
     if longest < options.gamma_min:
         raise BadOption(

@@ -19,7 +19,7 @@ MORE, LESS = 2, 1  # tokens
 
 @dataclass(frozen=True)
 class Options:
-    """No options: a request begins with spec_length."""
+    """No options: the first draft of a request has spec_length tokens."""
 
 
 class HeuristicPacing(Pacing):
@@ -48,9 +48,9 @@ class HeuristicPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy. A request begins with spec_length, or 5 where it is not given.
+    """Return the policy. The first draft of a request has spec_length tokens, or 5 where it is not given.
 
-    A request's length never exceeds 16, or spec_length where spec_length is larger.
+    A draft's length never exceeds 16, or spec_length where spec_length is larger.
     """
     first = spec_length or DEFAULT_SPEC_LENGTH
     return HeuristicPacing(first, max(first, AUTO_SPEC_LENGTH))

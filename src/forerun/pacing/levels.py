@@ -22,7 +22,7 @@ Key = tuple[str, int, int]  # drafter, num_beams, draft_beams
 
 
 class Levels:
-    """The acceptance of drafted levels in an engine's beam searches, by drafter, num_beams and draft_beams."""
+    """The share of tested levels that beam searches accept, by drafter, num_beams and draft_beams."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -33,7 +33,7 @@ class Levels:
     def wanted(self, seqs: Seq[Sequence], num_rows: int) -> int:
         """Return how many levels each of these searches drafts.
 
-        num_rows: the number of rows of other requests in the pass. Each such row stands for one token, which a longer
+        num_rows: the number of rows of other requests in the pass. Each of these rows yields one token, which a longer
         pass delays.
         """
         keys = [(s.draft, s.params.num_beams, s.params.draft_beams or s.params.num_beams) for s in seqs]

@@ -16,8 +16,8 @@ LOG = logging.getLogger(__name__)
 class PacingLog:
     """A listener that appends a line for each sequence of a step. It needs reports with rounds (detail=True).
 
-    Keys of a line: sequence_id, position (absolute index of the round's first token), drafter, spec_length_granted,
-    spec_length_used (nodes drafted), spec_length_accepted, and the policy's own numbers (`Pacing.facts`), such as
+    Entries of a line: sequence_id, position (absolute index of the round's first token), drafter, spec_length_granted,
+    spec_length_used (nodes drafted), spec_length_accepted, and the policy's own values (`Pacing.facts`), such as
     entropy_normalized and entropy_smoothed. Raises BadOption where the file cannot be written.
     """
 

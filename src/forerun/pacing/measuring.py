@@ -72,12 +72,12 @@ NOW = Pause()
 
 
 def kept(runner: Runner) -> PassTime | None:
-    """Return the curve of a model that was measured on this machine earlier; None where no curve was kept."""
+    """Return the pass times of a model that were measured on this machine and kept; None where none were kept."""
     return _read(_path_of(runner), runner.has_experts)
 
 
 def of_runner(runner: Runner, pause: Pause = NOW) -> PassTime:
-    """Measure the curve of a model on this machine. If its rounds agree, the curve is kept for later processes.
+    """Measure the pass times of a model on this machine, and keep them for later processes if the rounds agree.
 
     The curve's `one_row_s` is None where nothing could be measured. Raises Unwanted when the pause ends.
     """
@@ -105,7 +105,7 @@ def _path_of(runner: Runner) -> Path:
 
 
 def _written(curve: PassTime) -> list[Any]:
-    """Return a newly measured curve in the form of the file."""
+    """Return a newly measured curve as the list that its JSON file holds."""
     mixture = curve.mixture
     experts = [] if mixture is None else [[mixture.num, mixture.alike, mixture.unlike, mixture.extra]]
     return [curve.widths, curve.ratios, curve.one_row_s, time.time(), *experts]
@@ -130,7 +130,7 @@ def _read(path: Path, has_experts: bool) -> PassTime | None:
 
 
 def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture:
-    """Return the mixture that a file holds. Raises ValueError for numbers that are no mixture."""
+    """Return the Mixture that a file describes. Raises ValueError for values that describe none."""
     alike, unlike, extra = numbers = np.array(columns, dtype=np.float64)
     is_mixture = numbers.shape[1] == len(widths) and np.isfinite(numbers).all() and (numbers >= 0).all()
     if not (is_mixture and alike.min() > 0 and num >= max(alike.max(), unlike.max()) and (np.diff(extra) >= 0).all()):

@@ -18,7 +18,7 @@ from forerun.theory.formulas import distinct_experts
 
 Floats = npt.NDArray[np.float64]
 MEMORY = 64  # passes after which the weight of a pass has fallen to 1/e
-# The first guess weighs as much as so many passes in which unlike rows choose one row's experts more than equal rows.
+# Weight of the first guess, in passes for which unlike rows choose more experts than equal rows by one row's number.
 FIRST_PASSES = 2.0
 LEAST_SPREAD = 0.05  # a pass counts if unlike rows choose more experts than equal rows, by this share of one row's
 DOUBLINGS = 12  # how often the largest number of rows is doubled, until every expert is chosen
@@ -26,7 +26,7 @@ DOUBLINGS = 12  # how often the largest number of rows is doubled, until every e
 
 @dataclass
 class Mixture:
-    """The position of real passes between passes over equal rows and passes over unlike rows.
+    """The position of real passes between passes over equal rows (of the same token) and passes over unlike rows.
 
     num: the number of experts of a layer, on average. widths [W]: numbers of rows, ascending from 1. alike, unlike [W]:
     for each width, the number of experts chosen for equal rows and for unlike rows, on average over layers. extra [W]:
@@ -67,8 +67,8 @@ class Mixture:
     def extra_passes(self, num_rows: npt.ArrayLike, num_experts: float | None = None) -> Floats:
         """Return how much longer a pass takes than a pass over the same number of equal rows, elementwise.
 
-        The result is in passes of one row. num_experts: the number of experts chosen for the rows; None = as many as
-        are usually chosen for real rows.
+        The result is in units of a pass of one row. num_experts: the number of experts chosen for the rows; None = as
+        many as are usually chosen for real rows.
         """
         rows = np.asarray(num_rows, dtype=np.float64)
         share: npt.ArrayLike = self.share

@@ -95,9 +95,9 @@ class PassTime:
         return passes if self.fit is None else 1 + self.fit.steepness * (passes - 1)
 
     def observe(self, seconds: float, num_ratios: float) -> None:
-        """Update `one_row_s`.
+        """Update `one_row_s` by a pass that took `seconds`.
 
-        A pass took `seconds`, and was expected to take as long as `num_ratios` passes of one row.
+        num_ratios: how long the pass was expected to take, in passes of one row.
         """
         self._num_seen += 1
         had = self.one_row_s or seconds / num_ratios

@@ -42,7 +42,7 @@ class Reading:
         return price <= promised and self.owed >= price * min(1.0, max(LEAST_OWED, price / (NEEDED * promised)))
 
     def observe(self, stop: Stop, num_drafted: int, num_accepted: int) -> None:
-        """Count a round of the request. stop: the stop of the round's chain."""
+        """Count a round of the request. stop: the rule that ended the round's chain."""
         self.num_unread = self.num_unread if stop.num_unread is None else stop.num_unread
         if not stop.confidences:  # the model was not asked, and might have guessed right
             gained = num_accepted - sum(stop.search.worth[:num_drafted] if stop.search is not None else ())

@@ -40,7 +40,7 @@ class _Gains:
 class Searching:
     """The time and the gain of one drafter's searches.
 
-    search_s: the seconds of a search of one text, and of the decision about one request's draft; None = not known yet.
+    search_s: the seconds to search one text and to decide about one request's draft, together; None = not known yet.
     """
 
     search_s: float | None = None

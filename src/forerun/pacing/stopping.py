@@ -31,7 +31,7 @@ ROUNDS_MEMORY = 20  # rounds of a request after which the weight of a round has 
 
 @dataclass
 class Counts:
-    """Decaying counts of tested, accepted and drafted tokens, in bins of their probability."""
+    """Decaying counts of tested, accepted and drafted tokens, in bins of the probability that the drafter gave them."""
 
     memory: float
     tested: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_SHARES))
@@ -84,7 +84,7 @@ class Round:
 
 
 class Stopping:
-    """The acceptance by confidence and the average round of one drafter, and of each request that it serves."""
+    """The acceptance by confidence and the average round, of one drafter and of each request that it serves."""
 
     def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
@@ -103,7 +103,7 @@ class Stopping:
         self._requests.setdefault(request, Counts(TOKENS_MEMORY)).add(bins, num_accepted)
 
     def observe_round(self, request: int, tokens: int, nodes: int, passes: int) -> None:
-        """Add a round of a request that had a draft."""
+        """Add a round that had a draft to the averages of its request and of the drafter."""
         self.round_of(request)
         self._rounds[request].add(tokens, nodes, passes)
         self._round.add(tokens, nodes, passes)
@@ -115,7 +115,7 @@ class Stopping:
         return self._rounds[request]
 
     def shares(self, request: int) -> tuple[list[float], float]:
-        """Return P(a request's token is accepted): for each bin of its probability, and for a token not drawn yet."""
+        """Return P(a request's token is accepted): by bin of its confidence, and for a token not drawn yet."""
         shares = self._mean.shares(FIRST_SHARES, 4.0)
         mix = self._mean.mix(FIRST_SEEN, 10.0)
         if (counts := self._requests.get(request)) is not None:
@@ -205,7 +205,7 @@ class Stops:
         return Stop(shares, np.minimum(prices.rows, 2.0).tolist())
 
     def observe(self, seq: Sequence, stop: Stop, round_: SequenceStep, report: StepReport) -> None:
-        """Learn from a round of a request that had a draft."""
+        """Learn from a request's round that had a draft. stop: the rule that the round used."""
         num_accepted = len(round_.accepted_ranks)
         step = report.drafts.get(seq.draft)
         what, ended = ("", stop) if stop.confidences or stop.search is None else (SEARCH, stop.search)

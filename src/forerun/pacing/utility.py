@@ -50,7 +50,7 @@ class Options:
 
 @dataclass
 class _Trial:
-    """Sums over the passes of one length, and over the same passes without this request's drafts."""
+    """The tokens and seconds of the passes with one draft length, and of these passes without this request's drafts."""
 
     tokens: int = 0
     plain_tokens: int = 0
@@ -64,7 +64,7 @@ class _Trial:
 
 @dataclass
 class _Request:
-    """The phase of a request.
+    """The progress of a request through its test phases and set phases.
 
     length: the number of tokens that the request may draft. num_left: the number of rounds left in the trial or in the
     set phase. trial: the current trial; None = the request is in a set phase. utilities: the utility of each length

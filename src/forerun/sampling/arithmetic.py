@@ -59,7 +59,7 @@ _COSINE = (
 
 @cache
 def native_sampler() -> Any:
-    """Return the native implementation of sampling for float32 rows: same names, same bits. None = use numpy."""
+    """Return native code for sampling from float32 rows, with the same bits as the numpy code; None = use numpy."""
     isa = native.isa()
     return None if isa == "reference" else native.extension().Sampler(isa)
 
@@ -159,7 +159,7 @@ def ticks(weights: Row, num_values: int, largest: float) -> Ticks:
 
 
 def mass(weights: Row) -> float:
-    """Return the sum of weights >= 0; 0 where the largest weight is no finite number.
+    """Return the sum of weights >= 0; 0 where the largest weight is 0 or not finite.
 
     float64 weights are summed by numpy.
     """
@@ -168,7 +168,7 @@ def mass(weights: Row) -> float:
 
 
 def mass_of_logits(row: Row) -> float:
-    """Return the sum of e^(logit - largest logit); 0 where the largest logit is no finite number."""
+    """Return the sum of e^(logit - largest logit); 0 where the largest logit is not finite."""
     native = native_sampler() if row.dtype == np.float32 else None
     return _mass_of_logits(row) if native is None else float(native.mass_of_logits(np.ascontiguousarray(row)))
 

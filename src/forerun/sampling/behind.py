@@ -1,4 +1,4 @@
-"""A constraint as drafters see it: forced tokens count as committed, even before the target has committed them."""
+"""A request's grammar as drafters see it: tokens that it forces count as committed before the target commits them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.types import Constraint
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A constraint after forced tokens, which must come next.
+    """A constraint, such as a grammar, after tokens that it forces and that are not committed yet.
 
     walk: the target's constraint. It computes all results, so that a result that both target and drafters need is
     computed once. given: the target's committed tokens. sure: the forced tokens after the committed tokens. In each
@@ -31,7 +31,7 @@ class Behind:
         return self.walk.may_draft
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Any:
-        """Return the ids that may follow these tokens."""
+        """Return the token ids that may follow these tokens."""
         return self.walk.allowed(self.given, (*self.sure, *drafted))
 
     def is_over(self, committed: Seq[int], drafted: Seq[int] = ()) -> bool:

@@ -1,4 +1,4 @@
-"""The ids that may come next where an output must follow a grammar: a JSON schema, a regex, a choice of texts, rules.
+"""The token ids that may come next where a grammar (JSON schema, regex, choice of texts, rules) binds an output.
 
 llguidance compiles the grammar and computes which tokens may follow a text (github.com/guidance-ai/llguidance). This
 file has the forms in which requests give grammars, the vocabulary that llguidance needs, the limits of compiling, and
@@ -76,9 +76,9 @@ class Spelling(Protocol):
 
 
 class Allowed(NamedTuple):
-    """The ids that may come next.
+    """The token ids that may come next.
 
-    bits [num_ids]: for each id, whether it may come next. only: the id, if there is exactly one such id.
+    bits [num_ids]: for each id, whether it may come next. only: the id, if exactly one id may come next.
     """
 
     bits: Bits
@@ -229,7 +229,7 @@ class Grammar:
         self._walk()
 
     def _walk(self) -> None:
-        """Raise BadOption where the mask of one of the first tokens takes too long.
+        """Raise BadOption where computing the mask of one of the first tokens takes too long.
 
         The masks are tried before any request uses them, because slow masks would delay the engine's steps.
         """
@@ -254,7 +254,7 @@ class Grammar:
         self._refuse(matcher)
 
     def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> GrammarState:
-        """Return the state at the beginning of a sequence's output. end_ids: the ids that end the output."""
+        """Return the state at the beginning of a sequence's output. end_ids: token ids that end the output."""
         return GrammarState(self, end_ids, num_prompt_tokens)
 
     def matcher(self) -> LLMatcher:
@@ -311,12 +311,12 @@ class GrammarState:
     def may_draft(self) -> bool:
         """Whether drafters may query the grammar.
 
-        True if the grammar took less than DRAFT_S both in this step and in the step before.
+        True if the grammar has not failed, and took less than DRAFT_S both in this step and in the step before.
         """
         return self.failure is None and max(self._step_s, self._last_step_s) < DRAFT_S
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
-        """Return the ids that may follow the committed tokens, the prompt included, and the drafted tokens.
+        """Return the token ids that may follow the committed tokens, the prompt included, and the drafted tokens.
 
         Ids that end the output are allowed where the grammar may end. A special id that ends the output is also allowed
         where the grammar names it. Raises BadOption for tokens that the grammar refuses, and where the grammar exceeds

@@ -18,12 +18,12 @@ Ids = npt.NDArray[np.int64]
 
 
 def best(logits: npt.ArrayLike) -> list[int]:
-    """Return the id of the largest logit of each row of [R, ids], the lowest id on ties."""
+    """Return, for each row of logits [R, ids], the id of the largest logit; the lowest id on ties."""
     return np.asarray(logits).argmax(axis=1).tolist()  # type: ignore[no-any-return]
 
 
 def top(logits: npt.ArrayLike, num: int) -> tuple[Ids, Rows]:
-    """Return ids and values of the `num` largest logits of each row of [R, ids], largest first, each [R, num].
+    """Return the ids and the values of the `num` largest logits in each row of [R, ids], largest first, each [R, num].
 
     On ties the lowest ids are taken.
     """

@@ -8,7 +8,7 @@ logits warpers, with exact tie rules added:
 
 forced_eos_token_id comes before all of these: at the last place within the length limit, only this id is possible.
 
-Rows are processed one at a time on purpose, so that the numbers of a row cannot depend on how many rows a step has. The
+Rows are processed one at a time on purpose, so that the result for a row cannot depend on how many rows a step has. The
 arithmetic runs on the host, whatever device the logits come from. For float32 rows `_argmax` and `_probs` are written
 twice: in numpy, and as a native implementation (csrc/sampling.cpp), which returns the same bits and is used where it
 was built.
@@ -85,14 +85,14 @@ class History:
         return params.forced_eos_token_id if is_last else None
 
     def allowed(self) -> Allowed | None:
-        """Return the ids that the grammar allows next; None without a grammar. Raises as `Constraint.allowed`."""
+        """Return the token ids that the grammar allows next; None without a grammar. Raises as `Constraint.allowed`."""
         allowed: Allowed | None = None
         if self.grammar is not None:
             allowed = self.grammar.allowed(self.committed, self.drafted)
         return allowed
 
     def counts(self) -> tuple[Ids, Ids]:
-        """Return the distinct ids of all tokens, and how often each occurs after the prompt: vectors [n], unsorted."""
+        """Return the distinct token ids, and how often each occurs after the prompt: two vectors [n], unsorted."""
         kept, new = self.kept, dict[int, int]()
         kept.update(self.committed, self.num_prompt_tokens)
         counts = np.array(kept.counts)
@@ -135,9 +135,8 @@ def probs(logits: npt.ArrayLike, params: SamplingParams, history: History = Hist
     never modified. A greedy request gets a point mass, the lowest id on ties. Any other request gets a vector [V] in
     which every removed id has exactly 0. Where filters left few ids of many, the request gets a list instead: the ids
     with a probability above 0. soft: whether a greedy request gets the distribution at temperature 1 as well
-    (Probs.soft).
-    Raises BadOption where bias, bad words, min_tokens and grammar leave no id, or where a bias names an id beyond V;
-    InternalError where the model's own logits are no numbers.
+    (Probs.soft). Raises BadOption where bias, bad words, min_tokens and grammar leave no id, or where a bias names an
+    id beyond V; InternalError where the model's own logits hold NaN, or their maximum is infinite.
     """
     if (forced := history.forced(params)) is not None:
         return Probs(point=forced, soft=Probs.of_point(forced) if soft else None)
@@ -175,7 +174,7 @@ def _no_probs(row: Row) -> Exception:
 
 
 def _bias(row: Row, params: SamplingParams) -> Row:
-    """Add params.logit_bias."""
+    """Return the logits with params.logit_bias added. Raises BadOption for ids beyond the vocabulary."""
     if not params.logit_bias:
         return row
     beyond = [token for token in params.logit_bias if not 0 <= token < len(row)]
@@ -279,7 +278,7 @@ def most_listed(width: int) -> int:
 
 
 def _argmax(row: Row) -> int | None:
-    """Return the lowest id with the largest logit; None where the largest logit is no finite number."""
+    """Return the lowest id with the largest logit; None where the largest logit is not finite."""
     best = int(row.argmax())
     return best if np.isfinite(row[best]) else None
 
@@ -287,7 +286,7 @@ def _argmax(row: Row) -> int | None:
 def _probs(
     row: Row, temperature: float, top_k: int, log_min_p: float, top_p: float, most_listed: int
 ) -> tuple[Ids | None, Row] | None:
-    """Apply temperature, filters and softmax. Returns (ids, probabilities); None where logits are no numbers.
+    """Apply temperature, filters and softmax. Returns (ids, probabilities); None where the largest logit is not finite.
 
     Where filters left at most `most_listed` ids, the ids with a probability above 0 are listed. Otherwise ids is None,
     and there is a probability for every id.
@@ -397,7 +396,7 @@ def _goal(mass: npt.NDArray[Any], top_p: float) -> Any:
 def likeliest(
     logits: npt.ArrayLike, params: SamplingParams, history: History, num: int
 ) -> tuple[list[int], list[float]]:
-    """Return the `num` ids that a beam search scores highest, and their scores, best first, lowest id on ties.
+    """Return the `num` token ids that a beam search scores highest, and their scores, best first, lowest id on ties.
 
     logits [V]. Scores are float64 log-probabilities. Bias, penalties and masks change these log-probabilities, as they
     change logits elsewhere, and the result is not normalised again. The beam search of transformers does the same. Ids
@@ -433,7 +432,7 @@ def logprobs_of(logits: npt.ArrayLike, token: int, num_top: int) -> TokenLogprob
 
 
 def _log_mass(row: Row) -> float:
-    """Return the natural log of the sum of e^logit. Raises InternalError where the logits are no numbers."""
+    """Return the natural log of the sum of e^logit. Raises InternalError where the largest logit is not finite."""
     if not (whole := arithmetic.mass_of_logits(row)):
         raise _no_probs(row)
     return float(row.max()) + float(arithmetic.log(whole))

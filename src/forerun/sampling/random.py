@@ -1,4 +1,4 @@
-"""Randomness as an argument: a counter-based generator, and the coins of one round made from it.
+"""Randomness as an argument: a counter-based generator, and the coins (random decisions) of a round made from it.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011); numpy's Philox
 is the 4x64 variant. Every number is a function of (seed, position, purpose, round, lane) and of nothing else, so no
@@ -102,7 +102,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def uniform53(word0: int, word1: int) -> float:
-    """Return a uniform in [0, 1) with 53 bits from two 32-bit words."""
+    """Return a uniform number in [0, 1) with 53 bits from two 32-bit words."""
     return ((word0 >> 5) * 2**26 + (word1 >> 6)) * 2.0**-53
 
 
@@ -113,7 +113,7 @@ def _words(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def gumbel(seed: int, position: int, ids: npt.ArrayLike) -> Floats:
-    """Return the standard Gumbel noise of these ids at this absolute index, float64 [n]. An id is its own lane."""
+    """Return the standard Gumbel noise of token ids at the absolute index `position`, float64 [n]. Lane = id."""
     lanes = np.asarray(ids, dtype=np.int64)
     blocks, index = np.unique(lanes >> 2, return_inverse=True)
     uniforms = _match_uniforms(seed, position, blocks)[index, lanes & 3]
@@ -184,7 +184,7 @@ class PhiloxCoins:
         return uniform53(words[0], words[1])
 
     def accept(self, prob: float, depth: int, lane: int = 0) -> bool:
-        """Return whether U < prob. No coin is tossed where prob is 0 (never accept) or 1 (always accept)."""
+        """Return whether a uniform number is below `prob`. Where prob is 0 or 1, no number is generated."""
         return prob >= 1 or (prob > 0 and self.coin(depth, lane) < prob)
 
     def coin(self, depth: int, lane: int = 0) -> float:
@@ -192,7 +192,7 @@ class PhiloxCoins:
         return self._uniform(PURPOSE_ACCEPT, depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Draw a correction or a bonus from `probs`."""
+        """Draw a correction token or a bonus token from `probs`."""
         known = self._known(probs, depth, shares_noise=False, purpose=PURPOSE_NEXT)
         if known is not None:
             return known
@@ -209,7 +209,7 @@ class PhiloxCoins:
         return _pick(probs, self._seed, self._position + depth) if probs.point is None else probs.point
 
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
-        """Return the first `num` ids of a race. `pick` returns only the winner of the same race."""
+        """Return the `num` ids with the largest log probs + Gumbel noise, best first; `pick` returns only the first."""
         if probs.point is not None:
             return [probs.point]
         weights, ids = probs.weights.copy(), probs.ids
@@ -232,11 +232,11 @@ class LaterCoins:
         return self._coins.accept(prob, self._num + depth, lane)
 
     def draw(self, probs: Probs, depth: int) -> int:
-        """Draw a correction or a bonus at this depth after the forced tokens."""
+        """Draw a correction token or a bonus token at this depth after the forced tokens."""
         return self._coins.draw(probs, self._num + depth)
 
     def draft(self, probs: Probs, depth: int, lane: int = 0) -> int:
-        """Draw a drafter's own id at this depth after the forced tokens."""
+        """Draw a drafter's token at this depth after the forced tokens."""
         return self._coins.draft(probs, self._num + depth, lane)
 
     def pick(self, probs: Probs, depth: int) -> int:
@@ -273,7 +273,7 @@ def weights_of(probs: Probs) -> tuple[Row, Ids | None]:
 
 
 def _no_probs(weights: Row) -> InternalError | None:
-    """Return the error for weights that are negative, without mass, or no numbers; None for valid weights."""
+    """Return the error for weights that are negative, all zero, infinite or NaN; None for valid weights."""
     low, high = weights.min(initial=0.0), weights.max(initial=0.0)
     if low >= 0 and 0 < high < math.inf:  # NaN fails every comparison
         return None
@@ -344,7 +344,7 @@ def _race(weights: Row, ids: Ids | None, seed: int, position: int) -> int | None
 
 
 def _in_blocks(weights: Row, ids: Ids | None) -> tuple[Row, Ids]:
-    """Return the weights [n, 4] in blocks of four lanes that share a counter, and the numbers [n] of the blocks."""
+    """Return the weights [n, 4] in blocks of four lanes that share a counter, and the indices [n] of the blocks."""
     if ids is None:
         padded = np.pad(weights, (0, -len(weights) % 4)) if len(weights) % 4 else weights
         return padded.reshape(-1, 4), np.arange(len(padded) // 4)

@@ -30,7 +30,7 @@ class Limited:
     num_ids: int
 
     def start(self, end_ids: frozenset[int], num_prompt_tokens: int) -> Counting:
-        """Return the state at the beginning of a sequence's output. end_ids: the ids that end the output."""
+        """Return the state at the beginning of a sequence's output. end_ids: token ids that end the output."""
         return Counting(self, end_ids, num_prompt_tokens)
 
 
@@ -38,8 +38,8 @@ class _Place(NamedTuple):
     """The place in the output that a path of tokens has reached.
 
     begin: the index of the first token that the grammar reads. left: the number of reasoning tokens that may still
-    follow; None outside of reasoning. opens: the next id of the mark that opens the reasoning, where reasoning may
-    begin; None elsewhere.
+    follow; None outside of reasoning. opens: the next token id of the mark, such as <think>, that opens the reasoning,
+    where reasoning may begin; None elsewhere.
     """
 
     begin: int
@@ -71,7 +71,7 @@ class Counting:
         return all(walk.may_draft for walk in self._walks)
 
     def allowed(self, committed: Seq[int], drafted: Seq[int] = ()) -> Allowed:
-        """Return the ids that may follow these tokens. Raises as `GrammarState.allowed`."""
+        """Return the token ids that may follow these tokens. Raises as `GrammarState.allowed`."""
         place = self._place(committed, drafted)
         if place.left is not None:
             return self._any if place.left > 0 else self._only(self._limit.closing)
