@@ -61,7 +61,7 @@ class Backend(Protocol):
 
 @cache
 def files() -> Mapping[str, str]:
-    """Return the backends' files by backend name, in the order in which `auto` prefers them. Imports no file."""
+    """Return each backend's module name by backend name, the one that `auto` prefers first. Imports no backend."""
     names, ranks = stated(__name__, "NAME"), stated(__name__, "RANK")
     return {names[file]: file for file in sorted(names, key=lambda file: -int(ranks[file]))}
 
@@ -122,9 +122,9 @@ def resolve(name: str, device: str, spec: Spec | None = None) -> str:
 def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -> str:
     """Return the name of the backend that computes a draft model. Raises the errors of `resolve`.
 
-    name: the option `ops`. target: the backend that runs the target. Any name but "auto" is the backend of all models.
-    "auto" takes the best backend for each model, with one exception. Where the target runs on another backend than
-    "auto" would choose for it, the draft model runs on the target's backend too, if that backend can compute it.
+    name: the option `ops`. Any value but "auto" names the backend of all models. target: the name of the backend that
+    runs the target model. "auto" takes the best backend for each model, with one exception. Where the target runs on
+    another backend than "auto" would choose for it, the draft model runs on that one too, if it can be computed there.
     """
     if name == "auto" and target != resolve("auto", device, target_spec) and why_not(target, device, spec) is None:
         return target
@@ -141,7 +141,7 @@ def why_not(name: str, device: str, spec: Spec | None) -> str | None:
 
 
 def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
-    """Yield the backends that `auto` prefers to this one, each with the reason why it does not compute the model."""
+    """Yield each backend that `auto` prefers to this one but that cannot compute the model, with the reason."""
     ranked = list(_ranked(device))
     for other in ranked[: ranked.index(name)] if name in ranked else ():
         if (reason := why_not(other, device, spec)) is not None:
@@ -169,8 +169,7 @@ def kept_dtype(option: str, name: str, shape: CacheShape, model_dtype: str, *, m
     """Return the dtype of a KV cache of this shape under the option kv_cache_dtype.
 
     name: the backend that computes the model. model_dtype: the model's own cache dtype. must: whether to raise
-    BadOption where the backend cannot keep the cache in the wanted dtype. With must=False, `model_dtype` is returned
-    there.
+    BadOption where the backend cannot keep the cache in the wanted dtype, instead of returning `model_dtype`.
     """
     if option in ("auto", model_dtype):
         return model_dtype
@@ -187,7 +186,7 @@ def kept_dtype(option: str, name: str, shape: CacheShape, model_dtype: str, *, m
 
 
 def kv_dtypes(name: str) -> Collection[str]:
-    """Return the cache dtypes that a backend computes with, besides a model's own."""
+    """Return the values of kv_cache_dtype that a backend takes besides the model's own; () for an unknown backend."""
     return getattr(backend(name), "KV_DTYPES", ()) if name in files() else ()
 
 
@@ -200,14 +199,14 @@ def load_model(
     consume: bool = False,
     lent: Lent | None = None,
 ) -> LoadedModel:
-    """Make a model from a spec and its weights, computed by these operators.
+    """Make a model from a spec and its weights, for these operators to compute.
 
     weights: a tensor for every name of `blocks.weights(spec)`, in the shape that is given there. They are host tensors
     of one dtype, or torch tensors on one device. Each weight is looked up only once, so a later change to a weight must
     be made in place. device: "cpu" or "cuda". consume: whether a backend that packs weights may free the tensors while
-    it packs them, so that no weight is in memory twice. The mapping must not be used again then. lent: the parts that a
-    head borrows from its target. The target must have the same operators. Raises UnsupportedModel for a spec that the
-    backend does not compute.
+    it packs them, so that no weight is in memory twice. If so, the caller must not use the mapping again. lent: for a
+    draft head, the parts that it borrows from its target, which must have the same operators. Raises UnsupportedModel
+    for a spec that the backend does not compute.
     """
     if operators.name in files() and (reason := backend(operators.name).supports(spec)) is not None:
         raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={operators.name!r}: {reason}")

@@ -1,4 +1,4 @@
-"""The memory that backends take: the lines of a memory plan, the largest passes of models, and the weights of heads.
+"""The memory that backends take: lines of a memory plan, largest passes of models, and weights of draft heads.
 
 A backend's `sizes(wanted)` returns an object of the protocol Sizes.
 """
@@ -23,12 +23,12 @@ PROB_BYTES = FLOAT_BYTES  # logits and probabilities are float32, see Model.logi
 KERNEL_BYTES = 1 << 20  # workspace of torch's kernels; attention on a CPU was measured at 0.2 MB per thread
 
 
-BLOCK_BYTES = 8 << 20  # of a block of a file, which is in memory while a tensor is read
+BLOCK_BYTES = 8 << 20  # of a file that are read at a time, and in memory meanwhile
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The weights of a trained head beside a model, as the head's file headers describe them.
+    """The weights of a trained draft head that is loaded beside a model, as the headers of its files describe them.
 
     matrices: the shape (outputs, inputs) of each matrix, and the scheme to which it is rounded; None = it is not
     rounded. num_looked_up: the number of embedding weights, which take the dtype of the model's weights. num_floats:
@@ -59,9 +59,9 @@ class Pass:
     """The largest forward pass of a model. name: "target", "draft", or the name of an extra draft model.
 
     num_rows: the number of new tokens. longest_run: the most new tokens of one sequence. num_masked: the number of rows
-    that need a mask, because their run has more than one token. context: the most cached and new tokens that one row
-    may see. num_read: the number of cached and new tokens of all runs together. num_logits: the number of rows whose
-    logits are wanted. num_taps: the number of inner layers whose rows the pass returns.
+    that need a mask, because their sequence has several new tokens. context: the most cached and new tokens that one
+    row may see. num_read: the number of cached and new tokens of all sequences together. num_logits: the number of rows
+    whose logits are wanted. num_taps: the number of inner layers whose rows the pass returns.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Pass:
 
     @property
     def tap_bytes(self) -> int:
-        """The bytes of the rows of inner layers that the pass returns; they are float32 with every operator."""
+        """The bytes of the rows of inner layers that the pass returns, which are float32 on every backend."""
         return self.num_taps * self.num_rows * self.model.hidden_size * FLOAT_BYTES
 
     @property
@@ -109,7 +109,7 @@ class Wanted:
 
 
 class Sizes(Protocol):
-    """The memory that operators need. Each kind of operators has its own class."""
+    """The memory that a backend's operators need. Each backend has its own class."""
 
     def cache_dtype_of(self, name: str) -> str:
         """Return the dtype of keys and values in a model's cache. name: the model's name, as in `weights`."""
@@ -117,10 +117,10 @@ class Sizes(Protocol):
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model's weights, as the operators keep them in memory, then one for each head.
+        """Return one MemoryPart for each model's weights, as the operators keep them, then one for each draft head.
 
         models: the specs by name: "target", "draft" and the names of extra draft models. beside: the weights of trained
-        heads, by name.
+        draft heads, by name.
         """
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
@@ -165,7 +165,7 @@ class Widths:
 
 
 def matrix_shapes(spec: Spec) -> set[tuple[int, int]]:
-    """Return (outputs, inputs) of every product of the layers; matrices that share an input count as one product."""
+    """Return the shapes (outputs, inputs) of all matrices in layers; matrices that share an input count as one."""
     groups = products(weights(spec)).items()
     return {(sum(w.shape[0] for w in group), group[0].shape[1]) for n, group in groups if n not in OUTER}
 
@@ -174,7 +174,7 @@ OUTER = ("embedding", "head")  # products outside of layers
 
 
 def rope_table_bytes(spec: Spec, max_seq_len: int, size: int) -> int:
-    """Return the bytes of all tables of cos and sin. size: the bytes of a number.
+    """Return the bytes of all rotary tables of cos and sin. size: the bytes of one entry.
 
     Each table counts twice, because it is in memory twice while it grows.
     """

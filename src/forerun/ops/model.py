@@ -31,11 +31,11 @@ class ModelConfig(Protocol):
     def cache_shape(self) -> CacheShape: ...
     @property
     def num_slots(self) -> int:
-        """The number of cache slots of each sequence: two where a source needs a slot of its own, otherwise one."""
+        """The number of cache slots of each sequence: one for its text, and one more if the model has an encoder."""
 
     @property
     def encoder(self) -> Any:
-        """The part that reads the sources of an encoder-decoder; None for other models."""
+        """The encoder of an encoder-decoder model; None for other models."""
 
     @property
     def has_experts(self) -> bool:
@@ -43,29 +43,29 @@ class ModelConfig(Protocol):
 
 
 class RowsOf(Protocol):
-    """Operations on the hidden rows of a model, on whichever device they lie."""
+    """Operations on a model's hidden states [rows, H], on the device where they lie."""
 
     def join(self, parts: Any) -> Any:
-        """Concatenate parts along their rows, in order."""
+        """Concatenate several arrays of rows, in order."""
 
     def take(self, rows: Any, places: Seq[int]) -> Any:
         """Return a copy of the rows at these indices."""
 
     def from_host(self, rows: npt.NDArray[Any]) -> Any:
-        """Return host rows as rows on the model's device."""
+        """Return a numpy array of rows as rows on the model's device."""
 
     def top(self, logits: Any, num: int) -> npt.NDArray[np.int64]:
-        """Return the ids of each row's `num` largest logits on the host, [R, num], the best first."""
+        """Return the token ids of each row's `num` largest logits, the best first: a numpy array [R, num]."""
 
     def to_host(self, rows: Any) -> npt.NDArray[Any]:
-        """Return the rows as a numpy array, whose numbers are valid only after `Model.wait`."""
+        """Return the rows as a numpy array, whose values are valid only after `Model.wait`."""
 
 
 class Model(Protocol):
     """Weights and one forward pass. A model knows nothing of drafts, requests or text.
 
-    A model reads one class of caches. Further protocols describe what only some models can do: FindsBest, KeepsCache,
-    DrawsRows, RunsAhead.
+    Each model reads caches of one class. Further protocols describe what only some models can do: FindsBest,
+    KeepsCache, DrawsRows, RunsAhead.
     """
 
     @property
@@ -101,24 +101,24 @@ class Model(Protocol):
     ) -> Passed:
         """Run all new tokens through these layers (None = all) and write their keys, values and states into the cache.
 
-        hidden [T, H]: the input of the first layer; None = the tokens' embeddings. taps: numbers of layers; the
-        residual stream before each of them is returned, too.
+        hidden [T, H]: the input of the first layer; None = the tokens' embeddings. taps: indices of layers; the
+        residual stream before each of these layers is returned, too.
         """
 
     def rounded(self, quantization: Quantization) -> Model:
-        """Return a second model with these weights, every matrix rounded."""
+        """Return a second model with the same weights, in which every matrix is rounded to fewer bits."""
 
     def embed(self, ids: Seq[int]) -> Any:
-        """Return the embeddings of these ids [n, H]."""
+        """Return the embeddings [n, H] of these token ids."""
 
     def head(self, ids: Seq[int]) -> npt.NDArray[np.float32]:
-        """Return the LM head's rows for these ids, on the host [n, H]."""
+        """Return the LM head's rows [n, H] for these token ids, on the host."""
 
     def norm(self, hidden: Any) -> Any:
         """Apply the final norm to rows of the residual stream [R, H]."""
 
     def logits(self, hidden: Any, num_ids: int | None = None) -> Any:
-        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] for the first `num_ids` ids."""
+        """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] for the first `num_ids` token ids."""
 
     def wait(self) -> None:
         """Wait until everything launched is computed. A clock that is read before this measures only the launches."""
@@ -142,9 +142,9 @@ class FindsBest(Protocol):
     """A model that finds a row's largest logit without writing all of the row's logits to memory."""
 
     def best(self, hidden: Any, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return the id and value of the largest logit for each of these rows of hidden [T, H].
+        """Return the token id and the value of the largest logit in each row of hidden [T, H] that `rows` lists.
 
-        Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest.
+        Only the first `num_ids` ids are considered. Ties go to the lowest id, and NaN counts as the largest.
         """
 
 
@@ -158,14 +158,14 @@ class KeepsCache(Protocol):
 
 @runtime_checkable
 class DrawsRows(Protocol):
-    """A model that draws ids from logits on its device, with the same bits as the sampling pipeline on the host."""
+    """A model that draws token ids from logits on its device, with the same bits as sampling on the host."""
 
     def draw(
         self, hidden: Any, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
     ) -> tuple[list[Probs], list[int]]:
-        """Draw an id for each of these rows of hidden [T, H], with the settings at the same place in `draws`.
+        """Draw a token id for each row of hidden [T, H] that `rows` lists; draws[i] has the settings for rows[i].
 
-        Only the first `num_ids` ids take part. asked: for each row, further ids whose probabilities are wanted. Returns
+        Only the first `num_ids` ids can be drawn. asked: by row, further ids whose probabilities are wanted. Returns
         each row's distribution and likeliest id. The likeliest id is -1 where the row's largest logit is NaN or
         infinite.
         """
@@ -173,7 +173,7 @@ class DrawsRows(Protocol):
 
 @runtime_checkable
 class RunsAhead(Protocol):
-    """A model that continues each run by several tokens in one call.
+    """A model that continues each sequence of a batch by several tokens in one call.
 
     tells_confidence: whether `run_ahead` takes the argument `stops`. draws_ahead: whether it takes the argument
     `draws`.
@@ -195,4 +195,4 @@ class RunsAhead(Protocol):
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run of a batch; see CpuModel.run_ahead. Returns None where a logit is NaN."""
+        """Continue each sequence; see CpuModel.run_ahead. Returns None where a largest logit is not finite."""

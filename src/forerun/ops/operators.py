@@ -1,4 +1,4 @@
-"""The interface of every backend's operators, whatever numbers they compute with."""
+"""The interface of every backend's operators, whether they take numpy arrays or tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Array = npt.NDArray[np.floating[Any]]
 
 
 class HostRows:
-    """Operations on the hidden rows [T, H] of a model on the host, which are numpy arrays. See ops.model.RowsOf."""
+    """Operations on a model's hidden states [T, H] that are numpy arrays on the host. See ops.model.RowsOf."""
 
     def join(self, parts: Seq[Array]) -> Array:
-        """Concatenate parts along their rows, in order."""
+        """Concatenate several arrays of rows, in order."""
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def take(self, rows: Array, places: Seq[int]) -> Array:
@@ -33,7 +33,7 @@ class HostRows:
         return rows
 
     def top(self, logits: Array, num: int) -> npt.NDArray[np.int64]:
-        """Return the ids of each row's `num` largest logits, [R, num]: the best first, and on ties the lowest id."""
+        """Return the token ids of each row's `num` largest logits, [R, num]: the best first, on ties the lowest id."""
         return top(logits, num)[0]
 
     def to_host(self, rows: Array) -> Array:
@@ -54,7 +54,7 @@ class Operators:
 
     @property
     def build(self) -> str:
-        """The name of the build, for reports. Bits are guaranteed, and speeds were measured, for this build alone."""
+        """The name of the build, for reports: bitwise equality and measured speeds hold for this build alone."""
         return self.name
 
     @property

@@ -1,4 +1,4 @@
-"""Code that the models of all backends share: results and checks of a pass, and words for the dtypes of weights."""
+"""Code that the models of all backends share: results and checks of a forward pass, and words for dtypes of weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from forerun.types import Probs, RaggedBatch
 
 @dataclass(frozen=True)
 class Lent:
-    """The parts that a head borrows from its target: the embedding, and the LM head if the head has none of its own.
+    """The parts that a draft head borrows from its target: the embedding, and the LM head if it has none of its own.
 
-    ids: the target's id for each id that the head drafts.
+    ids: the target's token id for each id that the draft head can draft.
     """
 
     target: Any
@@ -29,7 +29,7 @@ class Lent:
 
 @dataclass(frozen=True)
 class Passed:
-    """The result of one pass. The model's own methods may read it at once; other code must call `Model.wait` first.
+    """The result of one forward pass. Only the model's own methods may read it before `Model.wait` is called.
 
     hidden [T, H]: the output of the final norm if the last layer ran, otherwise the residual stream. taps: by k, the
     residual stream before layer k [T, H]. num_experts: for each layer with experts that ran, the number of experts that
@@ -43,7 +43,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class RanAhead:
-    """The ids that continue each run of a batch.
+    """The result of `run_ahead`: the token ids that continue each run (the tokens of one sequence) of a batch.
 
     confidences: by run, the probability of each id. Empty if `run_ahead` was called without `stops`, or if the model
     does not know the probabilities. probs: by run, the distribution from which each id was drawn. Empty if `run_ahead`
@@ -70,7 +70,7 @@ def check_pass(
 
 
 def check_rows(tensors: Iterable[Any], batch: RaggedBatch, width: int) -> None:
-    """Raise InternalError unless each tensor has the shape of a batch's hidden rows, [T, width]."""
+    """Raise InternalError unless each tensor has the shape of a batch's hidden states, [T, width]."""
     for rows in tensors:
         if rows.shape != (batch.run_starts[-1], width):
             raise InternalError(f"{tuple(rows.shape)} is not the shape of hidden rows of {batch.run_starts[-1]} tokens")
@@ -90,9 +90,9 @@ def float_rows(x: npt.ArrayLike, width: int, num: int | None = None) -> Floats:
 
 
 def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
-    """Return the encoder's batch for these sources: each is one run, from position 0 on.
+    """Return the batch in which an encoder reads these inputs, each as one sequence from position 0 on.
 
-    sources: the tokens by slot.
+    sources: by cache slot, the token ids of an encoder input.
     """
     starts = [0, *itertools.accumulate(map(len, sources.values()))]
     tokens = [token for source in sources.values() for token in source]
@@ -101,7 +101,7 @@ def batch_of_sources(sources: Mapping[int, Seq[int]]) -> RaggedBatch:
 
 
 def check_sources(batch: RaggedBatch) -> None:
-    """Raise InternalError unless every run of an encoder-decoder has a source."""
+    """Raise InternalError unless each run in a batch of an encoder-decoder has a source, the encoder's input."""
     if len(batch.sources) != len(batch.slots):
         raise InternalError(f"{len(batch.slots)} runs of an encoder-decoder have {len(batch.sources)} sources")
 

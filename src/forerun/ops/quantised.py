@@ -116,15 +116,15 @@ class QuantisedRows:
         return replace(self, scheme=self.scheme.looked_up(), codes=codes, zeros=zeros)
 
     def _integers(self) -> Floats:
-        """Return the values of codes, as a new float32 array [R, I]."""
+        """Return the number that each code stands for, before scaling, as a new float32 array [R, I]."""
         if self.scheme.table:
             return np.array(self.scheme.table, np.float32)[self.codes]
         return float8_numbers()[self.codes] if self.scheme.floats else self.codes.astype(np.float32)
 
     def numbers(self, span: int, count: int, offset: str) -> tuple[Floats, Floats]:
-        """Return float32 scales and subtracted numbers, each [R, count]: one number for every `span` weights of a row.
+        """Return float32 scales and offsets (see Scheme), each [R, count]: one for every `span` weights of a row.
 
-        Places beyond the end of a row are 0. offset: the form of the subtracted numbers, "zero" or "minimum"; "minimum"
+        Entries beyond the end of a row are 0. offset: the form of the returned offsets, "zero" or "minimum"; "minimum"
         turns zero points into minimums. All numbers are exact, because the product of an 8-bit number and a 16-bit
         number has fewer than 24 bits.
         """
@@ -174,11 +174,11 @@ class HasFileno(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """The place of a matrix's rows in an open file, where they are stored as blocks of a GGUF type.
+    """The location of a matrix's rows in an open file, where they are stored as blocks of a GGUF type.
 
-    type: the number of that type in GGUF. start: the offset of row 0 in bytes. numbers: int32 [num_out], the file's row
-    for each output; None = all rows from row 0 on. rounded: the group size with which ops/quantising.py rounds the rows
-    to 4 bits; 0 = the rows stay as they are.
+    type: the number of that type in GGUF. start: the offset of row 0 in bytes. numbers: int32 [num_out], the index of
+    the file's row for each output; None = all rows from row 0 on. rounded: the group size with which ops/quantising.py
+    rounds the rows to 4 bits; 0 = the rows stay as they are.
     """
 
     file: HasFileno
@@ -188,7 +188,7 @@ class StoredRows:
     rounded: int = 0
 
     def chosen(self, rows: list[int]) -> StoredRows:
-        """Return the place of these rows alone."""
+        """Return the location of only these rows."""
         numbers = np.array(rows, np.int32)
         return replace(self, numbers=numbers if self.numbers is None else self.numbers[numbers])
 
@@ -197,8 +197,8 @@ class StoredRows:
 class QuantisedMatrix:
     """A quantised weight [num_out, num_in]. Its rows are only read when it is packed, some at a time, in order.
 
-    blocks(): yields the rows. stored: the place of the rows in a file. Kernels that know the file's format can read the
-    rows from there, many times as fast as `blocks` yields them. None = there is no such place.
+    blocks(): yields the rows. stored: the location of the rows in a file. Kernels that know the file's format can read
+    the rows from there, many times as fast as `blocks` yields them. None = the rows are in no such file.
     """
 
     scheme: Scheme
@@ -213,9 +213,9 @@ def dequantised(matrix: QuantisedMatrix, dtype: str = "bfloat16") -> HostTensor:
 
 
 def _expanded(numbers: HostTensor, factors: HostTensor | None, scheme: Scheme) -> Floats:
-    """Return the number of each group, such as its scale, float32 [R, I / group, 1].
+    """Return each group's value, such as its scale, float32 [R, I / group, 1].
 
-    factors: the factors by which these numbers are multiplied; None = there are none.
+    numbers: the stored values. factors: the factors by which these are multiplied; None = there are none.
     """
     floats = numbers.float32()
     if factors is None:

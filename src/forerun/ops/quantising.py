@@ -28,12 +28,12 @@ SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)  # the shares of a group's range that are t
 
 
 def scheme_of(bits: int, group: int) -> Scheme:
-    """Return the scheme of weights that `quantise` rounds to these bits and groups."""
+    """Return the scheme with which `quantise` rounds weights to these bits per code and this group size."""
     return Scheme(bits, group, "zero", SCALE_DTYPE, zero=128 if bits == 8 else None)
 
 
 def quantise(rows: Floats, scheme: Scheme) -> QuantisedRows:
-    """Round finite weights [R, I] to a scheme of `scheme_of`, whose group must divide I.
+    """Round finite weights [R, I] to a scheme that `scheme_of` made; its group size must divide I.
 
     The native kernels do the operations of `rounded_by_numpy` in the same order, some ten times as fast.
     """
@@ -56,7 +56,7 @@ def rounded_by_kernels(rows: Floats, scheme: Scheme, isa: str) -> QuantisedRows:
 
 
 def rounded_by_numpy(rows: Floats, scheme: Scheme) -> QuantisedRows:
-    """Round as `quantise` does, without kernels."""
+    """Round as `quantise` does, in numpy instead of native kernels."""
     groups = rows.reshape(len(rows), -1, scheme.group)
     with np.errstate(over="ignore"):  # infinite squares of large errors lose against any other
         codes, scales, zeros = _eight_bits(groups) if scheme.bits == 8 else _four_bits(groups)
@@ -111,7 +111,7 @@ def _positive(scales: Floats) -> HostTensor:
 def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
     """Return the scheme to which a weight is rounded; only for weights that `is_rounded` accepts.
 
-    Raises BadOption where the group size does not divide the weight's rows.
+    Raises BadOption where the group size does not divide the length of the weight's rows.
     """
     num_in = weight.shape[1]
     bits = quantization.bits if quantization.again else max(quantization.bits, weight.least_bits)
@@ -140,7 +140,7 @@ class RoundedWeights(Mapping[str, HostTensor | QuantisedMatrix]):
     The module `models.quantising` does the same for weights in files. weights: the weights of the spec. read(name,
     rows): returns rows of a matrix. vector(name): returns a norm or a bias. as_tensors: the dtype in which all weights
     are returned, with rounded matrices dequantised; None = rounded matrices stay quantised. Raises BadOption where the
-    group size does not divide a row.
+    group size does not divide the length of a row.
     """
 
     def __init__(

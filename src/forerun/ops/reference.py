@@ -2,7 +2,7 @@
 
 They have two modes. *Fast* gives whole batches to torch's libraries, whose kernels round differently for different
 batch shapes. *row_by_row* copies each row to a fresh buffer and computes it alone, with attention over exactly the keys
-of that row. The bits of a row then depend on that row alone, not on the rest of the batch. This mode is slow; bitwise
+that it sees. The bits of a row then depend on that row alone, not on the rest of the batch. This mode is slow; bitwise
 tests compare with it.
 """
 
@@ -32,7 +32,7 @@ from forerun.types import CacheView
 _ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch._C._has_mkldnn else None
 ONEDNN_MIN_WEIGHTS = 1 << 20
 FOLD_MAX_ROWS = 16
-SCORES_AT_ONCE = 1 << 20  # of one head in memory (rows x keys), where scores are more than a product
+SCORES_AT_ONCE = 1 << 20  # the scores of one head (rows x keys) in memory, where `_scored` computes them
 
 Rows = slice | Tensor
 
@@ -41,8 +41,9 @@ Rows = slice | Tensor
 class Plan(CacheView):
     """A cache view with the data that attention derives from it once per pass instead of once per layer.
 
-    writes: the cache rows to write. reads[b]: the cache rows of run b's keys. Consecutive rows are a slice, which needs
-    no copy. masks: by run and window, float32 [n, keys of the run], 0 or -inf; None = no mask is needed.
+    writes: the cache rows to write. reads[b]: the cache rows of the keys of run b (the new tokens of one sequence).
+    Consecutive rows are a slice, which needs no copy. masks: by run and window, float32 [n, keys of the run], 0 or
+    -inf; None = no mask is needed.
     """
 
     writes: Rows = field(default_factory=lambda: slice(0, 0))
@@ -60,7 +61,7 @@ class Plan(CacheView):
     def positions(self, b: int) -> Tensor:
         """Return the logical position of each cache row that run b reads, [rows]. The run's own rows come last.
 
-        A pending row that no row of the run sees gets its index as its position, which is never used.
+        A pending row (not committed yet) that no row of the run sees gets its index as position, which is never used.
         """
         places = list(range(self.batch.end(b)))
         if self.batch.is_tree(b):
@@ -75,8 +76,9 @@ class Plan(CacheView):
 class Scoring:
     """The ways in which attention scores differ from q k / sqrt(D); see blocks.Attention.
 
-    scale: the factor of scores; None = 1 / sqrt(D). sinks: [heads]. buckets: the buckets of distances. table [buckets,
-    heads]: the bias of each bucket. sees_all: whether every row sees all rows of its run.
+    scale: the factor of scores; None = 1 / sqrt(D). sinks [heads]: the attention sinks. buckets: the division of
+    distances into buckets. table [buckets, heads]: the bias of each bucket. sees_all: whether every row sees all rows
+    of its run.
     """
 
     scale: float | None = None
@@ -106,7 +108,7 @@ PLAIN = Scoring()
 
 @dataclass(frozen=True)
 class Gated:
-    """The factors of tokens in the gated delta rule, which updates the states of all heads.
+    """The operands of the gated delta rule, which updates the states of all heads, for each token.
 
     q, k: [T, heads, key_dim]. v: [T, heads, value_dim]. beta, decay: [T, heads]; decay multiplies the state.
     """
@@ -180,7 +182,7 @@ class ReferenceOps(Operators):
         return self._rows(lambda g, u: F.silu(g) * u, gate, up)
 
     def activated(self, act: Act, x: Tensor) -> Tensor:
-        """Apply an activation to every number."""
+        """Apply an activation to every element of x."""
         return self._rows(ACTIVATIONS[act], x)
 
     def gated(self, act: Act, gate: Tensor, up: Tensor) -> Tensor:
@@ -214,8 +216,8 @@ class ReferenceOps(Operators):
         """Convolve the last `conv` inputs of each token with weight [width, conv] -> [tokens, width].
 
         The first column of weight multiplies the oldest input. inputs [conv - 1 + tokens, width]: the last inputs
-        before the tokens, which are stored with the state, then the tokens' inputs. parents: the parent of each token;
-        -1 = the token comes first after the state.
+        before the tokens, which are stored with the state, then the tokens' inputs. parents: for each token, the index
+        of the token before it in its chain or tree; -1 = the token follows the state.
         """
         num, conv = len(parents), weight.shape[1]
         if parents == range(-1, num - 1):
@@ -233,9 +235,9 @@ class ReferenceOps(Operators):
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """Run the delta rule token by token (Yang et al. 2024, eq. 10).
 
-        state [heads, key_dim, value_dim]: the state to begin with. parents: the parent of each token; -1 = the token
-        comes first after that state. wanted: the tokens whose states are returned. Returns the outputs [T - first,
-        heads, value_dim] of the tokens from `first` on, and the state after each wanted token.
+        state [heads, key_dim, value_dim]: the state to begin with. parents: as in `convolved`. wanted: the tokens whose
+        states are returned. Returns the outputs [T - first, heads, value_dim] of the tokens from `first` on, and the
+        state after each wanted token.
         """
         states = {-1: state}
         left = dict[int, Tensor]()
@@ -261,7 +263,7 @@ class ReferenceOps(Operators):
         return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sin
 
     def routed(self, scores: Tensor, chosen: Tensor) -> None:
-        """Receive a router's scores [T, experts] and the chosen experts [T, chosen]. By default, do nothing."""
+        """Receive a router's scores [T, experts] and the chosen experts [T, chosen]; do nothing by default."""
 
     def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Plan:
         """Return a view with the data that attention needs, computed once per forward pass."""
@@ -286,9 +288,9 @@ class ReferenceOps(Operators):
         """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> [T, heads, D].
 
         view: the rows of the pool to write and to read. k, v: None where another layer has written them. pool: None
-        where k and v are all keys and values, in the order of the view. A row sees the kept tokens of its slot, its
-        ancestors in the run, and itself. With a sliding `window`, a row sees only the last `window` logical positions,
-        its own included.
+        where k and v are all keys and values, in the order of the view. A row sees the cached tokens of its slot, its
+        pending and new ancestors, and itself. With a sliding `window`, a row sees only the last `window` logical
+        positions, its own included.
         """
         assert view is not None
         plan = view if isinstance(view, Plan) else self.plan(view, q.device)
@@ -367,7 +369,7 @@ class ReferenceOps(Operators):
 
 
 def _window(parents: Seq[int], token: int, conv: int) -> list[int]:
-    """Return the rows of `inputs` that a token's convolution reads; see `ReferenceOps.convolved`."""
+    """Return the indices of the inputs that a token's convolution reads; see `ReferenceOps.convolved`."""
     path = list[int]()
     while token != -1 and len(path) < conv:
         path.append(token + conv - 1)
@@ -390,7 +392,7 @@ def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
     seen[:, :cached] = True
     for row, seen_rows in zip(seen, batch.seen(b), strict=True):
         row[[cached + j for j in seen_rows]] = True
-        if window is not None:  # seen keys stand in the order of logical positions, the row's own last
+        if window is not None:  # seen keys are in the order of logical positions, the row's own key last
             places = np.flatnonzero(row)
             row[places[:-window]] = False
     return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))

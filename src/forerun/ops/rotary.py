@@ -1,6 +1,6 @@
-"""Positions as numbers: rotations for each kind of rope, sinusoids, and buckets of distances.
+"""Position encodings in numpy: rotations for each kind of rope, sinusoids, and buckets of distances.
 
-All operators take these numbers from here. They are computed in numpy, in steps that IEEE 754 rounds in the same way on
+All backends take these numbers from here. They are computed in steps that IEEE 754 rounds in the same way on
 every machine, so that a model's output does not depend on any library's cosine or power. Only the powers of theta come
 from the C library, in float64; rounding them to float32 removes the differences between libraries.
 """
@@ -43,10 +43,10 @@ class Rotations:
 
 
 def rotations(inv_freq: Singles, factor: float, positions: range) -> Singles:
-    """Return cos and sin of positions, [positions, 2, 2 * pairs]. Pair i turns dimensions i and pairs + i of a head.
+    """Return cos and sin at these positions, [positions, 2, 2 * pairs].
 
-    factor: multiplies cos and sin. Angles are products in float32, as in published code. cos and sin are rounded once,
-    and the first half of sin is negated.
+    Pair i turns dimensions i and pairs + i of a head. factor: multiplies cos and sin. Angles are products in float32,
+    as in published code. cos and sin are rounded once, and the first half of sin is negated.
     """
     angles = np.arange(positions.start, positions.stop, dtype=np.float32)[:, None] * inv_freq
     both = arithmetic.sine_cosine(angles.astype(np.float64))
@@ -66,7 +66,7 @@ def sinusoids(num: int, width: int) -> Singles:
 
 
 def turned(rope: Rope, head_dim: int) -> int:
-    """Return how many dimensions of a head a table of rotations covers; some of them may turn by 0."""
+    """Return the number of a head's dimensions that a table of rotations covers; some of them may turn by 0."""
     return head_dim if rope.kind == "proportional" else rope.dims or head_dim
 
 
@@ -125,7 +125,7 @@ def _yarn(rope: Rope, dims: int, inv_freq: Singles) -> Singles:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Return the factor of cos and sin, by which yarn and longrope correct the temperature of attention scores."""
+    """Return the factor by which cos and sin are multiplied, so that yarn and longrope rescale attention scores."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind == "longrope" and rope.factor > 1:

@@ -22,5 +22,5 @@ def make() -> ReferenceOps:
 
 
 def sizes(wanted: Wanted) -> Sizes:
-    """Return the memory that weights and passes take."""
+    """Return the object that computes the memory of weights and passes."""
     return ReferenceSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, row_by_row=True)

@@ -1,7 +1,7 @@
 """Models in torch: every block that blocks.py can describe, on any device, with gradients, fast or row by row.
 
-The operators of a model (reference.py, or others with the same interface) compute it block by block. Families that no
-other backend computes run here.
+The operators of a model (reference.py, or others with the same interface) compute it block by block. Model families
+that no other backend computes run here.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _room_for(spec: Spec, dtype: str, device: str) -> dict[str, Tensor]:
 
 
 def sizes(wanted: Wanted) -> Sizes:
-    """Return the memory that weights and passes take."""
+    """Return the object that computes the memory of weights and passes."""
     return ReferenceSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, row_by_row=False)
 
 
@@ -115,10 +115,10 @@ class Step:
 
     positions: [T]. rotations: cos and sin of the rows, by rope and head size. views: for each kind of layers, the cache
     rows to write and to read. Without a cache, the list holds one view of the pass's own rows if rows see all of their
-    run; otherwise the list is empty. sources: the cache rows of each run's source; None where no block reads them.
-    layer_inputs [T, layers, size]: the second inputs of blocks, see blocks.LayerInput; None where no block has one.
-    num_experts: for each block with experts that has run, the number of experts that were chosen for at least one row.
-    batch: the runs. states: the states and rows that recurrent blocks read and write for each run.
+    run; otherwise the list is empty. sources: the cache rows of each run's encoder input; None where no block reads
+    them. layer_inputs [T, layers, size]: the second inputs of blocks, see blocks.LayerInput; None where no block has
+    one. num_experts: for each block with experts that has run, the number of experts that were chosen for at least one
+    row. batch: the batch of the pass. states: which states and rows recurrent blocks read and write for each run.
     """
 
     positions: Tensor
@@ -171,7 +171,7 @@ class TorchAttention:
         )
 
     def run(self, ops: ReferenceOps, y: Tensor, i: int, step: Step) -> Tensor:
-        """Return the output of attention [T, H]. y: the rows that the projections read. i: the block's number."""
+        """Return the output of attention [T, H]. y: the rows that the projections read. i: the block's index."""
         a = self.spec
         projected = self.project(ops, y, "q_proj" if a.sees == "encoder" else None)
         rotation = None if a.rope is None else step.rotations[a.rope, a.head_dim]
@@ -190,7 +190,7 @@ class TorchAttention:
         return self.o.apply(ops, out)[0]
 
     def of_source(self, ops: ReferenceOps, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [S, kv_heads, D] that the cache keeps for an encoder's rows [S, H]."""
+        """Return the keys and values [S, kv_heads, D] that the cache keeps for an encoder's output rows [S, H]."""
         return self.keys_values(ops, self.project(ops, rows, "k_proj"), None)
 
     def project(self, ops: ReferenceOps, y: Tensor, wanted: str | None = None) -> dict[str, Tensor]:
@@ -265,7 +265,7 @@ class TorchMlp:
 
 
 class TorchExperts:
-    """A mixture of experts. The outputs of a row's experts are added in the order of the experts' numbers."""
+    """A mixture of experts. The outputs of a row's experts are added in the order of the experts' indices."""
 
     def __init__(self, e: Experts, parts: Parts, at: str) -> None:
         self.spec = e
@@ -299,7 +299,7 @@ class TorchExperts:
 
     @property
     def unread_bytes(self) -> float:
-        """The bytes of the matrices of experts that are not chosen for a row, on average over rows."""
+        """The bytes of experts' matrices that a pass of a single row does not read, on average."""
         num_bytes = sum(expert.up.nbytes + expert.down.nbytes for expert in self.experts)
         return num_bytes * (1 - self.spec.chosen / self.spec.num)
 
@@ -356,7 +356,7 @@ class TorchLayerInputs:
 
 
 class TorchFeatures:
-    """The input of a head: each token's embedding, beside features that are made from the target's hidden states."""
+    """The input of a draft head: each token's embedding, and features made from the target's hidden states."""
 
     def __init__(self, spec: Features, parts: Parts) -> None:
         self.spec = spec
@@ -468,9 +468,9 @@ class TorchModel:
 
     weights: a tensor for every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: the dtype of the
     weights. activation_dtype: the dtype of input and output rows. cache_dtype: the dtype of a KV cache for this model.
-    The reference operators have one dtype for all three. join: a function that makes one product of several matrices;
-    None = matrices stay where they are, which only the reference operators allow. lent: the parts that a head borrows
-    from its target.
+    The reference operators have one dtype for all three. join: the function that makes a Projections of matrices which
+    share an input; None = Projections.of, which leaves them where they are, for the reference operators only. lent: for
+    a draft head, the parts that it borrows from its target.
     """
 
     feeds_itself = False  # whether it has a `run_ahead` that takes a head's own rows as features
@@ -525,11 +525,11 @@ class TorchModel:
             self.weights = {}
 
     def _made_encoder(self, spec: Spec, weights: Mapping[str, Tensor], join: Join | None) -> TorchModel:
-        """Return the encoder's model. weights: by the names in the encoder's spec."""
+        """Return the encoder's model. weights: the encoder's weights, by their names in its own spec."""
         return TorchModel(spec, weights, self.ops, join)
 
     def stored(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yield each weight with its name, as it is in memory. Raises BadOption where weights are packed."""
+        """Yield each weight with its name, as it is in memory. Raises BadOption where `join` took the weights over."""
         if self._packed is not None:
             raise BadOption("kv_disk is not built for these operators: leave it out")
         yield from ((name, host_of(weight)) for name, weight in self.weights.items())
@@ -565,11 +565,11 @@ class TorchModel:
         """Run all new tokens through these layers, and write their keys and values into the cache.
 
         layers: ascending, with gaps allowed; None = all. hidden [T, H]: the input of the first layer; None = the
-        tokens' embeddings. For a head, hidden is the tokens' features; None = zeros. Position embeddings are added to
-        the input of layer 0. The returned rows are the output of the final norm if the last layer ran, otherwise the
-        residual stream. taps: numbers of layers; the residual stream before each of them is returned, too. The number
-        num_layers stands for the place after all layers, before the final norm. Raises InternalError for layers, taps
-        and rows that do not fit the model.
+        tokens' embeddings. For a draft head, hidden is the tokens' features; None = zeros. Position embeddings are
+        added to the input of layer 0. The returned rows are the output of the final norm if the last layer ran,
+        otherwise the residual stream. taps: indices of layers; the residual stream before each of these layers is
+        returned, too. The index num_layers means after all layers, before the final norm. Raises InternalError for
+        layers, taps and rows that do not fit the model.
         """
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         views, sources = list[CacheView](), None
@@ -598,9 +598,9 @@ class TorchModel:
         return Passed(self.norm(x) if is_normed else x, inner, step.num_experts)
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Run the encoder over the tokens of each slot, and write the keys and values that the decoder reads.
+        """Run the encoder over each of its inputs, and write the keys and values that the decoder reads into the cache.
 
-        sources: by slot, all tokens of the encoder's input. Each row of a source sees all rows of the source. The
+        sources: by cache slot, all token ids of an encoder input. Each token of an input sees the whole input. The
         caller has reserved the slot's cache rows, from the first on, and keeps them reserved.
         """
         if self.encoder is None:
@@ -614,7 +614,7 @@ class TorchModel:
                 cache.pools[i].write(places, *attention.of_source(self.ops, rows))
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None) -> Seq[StateRun]:
-        """Return the states and rows that recurrent blocks read and write for each run; empty without such blocks."""
+        """Return, for each run, which states and rows recurrent blocks read and write; empty without such blocks."""
         if not self.config.has_states:
             return ()
         return runs_alone(batch) if cache is None or cache.states is None else cache.states.plan(batch)
@@ -640,7 +640,7 @@ class TorchModel:
         return self._entered(x, positions), read
 
     def features(self, layer_rows: Seq[Tensor]) -> Tensor:
-        """Return a head's features [n, H].
+        """Return a draft head's features [n, H].
 
         layer_rows: the target's hidden states [n, size] after each layer that the head reads.
         """
@@ -649,7 +649,7 @@ class TorchModel:
         return self._features.of_rows(self.ops, layer_rows, self.rows_dtype)
 
     def fed(self, hidden: Tensor) -> Tensor:
-        """Project the output of a head's final norm [n, H] to rows [n, size] for the head's next step.
+        """Project the output of a draft head's final norm [n, H] to rows [n, size] for the head's next step.
 
         In that step, these rows replace the target's hidden states. Raises InternalError unless the head's features
         have feeds="projected".
@@ -659,7 +659,7 @@ class TorchModel:
         return self._features.output.apply(self.ops, hidden)[0]
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Tensor]) -> None:
-        """Write the keys and values of these tokens' features into the cache of a head with a context.
+        """Write the keys and values of these tokens' features into the cache of a draft head with a context.
 
         batch: the runs of these tokens; their cache rows are reserved. layer_rows: see `features`.
         """
@@ -721,9 +721,9 @@ class TorchModel:
         return TorchModel(self.config, tensors, self.ops, lent=self._lent)
 
     def embed(self, ids: Seq[int]) -> Tensor:
-        """Return the embeddings of these ids [n, H], without the positions that a pass adds.
+        """Return the embeddings [n, H] of these token ids, without the positions that a pass adds.
 
-        A head returns zeros, because it takes features in place of embeddings.
+        A draft head returns zeros, because it takes features in place of embeddings.
         """
         if self._features is not None:
             shape = len(ids), self.config.hidden_size
@@ -735,7 +735,7 @@ class TorchModel:
         return host_of(self.weights[name]).float32()
 
     def head(self, ids: Seq[int]) -> Floats:
-        """Return the LM head's rows for these ids, on the host [n, H]."""
+        """Return the LM head's rows [n, H] for these token ids, on the host."""
         return host_of(self._lm_head()[list(ids)]).float32()
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -762,7 +762,7 @@ class TorchModel:
 def empty_weights(spec: Spec, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
     """Allocate every weight of a spec without writing it: the system takes memory only when something is written.
 
-    The matrices of one product lie back to back in one storage, so that a model multiplies by all of them at once.
+    Matrices that share an input lie back to back in one storage, so that a model multiplies by all of them at once.
     """
     weights = blocks.weights(spec)
     tensors: dict[str, Tensor] = {}
@@ -779,7 +779,7 @@ def empty_weights(spec: Spec, dtype: torch.dtype, device: torch.device | str) ->
 
 
 def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:
-    """Return the cache rows of each run's source. Raises InternalError for a run without a source."""
+    """Return the cache rows of each run's encoder input. Raises InternalError for a run without one."""
     check_sources(batch)
     reads = [cache.rows(source.slot, 0, source.num_tokens) for source in batch.sources]
     return CacheView(batch, np.empty(0, np.int64), reads)
@@ -792,14 +792,14 @@ def _of_itself(batch: RaggedBatch) -> CacheView:
 
 
 def _write(taps: Mapping[int, Tensor], wanted: range, x: Tensor) -> None:
-    """Copy the residual stream x [T, H] into the taps whose numbers are in `wanted`."""
+    """Copy the residual stream x [T, H] into the taps whose layer indices are in `wanted`."""
     for k, rows in taps.items():
         if k in wanted:
             rows.copy_(x)
 
 
 def _on_device(batch: RaggedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return tokens and positions on a device, int64 [T]."""
+    """Return the token ids and the positions of a batch on a device, each int64 [T]."""
     if isinstance(batch.tokens, Tensor) and isinstance(batch.positions, Tensor):
         return batch.tokens, batch.positions
     ids = torch.tensor(batch.ids(), dtype=torch.int64, device=device)

@@ -51,9 +51,9 @@ class ReferenceSizes:
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model, then one for each head.
+        """Return one MemoryPart for each model, then one for each draft head.
 
-        Every weight counts once; a tied LM head is the embedding. The rounded matrices of a head are kept dequantised.
+        Every weight counts once; a tied LM head is the embedding. Rounded matrices of draft heads are kept dequantised.
         """
         size = itemsize(self.dtype)
         taken = {name: weight_bytes(model, self.dtype) for name, model in models.items()}
@@ -135,7 +135,7 @@ class ReferenceSizes:
         return run.num_rows * max(stages) * size, run.num_rows * (h + q + 2 * kv + rope + twice * q) * size
 
     def _attention_bytes(self, run: Pass) -> tuple[int, int]:
-        """Return the bytes that attention keeps during a pass, and the bytes of its work on the largest run.
+        """Return the bytes that attention keeps during a pass, and its working bytes for the largest run of new tokens.
 
         Masks, indices of cache rows, and rotations are kept during a pass.
         """
@@ -157,7 +157,7 @@ class ReferenceSizes:
         return masks + reading, max(building, converting + gathered + max(scored, self._sdpa_bytes(run)))
 
     def _scored_bytes(self, run: Pass) -> int:
-        """Return the bytes of attention with soft caps, sinks or position biases.
+        """Return the working bytes of attention with soft caps, sinks or position biases.
 
         The sum follows the function `_scored`. The keys of each query head are float32, and so are three copies of the
         scores: the product, an intermediate step of the soft cap, and the result. Distances from rows back to keys are

@@ -1,4 +1,4 @@
-"""The parts of blocks in torch: products of matrices, and norms with their weights."""
+"""The parts of blocks in torch: matrices that share an input, and norms with their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.ops.reference import ReferenceOps
 
 
 class Join(Protocol):
-    """A function that makes one product of the matrices with these names."""
+    """A function that makes one Projections of the matrices with these names, which share their input."""
 
     def __call__(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections: ...
 
@@ -23,8 +23,8 @@ class Join(Protocol):
 class Parts:
     """The material from which blocks are built: weights by name, a function that joins matrices, and a dtype.
 
-    dtype: the dtype of rows and norms. apart: whether attention has three separate products: for queries, for their
-    gate, and for keys and values together. made: all products so far.
+    dtype: the dtype of rows and norms. apart: whether attention multiplies by three separate Projections: for queries,
+    for their gate, and for keys and values together. made: every Projections that `product` has returned.
     """
 
     weights: Mapping[str, Tensor]
@@ -38,7 +38,7 @@ class Parts:
         return self.weights[name].to(self.dtype)
 
     def product(self, *names: str) -> Projections:
-        """Make one product of the matrices of these names, which share their input."""
+        """Make one Projections of the matrices with these names, which share their input."""
         self.made.append(self.join(self.weights, list(names)))
         return self.made[-1]
 
@@ -53,14 +53,14 @@ class Normed:
 
     @classmethod
     def of(cls, parts: Parts, at: str, norm: Norm | None) -> Normed | None:
-        """Look up the weights of a norm; None where there is no norm. at: the prefix of the weights' names."""
+        """Return a norm with its weights; None where there is no norm. at: the prefix of the weights' names."""
         if norm is None:
             return None
         weight = parts.vector(f"{at}.weight") if norm.weight else None
         return cls(norm, weight, parts.vector(f"{at}.bias") if norm.bias else None)
 
     def apply(self, ops: ReferenceOps, x: Tensor) -> Tensor:
-        """Norm rows x."""
+        """Apply the norm to rows x."""
         weight = self.weight
         if weight is not None and self.norm.offset:
             weight = weight.float() + self.norm.offset
@@ -91,7 +91,7 @@ class Projections:
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], names: list[str]) -> Projections:
-        """Join the matrices of these names where they lie back to back."""
+        """Return the matrices with these names, joined if they lie back to back in memory."""
         parts = [(weights[name + ".weight"], weights.get(name + ".bias")) for name in names]
         whole = _back_to_back([weight for weight, _ in parts]) if len(parts) > 1 else None
         biases = [bias for _, bias in parts if bias is not None]

@@ -1,4 +1,4 @@
-"""cos and sin by position, in the form that torch's operators take."""
+"""Rotary tables of cos and sin by position, as tensors for the operators in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TorchRotations:
         self._table = torch.from_numpy(self._host.table(0)).to(device, dtype)
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, 1, turned dimensions] of positions [T] below `end`, for ReferenceOps.rope."""
+        """Return cos and sin, each [T, 1, turned dimensions], at positions [T] below `end`, for ReferenceOps.rope."""
         cos, sin = self.table(end)[positions].unbind(1)
         return cos, sin
 

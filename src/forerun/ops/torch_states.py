@@ -24,11 +24,11 @@ LENGTH_EPS = 1e-6  # added to the squared lengths of q and k, as in published co
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens that one run steps through: kept tokens after its first state, pending tokens, and the run's own.
+    """The tokens over which a run's recurrence steps: committed and pending tokens after its first state, then its own.
 
     inputs [conv - 1 + tokens, width]: the last inputs before these tokens, which are stored with the state, then the
-    tokens' inputs. gates: [tokens, gates]. first_own: the index of the run's own first token. parents: the parent of
-    each token; NOWHERE = the token comes first after the state.
+    tokens' inputs. gates: [tokens, gates]. first_own: the index of the run's own first token. parents: see
+    ReferenceOps.convolved.
     """
 
     inputs: Tensor
@@ -89,7 +89,7 @@ class TorchRecurrence:
         return self.o.apply(ops, (heads * opened).to(y.dtype).flatten(1))[0]
 
     def _tokens(self, pool: StatePool | None, run: StateRun, inputs: Tensor, gates: Tensor) -> _Tokens:
-        """Store a run's inputs in the pool, and return all tokens that the run steps through."""
+        """Store a run's inputs in the pool, and return all tokens over which the run's recurrence steps."""
         conv, num = self.spec.conv, len(inputs)
         history = inputs.new_zeros(conv - 1, inputs.shape[1])
         behind = [*run.before, *run.pending]
@@ -111,7 +111,7 @@ class TorchRecurrence:
 
     @staticmethod
     def _tree(run: StateRun) -> list[int]:
-        """Return the parent of each token that follows the state, for a run that is a tree."""
+        """Return the index of each token's parent, for a run that is a tree; see _Tokens."""
         num, last = len(run.before), len(run.before) - 1
         parents = list(range(-1, last)) + [last] * (len(run.pending) + len(run.rows))
         for i, path in enumerate(run.paths):
@@ -145,7 +145,7 @@ class TorchRecurrence:
         return outs
 
     def _gated(self, ops: ReferenceOps, tokens: _Tokens) -> Gated:
-        """Compute the tokens' factors in the delta rule."""
+        """Compute the operands of the delta rule for each token."""
         r = self.spec
         convolved = ops.convolved(tokens.inputs, self.weight, self.bias, tokens.parents)
         sizes = [r.key_heads * r.key_dim] * 2 + [r.value_heads * r.value_dim]

@@ -21,7 +21,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.device = "cpu") -> Tensor:
-    """Return host numbers as a torch tensor; on a CPU, the tensor shares their memory."""
+    """Return a host tensor or numpy array as a torch tensor, which shares its memory if `device` is a CPU."""
     if not isinstance(numbers, HostTensor):
         numbers = HostTensor.of(numbers)
     values = numbers.values
@@ -44,17 +44,17 @@ def host_of(tensor: Tensor) -> HostTensor:
 
 
 class TorchRows:
-    """Operations on the hidden rows [T, H] of a torch model, which are tensors on its device. See ops.model.RowsOf."""
+    """Operations on a model's hidden states [T, H] that are tensors on its device. See ops.model.RowsOf."""
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
 
     def empty(self, num: int, width: int) -> Tensor:
-        """Return float32 rows that are not written yet."""
+        """Return uninitialised float32 rows [num, width]."""
         return torch.empty(num, width, device=self._device)
 
     def join(self, parts: Seq[Tensor]) -> Tensor:
-        """Concatenate parts along their rows, in order."""
+        """Concatenate several arrays of rows, in order."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def take(self, rows: Tensor, places: Seq[int]) -> Tensor:
@@ -62,11 +62,11 @@ class TorchRows:
         return rows[list(places)]
 
     def from_host(self, rows: np.ndarray[Any, Any]) -> Tensor:
-        """Return host rows as a tensor on the model's device."""
+        """Return a numpy array of rows as a tensor on the model's device."""
         return torch.from_numpy(rows).to(self._device)
 
     def top(self, logits: Tensor, num: int) -> np.ndarray[Any, Any]:
-        """Return the ids of each row's `num` largest logits on the host, [R, num], the best first.
+        """Return the token ids of each row's `num` largest logits, the best first: a numpy array [R, num].
 
         On a CPU, the lowest of equally good ids comes first; on another device, any of them may.
         """
@@ -75,7 +75,7 @@ class TorchRows:
         return logits.topk(min(num, logits.shape[1])).indices.cpu().numpy()
 
     def to_host(self, rows: Tensor) -> np.ndarray[Any, Any]:
-        """Return the rows as a numpy array, whose numbers are valid only after `TorchModel.wait`.
+        """Return the rows as a numpy array, whose values are valid only after `TorchModel.wait`.
 
         Rows on another device come in one copy. bfloat16 rows come as float32, because numpy has no bfloat16.
         """

@@ -62,5 +62,5 @@ def load(
 
 
 def sizes(wanted: Wanted) -> Sizes:
-    """Return the memory that packed weights and passes take."""
+    """Return the object that computes the memory of packed weights and passes."""
     return NativeSizes(wanted.dtype, wanted.max_seq_len, native.num_threads(), wanted.schemes, wanted.rounded)

@@ -65,7 +65,7 @@ class NativeSizes:
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model, then one for each head.
+        """Return one MemoryPart for each model, then one for each draft head.
 
         The part of a model covers its packed matrices with their biases, its float32 norms, and an untied embedding,
         which is packed only if it is quantised. `allocated_bytes` says how many bytes a matrix takes.
@@ -121,7 +121,7 @@ class NativeSizes:
         return ()
 
     def loading_bytes(self, model: Spec) -> int:
-        """Return the larger of two numbers of bytes: blocks of a file, or the part of a tensor that is in memory twice.
+        """Return the larger of two sizes in bytes: file blocks, or the part of a tensor that is in memory twice.
 
         Two blocks of a file are in memory at once. Where quantised matrices are packed, these two count as four,
         because blocks that are unpacked or rounded take several times their bytes. While a tensor is packed, at most

@@ -213,7 +213,7 @@ class CpuModel:
     def bytes_per_pass(self) -> int:
         """The bytes of weights that a pass of a few rows reads: every packed matrix and norm once.
 
-        Weights that are only applied to the rows of a source do not count. In a mixture of experts, only the experts of
+        Weights that are only applied to an encoder's input do not count. In a mixture of experts, only the experts of
         a single row are counted.
         """
         of_sources = [name for name in self.matrices if name.startswith("encoder.") or name.endswith(".kv")]
@@ -285,7 +285,7 @@ class CpuModel:
         return [run_numbers(batch, tables)], pools
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None, counts: Seq[int] | None = None) -> list[int]:
-        """Return the states and rows that recurrent blocks read and write for each run, encoded as integers.
+        """Encode as integers which states and rows recurrent blocks read and write for each run.
 
         The list is empty without recurrent blocks. counts: see `StateTables.plan`.
         """
@@ -303,7 +303,7 @@ class CpuModel:
         self._native.remember(*where, [address(layer) for layer in rows])
 
     def features(self, layer_rows: Seq[Floats]) -> Floats:
-        """Return a head's features, float32 [n, H].
+        """Return a draft head's features, float32 [n, H].
 
         layer_rows: the target's hidden states [n, size] after each layer that the head reads.
         """
@@ -313,7 +313,7 @@ class CpuModel:
         return out
 
     def fed(self, hidden: Floats) -> Floats:
-        """Project a head's output to rows that replace the target's hidden states in the head's next step.
+        """Project a draft head's output to rows that replace the target's hidden states in the head's next step.
 
         See TorchModel.fed.
         """
@@ -324,7 +324,7 @@ class CpuModel:
         return self.config.hidden_size if self.config.features is None else self.config.features.size
 
     def begin(self, sources: Mapping[int, Seq[int]], cache: BlockCache) -> None:
-        """Run the encoder over the tokens of each slot, and fill the decoder's cache; see TorchModel.begin."""
+        """Run the encoder over each of its inputs, and fill the decoder's cache; see TorchModel.begin."""
         encoder = self.config.encoder
         if encoder is None or self._encoder is None:
             raise InternalError(f"model_type={self.config.model_type!r} has no encoder, and was given a source")
@@ -359,7 +359,7 @@ class CpuModel:
                 cache.pools[i].write(places, pairs[:, 0], pairs[:, 1])
 
     def _sources(self, batch: RaggedBatch, cache: BlockCache) -> list[int]:
-        """Return where the cache holds the runs' sources, encoded as integers; empty without an encoder."""
+        """Encode as integers where the cache holds the encoder input of each run; empty without an encoder."""
         if self._encoder is None:
             return []
         check_sources(batch)
@@ -378,17 +378,17 @@ class CpuModel:
         layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run b by lengths[b] ids, all in one native call. Returns None where a logit is NaN.
+        """Continue each run b by lengths[b] token ids in one call. Returns None where a largest logit is not finite.
 
-        batch: runs of committed tokens. Cache rows are reserved for these tokens and for lengths[b] - 1 more ids, which
-        are fed one by one. layers: the layers that run; None = all. The final norm follows the last of these layers.
-        ids[b][i] is chosen from the first `num_ids` logits after the run's tokens and ids[b][:i]. draws: for each run,
-        how its ids are drawn; () = the likeliest ids are taken. stops: for each run, when it ends early; () = no run
-        ends early.
+        batch: runs of committed tokens, one for each sequence. Cache rows are reserved for these tokens and for
+        lengths[b] - 1 more ids, which are fed one by one. layers: the layers to compute; None = all. The final norm
+        follows the last of these layers. ids[b][i] is chosen from the first `num_ids` logits after the run's tokens and
+        ids[b][:i]. draws: for each run, how its ids are drawn; () = the likeliest ids are taken. stops: for each run,
+        when it ends early; () = no run ends early.
 
-        A head takes one of two inputs. hidden [T, H] is the tokens' features. layer_rows are the target's hidden states
-        [T, size] after each layer that the head reads. For an id that is fed, the features are the head's own output
-        for the token before that id.
+        A draft head takes one of two inputs. hidden [T, H] is the tokens' features. layer_rows are the target's hidden
+        states [T, size] after each layer that the head reads. For an id that is fed, the features are the head's own
+        output for the token before that id.
         """
         chosen = range(self.config.num_layers) if layers is None else layers
         check_layers(self.config, chosen)
@@ -452,9 +452,9 @@ class CpuModel:
         return CpuModel(self.ops, self.config, weights, lent=self._lent)
 
     def embed(self, ids: Seq[int]) -> Floats:
-        """Return the embeddings of these ids, float32 [n, H], with the same bits as in a pass.
+        """Return the embeddings of these token ids, float32 [n, H], with the same bits as in a pass.
 
-        A head returns zeros, because it takes features in place of embeddings.
+        A draft head returns zeros, because it takes features in place of embeddings.
         """
         if self.config.features is not None:
             return np.zeros((len(ids), self.config.hidden_size), np.float32)
@@ -471,7 +471,7 @@ class CpuModel:
         return out
 
     def logits(self, hidden: Floats, num_ids: int | None = None) -> Floats:
-        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] for the first `num_ids` ids."""
+        """Compute the logits: hidden [R, H] -> float32 [R, V], or [R, num_ids] for the first `num_ids` token ids."""
         width = min(num_ids or self.config.vocab_size, self.config.vocab_size)
         hidden = float_rows(hidden, self.config.hidden_size)
         out = np.empty((len(hidden), width), np.float32)
@@ -480,10 +480,10 @@ class CpuModel:
         return out
 
     def best(self, hidden: Floats, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return the id and value of the largest logit for each of these rows of hidden [T, H].
+        """Return the token id and the value of the largest logit in each row of hidden [T, H] that `rows` lists.
 
-        Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest. The values have
-        the same bits as in `logits`. No other logits are written to memory.
+        Only the first `num_ids` ids are considered. Ties go to the lowest id, and NaN counts as the largest. The values
+        have the same bits as in `logits`. No other logits are written to memory.
         """
         if not rows:
             return [], []
@@ -491,7 +491,7 @@ class CpuModel:
         return self._native.argmax(address(hidden), len(hidden), rows, num_ids)  # type: ignore[no-any-return]
 
     def head(self, ids: Seq[int]) -> Floats:
-        """Return the LM head's rows for these ids, float32 [n, H], as they were before packing."""
+        """Return the LM head's rows for these token ids, float32 [n, H], as they were before packing."""
         return self.matrices["head"].unpack(ids).float32()
 
     def weight(self, name: str) -> Floats:

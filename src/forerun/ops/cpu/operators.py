@@ -106,11 +106,11 @@ class CpuOps(Operators):
         paired: bool = False,
         consume: bool = False,
     ) -> PackedMatrix:
-        """Pack the weights [O, I] of one product; several parts are joined along their outputs.
+        """Pack weights [O, I] for the kernels; several parts are joined into one matrix along their outputs.
 
         paired: whether the parts are gate and up; see PackedMatrix. consume: whether the parts' memory is given back to
-        the system while they are packed. The caller must not read the parts again then. Raises CapacityError where
-        there is not enough memory, and InternalError for dtypes other than float32 and bfloat16.
+        the system while they are packed; if so, the caller must not read them again. Raises CapacityError where there
+        is not enough memory, and InternalError for dtypes other than float32 and bfloat16.
 
         Quantised parts are read while they are packed, and keep exactly the weights of their file. Where parts with
         different schemes share a panel of 32 outputs, all of them are packed with the most bits and the smallest groups

@@ -111,7 +111,7 @@ class Format:
 
     @property
     def numbers(self) -> list[int]:
-        """The fields in the order in which csrc/bind_ops.cpp takes them."""
+        """The fields as integers, in the order in which csrc/bind_ops.cpp takes them."""
         *fields, _ = astuple(self)
         return [*map(int, fields), bool(self.table), *(self.table or [0] * TABLE_CODES)]
 
@@ -141,7 +141,7 @@ def packs(scheme: Scheme) -> bool:
 
 
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
-    """Divide the parts of a product into sections; all rows of a section are packed in one format.
+    """Divide the parts of a packed matrix into sections; all rows of a section are packed in one format.
 
     Consecutive parts with one scheme form a section, if each section ends at the end of a panel and the parts are not
     paired. Otherwise all parts form one section.
@@ -153,13 +153,13 @@ def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[Quantis
 
 
 def section_numbers(sections: list[list[QuantisedMatrix]], formats: Seq[Format]) -> list[list[int]]:
-    """Return sections as csrc/bind_ops.cpp takes them: the number of rows of each, then the fields of its format."""
+    """Encode each section as integers for csrc/bind_ops.cpp: its number of rows, then the fields of its format."""
     rows = [sum(part.shape[0] for part in section) for section in sections]
     return [[num, *format.numbers] for num, format in zip(rows, formats, strict=True)]
 
 
 def distances_of(buckets: Buckets) -> list[int]:
-    """Return, in the kernels' order, the distances that have a bias in the kernels.
+    """Return the distances for which the kernels hold a position bias, in the kernels' order.
 
     A distance is counted from a row back to a key. Biases in csrc/kernels.h explains the order.
     """
@@ -169,7 +169,7 @@ def distances_of(buckets: Buckets) -> list[int]:
 
 
 def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
-    """Encode the source of each run of a batch, in the form of `run_numbers`. All rows of a source are cached."""
+    """Encode the cache rows of each run's source (the encoder's input) as integers, in the form of `run_numbers`."""
     numbers = [0] * (6 * len(tables))
     for b, (source, table) in enumerate(zip(batch.sources, tables, strict=True)):
         numbers[6 * b : 6 * b + 6] = (0, 0, source.num_tokens, 0, len(numbers), 0)
@@ -178,7 +178,7 @@ def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
 
 
 def state_numbers(runs: Seq[StateRun]) -> list[int]:
-    """Encode the states and rows that recurrent layers read and write for each run, for csrc/bind_model.cpp."""
+    """Encode as integers which states and rows recurrent layers read and write, for csrc/bind_model.cpp."""
     numbers = list[int]()
     for run in runs:
         numbers += (run.first, len(run.before), len(run.pending), len(run.saves), *run.before, *run.pending, *run.rows)
@@ -189,8 +189,9 @@ def state_numbers(runs: Seq[StateRun]) -> list[int]:
 def run_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
     """Encode a batch as csrc/bindings.h takes it: six integers for each run, then block tables and parents of trees.
 
-    The six integers are the run's first row, its number of rows, its number of cached rows, its number of pending rows,
-    and two indices into the result: where its block table begins, and where its parents begin (0 = a chain).
+    The six integers are the run's first row, its number of rows, its number of cached rows, its number of pending rows
+    (in the cache, not committed yet), and two indices into the result: where its block table begins, and where its
+    parents begin (0 = a chain).
     """
     numbers = [0] * (6 * len(tables))
     for b, table in enumerate(tables):

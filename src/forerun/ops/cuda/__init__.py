@@ -49,7 +49,7 @@ def usable(device: str) -> str | None:
 
 
 def card() -> str | None:
-    """Return the name of the first card that torch sees; None where torch sees no card."""
+    """Return the name of the first GPU that torch sees; None where torch sees no GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
@@ -82,7 +82,7 @@ def supports(spec: Spec) -> str | None:
 
 @cache
 def make() -> ReferenceOps:
-    """Return the operators."""
+    """Return the CUDA operators, the same object at every call."""
     return CudaOps()
 
 
@@ -100,5 +100,5 @@ def load(
 
 
 def sizes(wanted: Wanted) -> Sizes:
-    """Return the memory that weights and passes take."""
+    """Return the object that computes the memory of weights and passes."""
     return CudaSizes(wanted.dtype, wanted.device, wanted.max_seq_len, wanted.in_place, False, wanted.schemes)

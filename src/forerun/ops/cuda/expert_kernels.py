@@ -90,8 +90,8 @@ def grouped(
 ):
     """Collect the pairs of one expert, and cut them into tiles of ROWS pairs. One program runs for each expert.
 
-    ids [num_pairs]: the expert of each pair. order: the collected pairs, with num_rows places for each expert. tiles
-    [most, 3]: for each tile, its expert, its first place in `order`, and its number of pairs. counts: the number of
+    ids [num_pairs]: the expert of each pair. order: the collected pairs, with num_rows entries for each expert. tiles
+    [most, 3]: for each tile, its expert, its first index in `order`, and its number of pairs. counts: the number of
     tiles, and the number of experts that have pairs.
     """
     _begun(EARLY)

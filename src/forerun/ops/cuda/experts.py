@@ -55,7 +55,7 @@ class _Choice:
     """The experts that were chosen for the rows of a pass, on the device.
 
     ids, shares [T, chosen]: the experts of each row, and their weights. order, tiles, counts: see
-    expert_kernels.grouped. num_tiles: the largest possible number of tiles. rows: the number of places for pairs in a
+    expert_kernels.grouped. num_tiles: the largest possible number of tiles. rows: the number of pairs that fit in a
     tile.
     """
 

@@ -80,7 +80,7 @@ def _multiplied(
     xs, ws, acc, is_row, is_out, first, num_in,
     INS: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus the product of PART inputs, from input `first` on.
+    """Return acc plus the matrix product over PART inputs, from input `first` on.
 
     xs [ROWS, INS], ws [INS, OUTS]: pointers to the first INS inputs of the rows and of the weights.
     """
@@ -221,7 +221,7 @@ def _part(words, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _numbers(at, COUNT: tl.constexpr):
-    """Load one number, such as a scale, for each of COUNT groups and each output of a tile -> COUNT tensors [TILE].
+    """Load one value, such as a scale, for each of COUNT groups and each output of a tile -> COUNT tensors [TILE].
 
     The numbers stay in memory order, see _by_output.
     """
@@ -513,7 +513,7 @@ def activated(
 def _normed(
     x, weight, bias, at, inside, width, eps, offset, KIND: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr
 ):
-    """Norm a row of `width` numbers. x [BLOCK]: the row, and 0 beyond its end."""
+    """Apply a norm to a row of `width` numbers. x [BLOCK]: the row, and 0 beyond its end."""
     if KIND == "layer":
         x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
     x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps))

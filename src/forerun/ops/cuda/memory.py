@@ -35,7 +35,7 @@ class CudaSizes(ReferenceSizes):
     def weights(
         self, models: Mapping[str, Spec], beside: Mapping[str, Beside] = MappingProxyType({})
     ) -> list[MemoryPart]:
-        """Return one part for each model, then one for each head.
+        """Return one MemoryPart for each model, then one for each draft head.
 
         Packed matrices of a model count with their packed bytes, and all its other weights count in `dtype`.
         """
@@ -85,7 +85,7 @@ class CudaSizes(ReferenceSizes):
         yield sum(math.prod(weight.shape) for weight in known if weight.name not in grouped) * itemsize(self.dtype)
 
     def _row_bytes(self, run: Pass, num_rows: int) -> int:
-        """Return the bytes of a layer's rows.
+        """Return the bytes of the rows that one layer computes.
 
         The rows are the residual stream and its norm, the partial sums of the widest product, queries and outputs of
         attention, partial results of attention, and the inner rows of the feed-forward part.

@@ -297,7 +297,7 @@ class CudaModel(TorchModel):
         hidden: Tensor | None = None,
         taps: Seq[int] = (),
     ) -> Passed:
-        """Run one pass, but do not count the experts that are chosen for its rows."""
+        """Run one pass, and return its result without the numbers of chosen experts."""
         chosen, is_normed = check_pass(self.config, batch, layers, hidden, taps)
         num = batch.run_starts[-1]
         if num == 0:
@@ -341,7 +341,7 @@ class CudaModel(TorchModel):
         taps: Mapping[int, Tensor],
         sources: Rows | None = None,
     ) -> Tensor:
-        """Launch the kernels of one pass, and return its rows."""
+        """Launch the kernels of one pass, and return the output rows."""
         ops = self._cuda
         x, read = self._begun(rows.ids, rows.positions, hidden, chosen)
         stream = _ResidualStream(x.float().contiguous())
@@ -444,10 +444,7 @@ class CudaModel(TorchModel):
         return Rows(batch, NO_ROWS, [], buffer.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
-        """Return the plan of a pass in which each row of the batch sees the cached source of its run.
-
-        None where there is no encoder.
-        """
+        """Return the plan of a pass in which each row sees the cached encoder input of its run; None without one."""
         if self.encoder is None:
             return None
         check_sources(batch)
@@ -499,10 +496,10 @@ class CudaModel(TorchModel):
 
     @torch.inference_mode()
     def best(self, hidden: Tensor, rows: list[int], num_ids: int) -> tuple[list[int], list[float]]:
-        """Return the id and value of the largest logit for each of these rows of hidden [T, H].
+        """Return the token id and the value of the largest logit in each row of hidden [T, H] that `rows` lists.
 
-        Only the first `num_ids` ids take part. Ties go to the lowest id, and NaN counts as the largest. The results
-        come to the host in one copy.
+        Only the first `num_ids` ids are considered. Ties go to the lowest id, and NaN counts as the largest. The
+        results come to the host in one copy.
         """
         if not rows:
             return [], []
@@ -511,7 +508,7 @@ class CudaModel(TorchModel):
         return [int(id_) for id_ in ids], values
 
     def _best(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """Return the id and value of each row's largest logit, float32 [2, R]."""
+        """Return the token id and the value of each row's largest logit, float32 [2, R]."""
         num = len(hidden)
         if not self._captures or num > GRAPH_ROWS[-1]:
             return self._largest(hidden, num_ids)
@@ -538,9 +535,9 @@ class CudaModel(TorchModel):
     def draw(
         self, hidden: Tensor, rows: list[int], num_ids: int, draws: Seq[Draw], asked: Seq[Seq[int]]
     ) -> tuple[list[Probs], list[int]]:
-        """Draw an id for each of these rows of hidden [T, H], with the settings at the same place in `draws`.
+        """Draw a token id for each row of hidden [T, H] that `rows` lists; draws[i] has the settings for rows[i].
 
-        Only the first `num_ids` ids take part. asked: for each row, further ids whose probabilities are wanted. Returns
+        Only the first `num_ids` ids can be drawn. asked: by row, further ids whose probabilities are wanted. Returns
         each row's distribution and likeliest id. The likeliest id is -1 where the row's largest logit is NaN or
         infinite. The weights of the distributions stay on the device, and can be fetched until the next draw. All other
         results come to the host in one copy.
@@ -563,7 +560,7 @@ class CudaModel(TorchModel):
         return distributions, best
 
     def _fetching(self, probs: Tensor, row: int) -> Callable[[], Row]:
-        """Return a function that copies a row of `probs` to the host. After the next draw, it raises InternalError."""
+        """Return a function that copies a row of `probs` to the host; after the next draw, it raises InternalError."""
         number = self._num_draws
 
         def fetch() -> Row:
@@ -574,7 +571,7 @@ class CudaModel(TorchModel):
         return fetch
 
     def _drawn(self, hidden: Tensor, num_ids: int, draws: Seq[Draw]) -> Drawn:
-        """Draw an id for each of the rows hidden [R, H] from its logits. The result is valid until the next call."""
+        """Draw a token id for each row of hidden [R, H] from its logits. The result is valid until the next call."""
         self._num_draws += 1
         num, cuts = len(hidden), Cuts.of(draws, num_ids)
         size = next((n for n in GRAPH_ROWS if n >= num), num) if self._captures else num
@@ -654,7 +651,7 @@ class CudaModel(TorchModel):
         first_ids: Tensor,
         distributions: _DrawnDistributions,
     ) -> list[list[int]] | None:
-        """Continue each run after its first id, and return all ids by run; None where a logit is NaN or infinite.
+        """Continue each run after its first id, and return all ids by run; None where a largest logit is not finite.
 
         first_ids: the first id of each run. Each pass replays a graph that ends with the choice of the next ids.
         """
@@ -736,7 +733,7 @@ class CudaModel(TorchModel):
         return _Graph(replay, out, rows, keeps=state)
 
     def _ids(self, hidden: Tensor, num_ids: int) -> Tensor:
-        """Return the likeliest id of each row, int32 on the device; -1 where the largest logit is NaN or infinite."""
+        """Return each row's likeliest token id, int32 on the device; -1 where the largest logit is NaN or infinite."""
         return self._cuda.largest(self.logits(hidden, num_ids))[1]
 
     @staticmethod
@@ -788,7 +785,7 @@ MOST_AHEAD = 256  # passes of one call of `run_ahead`
 
 
 def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[], Row]) -> Probs:
-    """Return the distribution from which an id was drawn on the device.
+    """Return the distribution from which a token id was drawn on the device.
 
     chances: the probabilities that are already on the host, by id. fetch: copies the whole distribution.
     """
@@ -798,9 +795,9 @@ def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[]
 
 
 class _DrawnDistributions:
-    """The probabilities of the ids that `run_ahead` draws, and whole distributions where the judge may need them.
+    """The probabilities of the ids that `run_ahead` draws, and whole distributions where verification may need them.
 
-    The judge does not need them where the drafter shares the noise of its target, because a rejected token is then
+    Verification does not need them where the drafter shares the noise of its target, because a rejected token is then
     replaced without a look at the draft's distributions.
     """
 
@@ -818,7 +815,7 @@ class _DrawnDistributions:
             self._rows.append(drawn.probs[:num].clone())
 
     def probs_of(self, ids: list[list[int]]) -> list[list[Probs]]:
-        """Return the distribution of each id, by run."""
+        """Return, by run, the distribution from which each id was drawn."""
         chances = torch.stack(self._chances).tolist() if self._chances else []
         return [
             [_afar(draw, id_, {id_: chances[i][b]}, self._fetching(i, b)) for i, id_ in enumerate(run_ids)]
@@ -853,7 +850,7 @@ class _RunAheadState:
     def begin(
         self, batch: RaggedBatch, tables: Seq[Seq[int]], block_tokens: int, limits: list[int], first_ids: Tensor
     ) -> None:
-        """Prepare to continue each run after its last row. first_ids: the first ids to feed."""
+        """Prepare to continue each run after its last row. first_ids: for each run, the first token id to feed."""
         array = self._host.numpy()
         size, num = self.layout.size, len(limits)
         fill(array[:size], self.layout, batch, tables, block_tokens)

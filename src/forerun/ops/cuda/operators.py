@@ -66,7 +66,8 @@ class Tiles:
     def of(cls, num_out: int, num_in: int, itemsize: int, times: int = 1) -> Tiles:
         """Return how to cut a matrix into tiles. This does not depend on the number of rows of a pass.
 
-        times: how many matrices of this size each row is multiplied by in one call, such as its experts' ones.
+        times: how many matrices of this size each row is multiplied by in one call, such as one for each of its
+        experts.
         """
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:
@@ -111,7 +112,7 @@ class CodeTiles:
 
 @dataclass(frozen=True)
 class PartialSums:
-    """A product as partial sums [splits, T, O], to be added in order, and a bias that is not added yet."""
+    """A matrix product as partial sums [splits, T, O], to be added in order, and a bias that is not added yet."""
 
     sums: Tensor
     bias: Tensor | None
@@ -144,7 +145,7 @@ class CudaOps(ReferenceOps):
 
     @property
     def build(self) -> str:
-        """The version of Triton, and the card. Bits are guaranteed, and speeds were measured, for these two alone."""
+        """The version of Triton, and the card: bitwise equality and measured speeds hold for these two alone."""
         import triton
 
         card = "interpreter" if interprets() else torch.cuda.get_device_name()
@@ -319,7 +320,7 @@ class CudaOps(ReferenceOps):
         return out
 
     def activated(self, act: Act, x: Tensor) -> Tensor:
-        """Apply an activation to every number."""
+        """Apply an activation to every element of x."""
         rows = x.flatten(0, -2).contiguous()
         return self.inner(act, False, PartialSums(rows[None], None), torch.float32).view(x.shape)
 
@@ -343,7 +344,7 @@ class CudaOps(ReferenceOps):
         return pairs, best
 
     def largest_in_parts(self, logits: Tensor, part_ids: int) -> tuple[Tensor, Tensor]:
-        """Return the value and the id of the largest logit in each part of `part_ids` ids.
+        """Return the value and the token id of the largest logit in each part of `part_ids` ids.
 
         The values are float32 [T, parts], and the ids are int32 [T, parts].
         """
@@ -605,7 +606,7 @@ def _power(n: int) -> int:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return the precision of products of a dtype, in Triton's words. float32 is not multiplied as TF32."""
+    """Return Triton's name for the precision with which a dtype is multiplied; float32 is not multiplied as TF32."""
     if interprets():
         return "widened"
     return "ieee" if dtype == torch.float32 else "tf32"

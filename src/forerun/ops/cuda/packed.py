@@ -22,11 +22,11 @@ from forerun.ops.torch_tensors import tensor_of
 TILE = 64  # outputs of a tile: what the matrix instructions of four warps take
 STEP = 128  # inputs of a step of the kernel; rows of codes are filled up with zeros
 LEAST_GROUP = 16  # weights of a group: what the matrix instructions take at least
-OF_GROUPS = ("scales", "zeros", "minimums", "supers", "super_minimums")  # tensors with numbers of groups
+OF_GROUPS = ("scales", "zeros", "minimums", "supers", "super_minimums")  # tensors with a value for each group
 
 
 def packs(scheme: Scheme) -> bool:
-    """Tell whether matrices of this scheme are packed."""
+    """Tell whether matrices of this scheme can be packed."""
     return scheme.bits in (2, 3, 4, 5, 6, 8) and _span(scheme.group) >= LEAST_GROUP
 
 
@@ -49,7 +49,7 @@ class Packed:
     outputs. A unit is 64 inputs of 4 bits, or 32 of 8 bits, and belongs to 4 warps of 8 by 4 threads, with 4 words for
     each thread. The code of output 16 w + 8 h + g and input 16 n + 8 j + 2 t + e lies with warp w and thread (g, t). A
     code of 4 bits is nibble 4 e + 2 h + j of the thread's word n. A code of 8 bits is byte 2 e + j of the thread's word
-    2 n + h. The numbers of a group lie in the order w, g, h.
+    2 n + h. The 64 scales, zeros or minimums of a group lie in the order w, g, h.
     """
 
     kind: str
@@ -107,7 +107,7 @@ class Packed:
     @overload
     def __getitem__(self, rows: list[int]) -> Tensor: ...
     def __getitem__(self, rows: slice | list[int]) -> Packed | Tensor:
-        """Return some outputs.
+        """Return the chosen outputs, which are the rows of the matrix.
 
         A slice stays packed, and is not copied if it begins where a tile begins. For a list of outputs, dequantised
         rows are returned; see `rows`.
@@ -124,7 +124,7 @@ class Packed:
         return replace(self, num_out=num, **parts)
 
     def _taken(self, name: str, ids: Tensor) -> Tensor:
-        """Return some outputs of the tensor `name` in order: uint8 codes [n, I], or numbers of groups [n, groups]."""
+        """Return the outputs `ids` of the tensor `name`: uint8 codes [n, I], or one number per group [n, groups]."""
         part: Tensor = getattr(self, name)
         tile, place = ids // TILE, ids % TILE
         warp, half, thread = place // 16, place // 8 % 2, place % 8
@@ -167,7 +167,7 @@ class Packed:
         return replace(self, num_out=num_out, num_in=num_in, **laid)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return some outputs dequantised, float32 [n, I]."""
+        """Return the outputs with these indices, dequantised, float32 [n, I]."""
         taken = {name: self._taken(name, ids.long()) for name in self._tensors()}
         groups = -(-self.num_in // self.group)
         numbers = {name: part[:, :groups].float() for name, part in taken.items() if name != "codes"}
@@ -229,10 +229,7 @@ class Packed:
 
     @classmethod
     def _of_rows(cls, rows: QuantisedRows, device: torch.device) -> tuple[Packed, dict[str, Tensor]]:
-        """Return a matrix in the form of these rows, and its tensors in the order of outputs.
-
-        The returned matrix is not laid out yet.
-        """
+        """Return a matrix in the form of these rows, not laid out yet, and its tensors in the order of outputs."""
         rows = rows.looked_up()
         scheme, num_in = rows.scheme, rows.codes.shape[1]
         kind = "fp8" if scheme.floats else "int4" if scheme.bits <= 4 else "int8"
@@ -273,9 +270,9 @@ def _filled(part: Tensor, columns: int, rows: int | None = None) -> Tensor:
 
 
 class CudaWeights(Mapping[str, Any]):
-    """The weights of a model on the device. The matrices of one product lie side by side.
+    """The weights of a model on the device. Matrices that share an input lie side by side.
 
-    wholes: for each packed product, the joined matrix, by the names of the matrices in it.
+    wholes: the joined packed matrix of each group that shares an input, by the names of the matrices in the group.
     """
 
     def __init__(self, spec: Spec, weights: Mapping[str, Tensor | QuantisedMatrix]) -> None:
@@ -304,7 +301,7 @@ class CudaWeights(Mapping[str, Any]):
         return known[0].name, tensor
 
     def _packed(self, parts: Seq[tuple[Weight, Tensor | QuantisedMatrix]], device: torch.device) -> bool:
-        """Pack the matrices of a product if they share one scheme. Returns whether they do."""
+        """Pack matrices that share an input, if they also share one scheme. Returns whether they do."""
         matrices = [part for _, part in parts if isinstance(part, QuantisedMatrix)]
         if len(matrices) < len(parts) or len({part.scheme for part in matrices}) > 1:
             return False
@@ -317,7 +314,7 @@ class CudaWeights(Mapping[str, Any]):
         return True
 
     def of_encoder(self, weights: Mapping[str, Any]) -> CudaWeights:
-        """Return these weights of the encoder, by their names in its spec, as CudaWeights."""
+        """Return the encoder's weights as CudaWeights. weights: the same by their names in the encoder's spec."""
         encoder = CudaWeights.__new__(CudaWeights)
         names = {blocks.of_encoder(name): name for name in weights}
         encoder._by_name = dict(weights)
@@ -329,7 +326,7 @@ class CudaWeights(Mapping[str, Any]):
         return encoder
 
     def join(self, weights: Mapping[str, Any], names: list[str]) -> Projections:
-        """Return one product of the matrices of these names."""
+        """Return one Projections of the matrices with these names, which share their input."""
         whole = self.wholes.get(tuple(f"{name}.weight" for name in names))
         if whole is None:
             return Projections.of(weights, names)
@@ -357,7 +354,7 @@ def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:
 
 
 def _side_by_side(spec: Spec, known: Seq[Weight], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors with the matrices of each product in one storage. Matrices that lie apart are copied there."""
+    """Return tensors in which matrices that share an input share a storage; matrices that lie apart are copied."""
     groups = [group for group in blocks.products(known).values() if len(group) > 1]
     pairs = [(tensors[a.name], tensors[b.name]) for group in groups for a, b in itertools.pairwise(group)]
     if all(a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes for a, b in pairs):

@@ -21,8 +21,8 @@ Ints = npt.NDArray[np.int32]
 class Layout:
     """The sizes of the array that describes a pass; see Rows for the parts of the array.
 
-    rows, runs: the numbers of rows and of runs. tail: the number of entries in the tail of each row. blocks: the number
-    of blocks in the table of each run.
+    rows, runs: the numbers of rows (new tokens) and of runs (sequences). tail: the number of entries in each row's
+    tail, which lists cache rows one by one (see Rows). blocks: the number of blocks in each run's table.
     """
 
     rows: int
@@ -32,7 +32,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The number of int32 numbers in the array."""
+        """The length of the array."""
         return self.rows * (PER_ROW + self.tail) + self.runs * self.blocks
 
 
@@ -74,7 +74,7 @@ class Rows(CacheView):
     tables: Tensor = None  # type: ignore[assignment]
 
     def part(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return some rows of `lengths`, `seen`, `runs`, `tails` and `positions`."""
+        """Return rows `start` to `stop` - 1 of `lengths`, `seen`, `runs`, `tails` and `positions`."""
         tensors = self.lengths, self.seen, self.runs, self.tails, self.positions
         return tuple(part[start:stop] for part in tensors)  # type: ignore[return-value]
 

@@ -1,7 +1,7 @@
-"""Draws on the device: rows of logits become distributions and ids there, with the same bits as in forerun.sampling.
+"""Draws on the device, where logits become distributions and token ids, with the same bits as in forerun.sampling.
 
 A verification step then copies a few ids and probabilities to the host instead of whole rows. Where a token was
-rejected, the judge fetches the whole row (`types.Probs`).
+rejected, verification fetches the whole row (`types.Probs`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Cuts:
 
 
 def fill(numbers: NUMBERS, draws: Seq[Draw], width: int) -> None:
-    """Write the settings of draws into numbers [fields, R]; rows beyond the draws take the likeliest id."""
+    """Write the settings of draws into numbers [fields, R]; rows without a draw take the likeliest id."""
     numbers[Field.KIND, len(draws) :] = 0
     numbers[Field.TOP_K, len(draws) :] = 0
     numbers[Field.TOP_P, len(draws) :] = _bits(1.0)
@@ -130,7 +130,7 @@ class Settings:
 
 @dataclass
 class Sampler:
-    """The launcher of the kernels that draw ids.
+    """The launcher of the kernels that draw token ids.
 
     largest(logits, part_ids): returns the values and ids [R, parts] of the largest logit in each part of `part_ids`
     ids.
@@ -143,7 +143,7 @@ class Sampler:
     part_ids: int = PART_IDS
 
     def draw(self, logits: Tensor, settings: Tensor, depths: Tensor, cuts: Cuts) -> Drawn:
-        """Draw an id for each row of logits [R, V], float32. settings: int64 [fields, R], see Field.
+        """Draw a token id for each row of logits [R, V], float32. settings: int64 [fields, R], see Field.
 
         depths: int32 [R]; the token of row r is at its draw's position plus depths[r]. The launches do not depend on
         what the rows contain, so that a graph can hold them.

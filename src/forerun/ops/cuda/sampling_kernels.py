@@ -27,7 +27,7 @@ ROUND = tl.constexpr(9)
 RACE = tl.constexpr(1)  # a KIND: by the noise of match; 2 = by the cumulative sum; 0 = the likeliest id
 SUM = tl.constexpr(2)
 MATCH = tl.constexpr(3)  # forerun.sampling.random.PURPOSE_MATCH
-NIBBLES = tl.constexpr(8)  # of a key; each pass of a threshold search fixes one nibble
+NIBBLES = tl.constexpr(8)  # of a sort key; each pass of a threshold search fixes one nibble
 LAST_KEY = tl.constexpr(0x7FFFFFFF)
 HALF = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: adding it rounds a float64 to a whole number
 
@@ -104,10 +104,10 @@ def _top(values, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART: tl.constexpr, PARTS: tl.constexpr):
-    """Return a part's scaled logits, their keys, and which ids lie within the row.
+    """Return a part's scaled logits, their sort keys, and which ids lie within the row.
 
-    Scaled logits are logits less the row's largest, divided by the temperature. Keys are whole numbers that grow as
-    logits fall.
+    Scaled logits are logits less the row's largest, divided by the temperature. Sort keys are whole numbers that grow
+    as logits fall.
     """
     at = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row.to(tl.int64) * width + at, mask=at < width, other=-float("inf"))
@@ -125,12 +125,12 @@ def searched(
 ):  # fmt: skip
     """Fix one nibble of the threshold of a row. One call is one pass of the search.
 
-    The threshold is the least key for which the sum over all keys up to it reaches the row's goal. BY_MASS: whether
-    ticks are summed; otherwise ids are counted. sums int64 [NIBBLES, R, parts, 16]: the sums of each pass, one for each
-    value of the next nibble. An id is included only if its key begins with the known nibbles of the threshold. states
-    int64 [NIBBLES + 1, R, 2]: the known nibbles of the threshold, and the sum over lower keys. goals: int64 [R]. cuts
-    int64 [R, 2]: with HAS_CUT, ids whose keys are above cuts[row, 0] are left out. step: the number of the pass. Pass 0
-    only sums, and the last pass, NIBBLES, only fixes a nibble.
+    The threshold is the least sort key (see _scaled) for which the sum over all keys up to it reaches the row's goal.
+    BY_MASS: whether ticks are summed; otherwise ids are counted. sums int64 [NIBBLES, R, parts, 16]: the sums of each
+    pass, one for each value of the next nibble. An id is included only if its key begins with the known nibbles of the
+    threshold. states int64 [NIBBLES + 1, R, 2]: the known nibbles of the threshold, and the sum over lower keys. goals:
+    int64 [R]. cuts int64 [R, 2]: with HAS_CUT, ids whose keys are above cuts[row, 0] are left out. step: the number of
+    the pass. Pass 0 only sums, and the last pass, NIBBLES, only fixes a nibble.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     step = step.to(tl.int64)
@@ -176,10 +176,10 @@ def searched(
 def counted(
     logits, values, settings, cuts, sums, width, num_rows, num_parts, tick_bits, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Write three sums for each part: the ticks and the number of ids before the cut, and the number of ids at the cut.
+    """Write three sums for each part: the ticks of the ids before the cut, their number, and the number at the cut.
 
-    sums: int64 [R, parts, 3]. cuts int64 [R, 2]: ids with keys below cuts[row, 0] stay. Of the ids whose key is equal
-    to cuts[row, 0], the first cuts[row, 1] stay.
+    sums: int64 [R, parts, 3]. cuts int64 [R, 2]: ids with sort keys below cuts[row, 0] stay. Of the ids whose key is
+    equal to cuts[row, 0], the first cuts[row, 1] stay.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     scaled, keys, inside = _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART, PARTS)
@@ -194,7 +194,7 @@ def counted(
 
 @triton.jit
 def cut_by_number(settings, states, cuts, num_rows):
-    """Set cuts from a search by count, so that the top_k likeliest ids stay. One program for each row."""
+    """Set each row's cut from a search by count, so that the top_k likeliest ids stay. One program for each row."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     top_k = _int_of(settings, TOP_K, row, num_rows)
@@ -204,14 +204,14 @@ def cut_by_number(settings, states, cuts, num_rows):
 
 @triton.jit
 def _at_key(key, tick_bits):
-    """Return the ticks of an id with this key."""
+    """Return the ticks of an id with this sort key."""
     scaled = (key.to(tl.int32) | -0x80000000).to(tl.float32, bitcast=True)
     return _ticks(_exp(scaled), tick_bits, 1)
 
 
 @triton.jit
 def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PARTS: tl.constexpr):
-    """Set goals to top_p times the ticks of the remaining mass, rounded up. One program for each row."""
+    """Set each row's goal to top_p times the ticks of its remaining mass, rounded up. One program for each row."""
     row = tl.program_id(0)
     at = tl.arange(0, PARTS)
     at_part = sums + (row * num_parts + at) * 3
@@ -228,7 +228,7 @@ def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PA
 
 @triton.jit
 def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
-    """Set cuts from a search by mass. The likeliest ids stay, as few as are needed for the mass of top_p."""
+    """Set each row's cut from a search by mass. The likeliest ids stay, as few as are needed for the mass of top_p."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     key, below = tl.load(states + at), tl.load(states + at + 1)
@@ -243,7 +243,7 @@ def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
 
 @triton.jit
 def goal_of_number(settings, goals, num_rows):
-    """Set goals to the number of ids that top_k keeps."""
+    """Set each row's goal to the number of ids that top_k keeps."""
     row = tl.program_id(0)
     tl.store(goals + row, _int_of(settings, TOP_K, row, num_rows))
 
