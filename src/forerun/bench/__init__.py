@@ -1,1 +1,1 @@
-"""The benchmarks, one per file. Each prints the machine's limit first, then a table, then one line of JSON."""
+"""The benchmarks of `forerun bench` and `forerun tune`. Each measures, prints tables, and returns a record for JSON."""

@@ -18,14 +18,14 @@ GRAIN_BYTES = 1 << 22  # the size of a buffer is a multiple of this
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of the fastest reading probe, and its name."""
+    """The bytes per second that the fastest reading probe reached, and the probe's name."""
 
     bytes_per_s: float
     probe: str
 
 
 def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
-    """Return the fastest probe of num_repeats rounds. After max_s seconds no further round begins."""
+    """Return the rate of the fastest probe in num_repeats rounds. After max_s seconds no further round begins."""
     probes = Probes(device)
     end_s = time.perf_counter() + max_s
     best = probes.read()
@@ -36,7 +36,7 @@ def measure(device: str, num_repeats: int = 7, max_s: float = 2.0) -> Bandwidth:
 
 
 class Probes:
-    """The probes: several ways to read a large buffer. They can run between runs of the measured code.
+    """Several ways to read a large buffer, called probes. They can run between runs of the measured code.
 
     The fastest probe sets a limit that no kernel may exceed. There are several probes, because a plain loop of loads is
     slower than a kernel that prefetches, and because the fastest probe differs from machine to machine. On a CPU
@@ -56,7 +56,7 @@ class Probes:
             self._torch = {"sum by numpy": np.full(self.num_bytes // 4, 0.5, np.float32).sum}
 
     def read(self) -> Bandwidth:
-        """Run every probe once, and return the fastest."""
+        """Run every probe once, and return the rate of the fastest."""
         rates = self.read_each()
         best = max(rates, key=lambda name: rates[name])
         return Bandwidth(rates[best], best)
@@ -70,7 +70,7 @@ class Probes:
 
 
 def _buffer_bytes(device: str) -> int:
-    """Return the size of one buffer in bytes: at most an eighth of the free memory, because a CPU has two buffers."""
+    """Return the size of one buffer in bytes: at most 1/8 of the free memory, because a CPU may need two buffers."""
     wanted = MIN_BYTES if device == "cuda" else max(MIN_BYTES, native.num_threads() * MIN_BYTES_PER_THREAD)
     free = available_bytes(device)
     return max(1, min(wanted, wanted if free is None else free // 8) // GRAIN_BYTES) * GRAIN_BYTES
@@ -91,7 +91,7 @@ def _torch_probes(device: str, num_bytes: int) -> dict[str, Callable[[], object]
 
 
 def _time(probe: Callable[[], object], device: str) -> float:
-    """Return the seconds of one run of a probe, until the device's queue is empty."""
+    """Run a probe once, and return the seconds until the device has finished its work."""
     _wait(device)
     start = time.perf_counter()
     probe()

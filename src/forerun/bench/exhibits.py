@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of pictures, by the kind of a token or pass.
+# The colours of pictures, by the kind of a token or pass.
 COLOURS = {
     "accepted": "#157038",
     "rejected": "#b91c2b",
@@ -63,7 +63,7 @@ Value = float | int | str | Interval | Tokens | None
 
 @dataclass(frozen=True)
 class Curve:
-    """One series of numbers in a panel. style: line, steps or dots. spans: the whiskers of dots."""
+    """One series of numbers in a panel. style: line, steps or dots. spans: an interval for each dot."""
 
     label: str
     xs: Seq[float]
@@ -75,7 +75,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. names: labels for y = 0, 1, 2 ..., from the top down, in place of numbers on the y axis."""
+    """One plot. names: texts for y = 0, 1, 2 ..., from the top down, in place of numbers on the y axis."""
 
     title: str
     x_label: str
@@ -130,16 +130,15 @@ class Exhibit:
 
 
 def columns(form: str, *names: str) -> list[Column]:
-    """Return a column of an exhibit for each name. All of these columns format their values by `form`."""
+    """Return a column of an exhibit for each name. `form` formats the values of all these columns."""
     return [Column(name, form=form) for name in names]
 
 
 def dots(label: str, rows: Seq[Seq[Value]], column: int, spans: int | None = None) -> Curve:
-    """Return one column of a table as dots, with the row's index as y.
+    """Return a curve of dots: the numbers of one column of a table as x, and the indices of their rows as y.
 
-    Rows without a number in this column are left out.
-
-    spans: the index of the column that holds an interval for each number.
+    Rows without a number in this column are left out. spans: the index of the column that holds an interval for each
+    number.
     """
     known = [(y, row) for y, row in enumerate(rows) if isinstance(row[column], int | float)]
     intervals = [row[spans] if spans is not None else None for _, row in known]
@@ -229,7 +228,7 @@ def write_exhibit(exhibit: Exhibit, folder: Path) -> list[Path]:
 
 
 def record_of(exhibit: Exhibit) -> dict[str, Any]:
-    """Return an exhibit for JSON, with each row as a mapping from column names to values.
+    """Return an exhibit as JSON values, with each row as a mapping from column names to values.
 
     Raises InternalError where two columns have the same name.
     """
@@ -242,7 +241,7 @@ def record_of(exhibit: Exhibit) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in types that JSON can hold. A token becomes a pair of text and kind."""
+    """Return a value in types that JSON can hold. A token becomes the pair [text, kind]."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, Tokens):

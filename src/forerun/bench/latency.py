@@ -2,7 +2,7 @@
 
 All variants are measured in the same run, interleaved prompt by prompt, because a shared machine's memory is faster in
 one minute than in the next. The speed-up is the median of the ratios of single prompts. results.py computes the
-numbers.
+rates and costs.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def planned(workload: str | None, given: Mapping[str, Any]) -> tuple[LatencyPlan, dict[str, Any]]:
-    """Return the plan and the engine's options.
+    """Return the benchmark's plan, and the options of the engine that a named workload sets.
 
-    A workload sets both, and the given options override the workload's plan. Raises BadOption for an unknown workload,
-    and for a shape that is given together with a workload.
+    given: options of the plan, which override the workload's plan. Raises BadOption for an unknown workload, and for a
+    shape that is given together with a workload.
     """
     if workload is not None and workload not in WORKLOADS:
         raise BadOption(registry.unknown("workload", workload, WORKLOADS))
@@ -104,7 +104,7 @@ def run(config: EngineConfig, plan: LatencyPlan) -> dict[str, Any]:
 
 
 def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measured:
-    """Run the measurement, print its size, and return the results.
+    """Run the measurement, print how many prompts and drafters it has, and return the results.
 
     Raises UserError where the measurement is impossible.
     """
@@ -141,9 +141,9 @@ def measured(config: EngineConfig, plan: LatencyPlan, console: Console) -> Measu
 
 
 def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
-    """Return (id, text) of the first `num` held-out prompts, one from each source module in turn.
+    """Return the name and the text of the first `num` held-out prompts, one from each source module in turn.
 
-    Raises NotFound, BadOption.
+    Raises NotFound for a missing file, and BadOption for a file of another form.
     """
     prompts = read_texts_or_ids(num, file)
     for name, prompt in prompts:
@@ -153,7 +153,7 @@ def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
 
 
 def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Prompt]]:
-    """Return (id, prompt) as `read_prompts` does. A line of the file may also have "ids" in place of "text"."""
+    """Return what `read_prompts` returns. A line of the file may also have token ids ("ids") in place of "text"."""
     file = file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -178,7 +178,7 @@ def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Pro
 
 
 def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, console: Console) -> dict[Variant, LLM]:
-    """Return an engine for each drafter and length, plain decoding first. All engines share the target's weights."""
+    """Return an engine for each drafter and draft length, plain decoding first. All share the target's weights."""
     # With prefix caching, a prompt's second run would find most of the first run's cache.
     options = {**config.options(), "draft": "none", "prefix_caching": False}
     llms = {PLAIN: LLM(checkpoint, **options)}
@@ -207,12 +207,12 @@ def engines(checkpoint: Checkpoint, config: EngineConfig, plan: LatencyPlan, con
 
 
 def _models(config: EngineConfig, plan: LatencyPlan) -> tuple[str, ...]:
-    """Return the draft models to widen."""
+    """Return the specs of the draft models to widen."""
     return plan.drafts or (str(config.draft) if config.draft not in ("none", "auto") else "model",)
 
 
 def loaded_once(draft: str | Checkpoint, target: Checkpoint, ignore: Collection[str]) -> str | Checkpoint:
-    """Load a draft model that has no options, so that all lengths share it. Return any other draft unchanged."""
+    """Load a draft model given without options, so that all engines share it. Return any other draft unchanged."""
     if isinstance(draft, Checkpoint):
         return draft
     shipped = is_shipped(target.opened.path)
@@ -254,7 +254,7 @@ class Clock:
 
 
 class ForwardClock(Clock):
-    """A clock of a runner's forward passes, `run_ahead` included."""
+    """A clock that counts the seconds in a runner's `forward` and `run_ahead`."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class ForwardClock(Clock):
 
 
 class EncoderClock(Clock):
-    """A clock of an LLM's encoders: the target's and the draft model's."""
+    """A clock that counts the seconds in an LLM's encoders: the target's and the draft model's."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def tallied(
 
     Each prompt begins with a different variant than the prompt before it, because a run may be slower after one variant
     than after another. The runs of a tally are in the order of repeats, and within a repeat in the order of prompts.
-    Two variants may share an engine.
+    Several variants may have the same engine.
     """
     by_id = {id(llm): llm for llm in llms.values()}
     for llm in by_id.values():
@@ -332,7 +332,7 @@ def run_once(
     clock: ForwardClock | None,
     encoder: Clock | None = None,
 ) -> list[int]:
-    """Run one prompt and return the ids of its output; see `run_together`."""
+    """Run one prompt and return the token ids of the output; see `run_together`."""
     return run_together(llm, [prompt], [params], tally, clock, encoder)[0]
 
 
@@ -346,11 +346,11 @@ def run_together(
     *,
     detail: bool = False,
 ) -> list[list[int]]:
-    """Run prompts at once, add their numbers to `tally`, and return the ids of their outputs.
+    """Run prompts at once, add the measurements to `tally`, and return the token ids of the outputs.
 
-    Time counts from the end of the prefill before decoding begins, because every variant pays for it alike. clock:
-    measures the time of the draft model's passes. encoder: measures the time of the encoders, which is not part of the
-    time per token. detail: whether the reports of steps contain their rounds.
+    The time per token leaves out the prefill before decoding begins, because it takes every variant the same time.
+    clock: measures the time of the draft model's passes. encoder: measures the time of the encoders, which the time per
+    token leaves out, too. detail: whether the reports of steps contain `rounds`, the drafts and what was accepted.
     """
     encoder = encoder or Clock()
     for one in filter(None, (clock, encoder)):
@@ -380,7 +380,7 @@ def run_together(
 
 
 class Took(NamedTuple):
-    """The seconds of one answer, and the seconds until its first tokens. num_first: the number of first tokens."""
+    """The seconds of one answer. first_s: until the end of the first step that emits tokens. num_first: its tokens."""
 
     seconds: float
     first_s: float
@@ -390,7 +390,7 @@ class Took(NamedTuple):
 def answered(
     llm: LLM, ids: list[int], params: SamplingParams, hear: Callable[[StepReport], object] = lambda report: None
 ) -> tuple[RequestOutput, Took]:
-    """Answer one prompt, and return the output and its times. hear: called with the report of every step."""
+    """Answer one prompt, and return the output and the seconds it took. hear: called with the report of every step."""
     firsts = list[tuple[float, int]]()
 
     def note(report: StepReport) -> None:

@@ -4,7 +4,7 @@ A way is a drafter with a pacing policy and a verification rule. Each policy has
 same target, and a request chooses its drafter. The ways take turns on every prompt, in an order that rotates, because a
 shared machine is faster in one minute than in the next. A speed-up compares a run with the run of plain decoding in the
 same turn. Where a rule must keep the text of plain decoding, the two texts are compared. methods_results.py computes
-the numbers.
+the speed-ups.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
 
 
 def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
-    """Return the first prompts of each kind, in rotation over the kinds. Raises NotFound, BadOption."""
+    """Return the first prompts of each kind of work, one of each kind in turn. Raises NotFound, BadOption."""
     file = plan.prompt_file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -144,10 +144,10 @@ def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
 def _build(
     checkpoint: Checkpoint, config: EngineConfig, plan: MethodsPlan, console: Console
 ) -> tuple[dict[str, LLM], list[Way], dict[str, str]]:
-    """Build an engine for each policy, with all drafters that can serve.
+    """Build an engine for each pacing policy, with all drafters that are possible for this target.
 
-    Returns the engines, the ways, and the reasons why other drafters cannot serve. Raises UserError where a drafter
-    that the user named cannot serve at all.
+    Returns the engines by policy, the ways to measure, and by drafter the reason why it is left out. Raises UserError
+    where a drafter that the user named is impossible under every rule.
     """
     # With prefix caching, a prompt's second run would find the first run's cache, and a drafter would learn nothing
     # from the part that is not run.
@@ -197,20 +197,20 @@ def named_ways(ways: Seq[Way], plan: MethodsPlan | SuitePlan) -> list[Way]:
 
 
 def _compared(plan: MethodsPlan | SuitePlan) -> list[str]:
-    """Return the options that make up the names of ways: those with several values, otherwise only the drafter."""
+    """Return the options that the names of ways show: all options with several values, or else only the drafter."""
     several = {"draft": plan.drafts, "pacing": plan.pacings, "rule": plan.acceptances}
     names = [name for name, values in several.items() if len(values) > 1 or (name == "draft" and not values)]
     return names or ["draft"]
 
 
 def same(ways: Seq[Way]) -> str:
-    """Return a text of the fields that are the same in all ways, with a comma before each field."""
+    """Return a text with the options that are the same in all ways, such as ", draft suffix, rule match"."""
     values = {what: {getattr(way, name) for way in ways} for name, what in _FIELDS.items()}
     return "".join(f", {what} {value}" for what, (value, *others) in values.items() if value is not None and not others)
 
 
 def title_of(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
-    """Return the model and the machine, in two lines."""
+    """Return a picture's title in two lines: the model and the machine."""
     model = checkpoint.model
     widened = "" if shape == "none" else f" widened to {shape}"
     name = "shipped model" if is_shipped(checkpoint.opened.path) else checkpoint.name
@@ -223,7 +223,7 @@ def title_of(checkpoint: Checkpoint, shape: str, ceiling: Ceiling) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun."""
+    """Return a number with its noun, such as 1 prompt or 2 prompts."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
@@ -324,9 +324,10 @@ def _clock(llm: LLM, drafter: Drafter) -> ForwardClock | None:
 
 
 def compare(texts: Mapping[str, list[int]], name: str, temperature: float, tokenizer: Tokenizer) -> None:
-    """Raise InternalError for the first way that changed plain decoding's text.
+    """Raise InternalError for the first way that wrote another text than plain decoding.
 
-    The message shows where the two texts differ. texts: token ids by way. name: the prompt's name.
+    The message shows where the two texts differ. texts: the token ids of each way, by the way's name. name: the
+    prompt's name.
     """
     plain = texts[PLAIN]
     for spec, text in texts.items():
@@ -342,7 +343,7 @@ def compare(texts: Mapping[str, list[int]], name: str, temperature: float, token
 def print_compared(
     num_compared: int, ways: Seq[Way], plan: MethodsPlan | SuitePlan, ops: Operators, console: Console
 ) -> None:
-    """Print how many texts were compared, and why the other texts were not."""
+    """Print how many texts were compared with plain decoding's, and why the other texts were not."""
     if num_compared:
         console.print(f"All {num_compared} compared texts of drafters are plain decoding's, token for token.")
     if not ops.row_invariant:

@@ -31,7 +31,7 @@ def draw(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], file: Path,
     """Save a picture with a row of panels for each temperature: speed-ups with whiskers, and a heat map of the kinds.
 
     Within a panel the fastest way comes first, and plain decoding against itself comes last. title: the model and the
-    machine. about: the prompts and runs.
+    machine. about: how many prompts were run, and how often.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The results of `forerun bench methods`: numbers by way and kind of work, and two tables for each temperature.
+"""The results of `forerun bench methods`: rates by way and kind of work, and two tables for each temperature.
 
 A way is a drafter with a pacing policy and a verification rule. A cell is one way on one kind, and a summary is one way
 on all kinds. Each run of a prompt gives a ratio: the seconds per token of plain decoding in the same turn, divided by
@@ -27,11 +27,11 @@ MOST_UNBROKEN = 6  # characters of a kind's name in the head of a column; longer
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts over the steps of some runs. alpha_hat is None where no drafted token was tested.
+    """What is counted over the steps of some runs. alpha_hat is None where no drafted token was tested.
 
-    tokens_per_pass: the mean accepted length, the target's own token included. overhead_share: the share of the steps'
-    time outside of the passes of target and draft model. The work of a drafter without a model counts as overhead.
-    draft_share: the share of the steps' time that drafting takes.
+    tokens_per_pass: the tokens that a step emits on average, the target's own token included. overhead_share: the
+    share of the steps' time outside of the passes of target and draft model. The work of a drafter without a model
+    counts as overhead. draft_share: the share of the steps' time that drafting takes.
     """
 
     num_tokens: int
@@ -56,9 +56,10 @@ class Cell(Counts):
 
 @dataclass(frozen=True)
 class Summary(Counts):
-    """One way at one temperature. Rates are geometric means over the kinds, and counts are over all steps.
+    """One way over all kinds of work at one temperature. Rates are geometric means over the kinds.
 
-    speedup_range: the least and the greatest speed-up over the rounds. A round has one run of each kind.
+    The fields of Counts are over all steps. speedup_range: the least and the greatest speed-up over the rounds. A
+    round has one run of each kind.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Summary(Counts):
 
 
 def counts_of(tallies: Seq[Tally]) -> Counts:
-    """Compute the counts over the steps of these runs."""
+    """Compute the Counts of all steps of these runs."""
     steps = [step for tally in tallies for step in tally.steps]
     seconds = sum(step.seconds for step in steps)
     tested, accepted = (sum(tally.total(name) for tally in tallies) for name in ("num_tested", "num_accepted"))
@@ -85,7 +86,7 @@ def counts_of(tallies: Seq[Tally]) -> Counts:
 
 
 def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
-    """Return one cell per tally. tallies: by temperature, kind and way; one of the ways is plain decoding."""
+    """Return one cell per tally. tallies: by temperature, kind and name of the way; PLAIN is among the names."""
     cells = []
     for (temperature, kind, name), tally in tallies.items():
         plain = tallies[temperature, kind, PLAIN].seconds_per_token
@@ -153,7 +154,7 @@ def speed_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head
 def counts_table(cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str) -> Table:
     """Return a table of the tokens per pass at one temperature, with a row for each way and a column for each kind.
 
-    Further columns have the counts over all kinds.
+    Further columns have the acceptance rate and the shares of time, over all kinds.
     """
     by_cell = {(cell.name, cell.kind): cell.tokens_per_pass for cell in cells}
     return table(

@@ -15,7 +15,7 @@ _FEW = 0.2  # processors: what services of a quiet machine use, and what is idle
 
 @dataclass(frozen=True)
 class ProcessorTimes:
-    """The processor seconds up to one moment, over all processors: busy, idle, and busy for this process."""
+    """The processor seconds up to one moment: busy and idle over all processors, and busy for this process alone."""
 
     at_s: float
     busy_s: float
@@ -36,7 +36,7 @@ class ProcessorTimes:
     def remark_since(self, begun: ProcessorTimes) -> str | None:
         """Return a sentence about other programs that kept processors busy since an earlier moment.
 
-        None where they used little, or where processors were idle.
+        Returns None where these programs used little, or where some processors were idle all the same.
         """
         wall_s = self.at_s - begun.at_s
         num_busy = (self.busy_s - begun.busy_s - self.process_s + begun.process_s) / wall_s

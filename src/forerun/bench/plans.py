@@ -44,17 +44,17 @@ def shape(default: str | None = "none", help: str = f"{SHAPE_HELP}, or none", **
 
 
 def repeats(default: int = 1, help: str = "times every prompt is run", least: int = 1) -> Any:
-    """Make the field for how often everything is run. least: the smallest allowed number."""
+    """Make the field for how often every prompt is run. least: the smallest allowed number."""
     return option(default, help, flag="--repeats", min=least)
 
 
 def prompt_file(what: str = '"id" and "text"') -> Any:
-    """Make the field for a file with prompts. what: the keys of each line, in words."""
+    """Make the field for a file with prompts. what: the names of a line's JSON fields, as help shows them."""
     return option(None, f"JSON lines with {what}", usual="the shipped ones")
 
 
 def picture(help: str) -> Any:
-    """Make the field for a picture's file."""
+    """Make the field for the file that a picture is written to."""
     return option(None, help, is_written=True)
 
 
@@ -113,7 +113,7 @@ class MethodsPlan(Plan):
 
     drafts: () = every drafter that needs no file. pacings: () = the engine's policy. acceptances: () = the engine's
     choice, which is match at temperature > 0, because every run has a seed. kinds: () = all kinds in the prompt file.
-    picture: the file of a picture. If its name ends in neither .svg nor .png, both files are written.
+    picture: the file of a picture, .svg or .png. Where the name has no suffix, both files are written.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="all")
@@ -144,7 +144,7 @@ class MethodsPlan(Plan):
     def params(
         self, temperature: float, way: Way | None, salt: str, turn: int = 0, ignore_eos: bool = False
     ) -> SamplingParams:
-        """Return the parameters of one run. salt: a drafter may learn from other runs with the same salt."""
+        """Return the parameters of one run. salt: a drafter learns only from other runs with the same salt."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=temperature,
@@ -161,8 +161,8 @@ class SuitePlan(Plan):
     """The options of `forerun bench suite`.
 
     drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: how many of the first prompts to run;
-    None = all. prompts_per_kind: how many of the first prompts of each kind to run; None = all. most_rounds: the most
-    runs of a kind of work. A kind is run again while its two runs with plain decoding differ, see suite.py.
+    None = all. prompts_per_kind: how many of the first prompts of each kind to run; None = all. most_rounds: how
+    often a kind of work is run at most. It is run again while its two runs with plain decoding differ, see suite.py.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="auto")

@@ -38,11 +38,11 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class View:
-    """The plot of a benchmark's rows.
+    """What is plotted of a benchmark's record.
 
-    rows: the record's key for the list of rows. labels: the fields that name a row. values: the fields to plot, each as
-    dots in its own panel. x: the field of the x axis. Where `x` is given, there is one panel with curves instead: one
-    curve for each name and each field of `values`. The range of FIELD is in the field FIELD_range.
+    rows: the field of the record with the list of rows. labels: the fields that name a row. values: the fields to
+    plot, each as dots in its own panel. x: the field of the x axis. Where `x` is given, there is one panel with curves
+    instead: one curve for each name and each field of `values`. The range of FIELD is in the field FIELD_range.
     """
 
     labels: tuple[str, ...]
@@ -88,7 +88,7 @@ pre { font-size: .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 def run(files: Seq[Path], out: Path) -> int:
-    """Write the page, and return its number of records. Raises NotFound, and BadOption for a file without records."""
+    """Write the page, and return how many records it has. Raises NotFound, and BadOption for a file without records."""
     check_can_draw()
     records = [(f"{file.name}, record {i}", record) for file in files for i, record in enumerate(read(file), 1)]
     write_whole(out, page_of(records))
@@ -96,7 +96,7 @@ def run(files: Seq[Path], out: Path) -> int:
 
 
 def read(file: Path) -> list[Record]:
-    """Return the records of a file, which holds one JSON object, or one on each line. Raises NotFound, BadOption."""
+    """Return the records of a file, which holds one JSON object, or one in each line. Raises NotFound, BadOption."""
     if not file.is_file():
         raise NotFound(f"there is no file {shown(str(file))}: name what a benchmark wrote with --json")
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -118,7 +118,7 @@ def read(file: Path) -> list[Record]:
 
 
 def page_of(records: Seq[tuple[str, Record]]) -> str:
-    """Return the HTML page of these records. records: pairs of source and record."""
+    """Return the HTML page of these records. records: pairs of where a record is from, and the record."""
     titles = [_title(record) for _, record in records]
     entries = "".join(f'<li><a href="#r{i}">{escape(title)}</a></li>' for i, title in enumerate(titles))
     sections = "".join(
@@ -154,7 +154,7 @@ def _section(number: int, title: str, source: str, record: Record) -> str:
 
 
 def rows_of(record: Record) -> list[dict[str, Any]]:
-    """Return the rows of a record. The fields that name a row come first, and nested fields become object.field."""
+    """Return the table rows of a record. Fields that name a row come first, and nested fields become object.field."""
     view = VIEWS.get(str(record.get("bench")))
     key = view.rows if view else "lines"
     if "exhibit" in record:
@@ -174,7 +174,7 @@ def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 
 def table_of(rows: Seq[Mapping[str, Any]]) -> str:
-    """Return rows as an HTML table. A column that holds lists is left out, unless they are pairs of numbers."""
+    """Return rows as an HTML table. A column that holds lists is left out, unless the lists are pairs of numbers."""
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
@@ -206,7 +206,7 @@ def _number(value: Any) -> str:
 
 
 def svg_of(picture: Plot | Timeline | Coloured) -> str:
-    """Return a picture as inline SVG, without the ids of groups, because all pictures have the same ids."""
+    """Return a picture as inline SVG, without the ids of groups, which are the same in every picture of the page."""
     file = io.StringIO()
     save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
     svg = file.getvalue()
@@ -214,7 +214,7 @@ def svg_of(picture: Plot | Timeline | Coloured) -> str:
 
 
 def picture_of(record: Record) -> Plot | Timeline | Coloured | None:
-    """Return the picture of a record; None where the record has no numbers that VIEWS selects."""
+    """Return the picture of a record; None where VIEWS selects nothing in the record."""
     if "exhibit" in record:
         return _kept(record.get("picture") or {})
     view = VIEWS.get(str(record.get("bench")))
@@ -266,7 +266,7 @@ def _dots(field: str, rows: Seq[Mapping[str, Any]]) -> Curve:
 
 
 def _kept(picture: Mapping[str, Any]) -> Plot | Timeline | Coloured | None:
-    """Return the picture that an exhibit's record holds."""
+    """Return the picture that an exhibit's record holds; None where it holds none."""
     if "panels" in picture:
         return Plot(
             [Panel(**{**panel, "curves": [Curve(**c) for c in panel["curves"]]}) for panel in picture["panels"]]

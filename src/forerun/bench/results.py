@@ -43,7 +43,7 @@ class Variant:
 
 @dataclass
 class Tally:
-    """The runs of one variant at one temperature.
+    """The measurements of all runs of one variant at one temperature.
 
     seconds_per_token, num_tokens, encoder_s and num_steps have one entry per run, in order. encoder_s: the seconds of
     the encoders, where target and draft model are encoder-decoders. seconds_per_token leaves these seconds out.
@@ -65,7 +65,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the tables and of the JSON record. A rate or prediction is None where there was nothing to count."""
+    """One line of the tables and of the JSON record. A field is None where nothing was counted to compute it from."""
 
     draft: str
     spec_length: int
@@ -136,7 +136,7 @@ def overheads(tally: Tally) -> list[float]:
 def _draft_cost(tally: Tally, plain_pass_s: float) -> float | None:
     """Return c: seconds per drafted token / seconds of a plain pass.
 
-    The median over the steps is taken, because the first draft also catches up with the prompt.
+    The median over the steps is taken, because the first draft takes longer: the draft model also reads the prompt.
     """
     costs = [step.draft_s / step.num_drafted for step in tally.steps if step.num_drafted]
     return median(costs) / plain_pass_s if costs else None
@@ -152,7 +152,7 @@ def _verify_cost(tally: Tally, plain_pass_s: float, spec_length: int) -> float |
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The limit of plain decoding: every token reads the weights once, at the measured bandwidth."""
+    """The limit of plain decoding: every token reads the weights once, at the bandwidth that `probe` measured."""
 
     bytes_per_pass: int
     bytes_per_s: float

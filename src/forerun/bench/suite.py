@@ -62,7 +62,7 @@ class Run:
         return {name: value for name, value in vars(self).items() if name not in ("texts", "steps", "draft_forward_s")}
 
     def add_to(self, tally: Tally, *, is_whole: bool) -> None:
-        """Add the run to a tally: the whole request, or only the part after its first tokens."""
+        """Add the run to a tally: whole requests, or only what follows the first tokens of each turn."""
         seconds, num = self.seconds, self.num_tokens
         if not is_whole:
             seconds, num = seconds - self.first_token_s, num - self.num_first_tokens
@@ -129,7 +129,7 @@ def run(config: EngineConfig, plan: SuitePlan, name: str) -> dict[str, Any]:
 
 
 def ways_of(config: EngineConfig, plan: SuitePlan) -> list[Way]:
-    """Return the ways of drafting, named by the fields in which they differ. Raises BadOption."""
+    """Return the ways of drafting, named by the fields in which they differ. Raises BadOption for wrong options."""
     for spec in plan.pacings:
         pacing.make(spec, config.spec_length)
     for acceptance in plan.acceptances:
@@ -165,7 +165,7 @@ class Measuring:
         self.draft_models: list[LoadedModel] = []
 
     def engine(self, way: Way) -> LLM:
-        """Return a fresh engine over the loaded weights."""
+        """Return a fresh engine for a way of drafting. All engines share the loaded weights."""
         draft = self.drafts.get(way.draft, way.draft)
         options = {**self.config.options(), "draft": draft, "pacing": way.pacing, "extra_drafts": None}
         llm = LLM(self.checkpoint, **options)
@@ -209,7 +209,8 @@ class Measuring:
     def _longest(self, llm: LLM, conversation: Conversation) -> list[int]:
         """Return a prompt that is as long as the last prompt of a conversation can become.
 
-        It counts `max_tokens` tokens for each earlier answer. Only its length matters: one id stands for all answers.
+        Each earlier answer takes `max_tokens` tokens. One repeated token id stands for them, because only the length
+        of the prompt matters.
         """
         messages = list[Message]()
         for turn in conversation.turns:
@@ -292,7 +293,7 @@ class Measuring:
     def _answer(
         self, llm: LLM, ids: list[int], params: SamplingParams, asked: Run, clock: ForwardClock | None
     ) -> tuple[list[int], str]:
-        """Answer one turn, and add its measurements to `asked`."""
+        """Answer one turn, add the measurements to `asked`, and return the answer's token ids and text."""
 
         def note(report: StepReport) -> None:
             draft_s = clock.take() if clock is not None else 0.0
@@ -321,5 +322,5 @@ class Measuring:
         return tallies
 
     def cells(self, *, is_whole: bool) -> list[Cell]:
-        """Return the results of whole requests, or of the parts of requests after their first tokens."""
+        """Return the results of whole requests, or only of what follows the first tokens of each turn."""
         return cells_of(self.tallies(is_whole=is_whole))

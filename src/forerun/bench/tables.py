@@ -28,7 +28,7 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Seq[float]) -> Ratio:
-        """Summarise these values. There must be at least one."""
+        """Return these ratios with their median and range. There must be at least one ratio."""
         return cls(tuple(values), median(values), (min(values), max(values)))
 
 
@@ -39,7 +39,7 @@ class Column:
     name: the heading, in which \\n breaks the line. value: the path of a field of the row, or a function of the row;
     None in exhibits, where rows are tuples. form: the format of a value, or of each end of an interval. absent: the
     text for None. is_text: whether the column is left-justified and folded; None = only if a value is a text. is_once:
-    whether a value is left out where the value above is equal.
+    whether a cell stays empty where the cell above has the same value.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Column:
 
 
 def table(rows: Seq[Any], columns: Seq[Column]) -> Table:
-    """Return a table of these columns, with a line for each row. A value may be a rich Text."""
+    """Return a table with these columns and a line for each row. A value may be a rich Text."""
     grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     shown = [_values(column, rows) for column in columns]
     for column, values in zip(columns, shown, strict=True):

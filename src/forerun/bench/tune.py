@@ -87,7 +87,7 @@ def run(config: EngineConfig, plan: TunePlan) -> dict[str, Any]:
 
 
 def print_use(options: Mapping[str, Any], out: Path | None, console: Console) -> None:
-    """Print how to use the options."""
+    """Print the options, or how to use the config file that holds them."""
     if out is None:
         console.print(f"Options: {', '.join(f'{k}={v}' for k, v in options.items())}; --out FILE writes a config file.")
     else:
@@ -138,9 +138,9 @@ def tuned(bench: TuningEngine, console: Console) -> Found:
 
 
 def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, list[Turn]]:
-    """Run step 1, and return the turns of each drafter.
+    """Run step 1, and return each drafter's turns: the runs of a group of prompts with and without the drafter.
 
-    Groups of prompts for which no time is left are dropped, and are not measured in step 3 either.
+    Groups of prompts for which no time is left are dropped, also for step 3.
     """
     ways = [Way(PLAIN, 0), *(Way(spec, LONGEST) for spec in bench.candidates)]
     task = progress.add_task("what is guessed right", total=len(ways) * (len(bench.groups) + 1))
@@ -188,7 +188,7 @@ def _alpha_hat(turns: Seq[Turn]) -> float | None:
 
 
 def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Prediction | None:
-    """Return the prediction for a way; None for plain decoding and auto."""
+    """Return the prediction for a way; None for plain decoding and pacing=auto."""
     if way.spec_length is None or way.draft == PLAIN:
         return None
     return next(one for one in predictions[way.draft] if one.spec_length == way.spec_length)
@@ -197,7 +197,7 @@ def prediction_of(way: Way, predictions: Mapping[str, Seq[Prediction]]) -> Predi
 def _race(
     bench: TuningEngine, predictors: Mapping[str, Predictor], passes: Passes, until: float, progress: Progress
 ) -> list[Contender]:
-    """Run step 3: whole rounds of all ways in turns, at least FEWEST_ROUNDS, and more while they fit the time."""
+    """Run step 3: rounds in which all ways take turns, at least FEWEST_ROUNDS, and more until the time is over."""
     predictions = {spec: predictor.all() for spec, predictor in predictors.items()}
     contenders = [Contender(way, prediction_of(way, predictions)) for way in contenders_of(predictions)]
     task = progress.add_task("measuring", total=FEWEST_ROUNDS * len(contenders) * len(bench.groups))
@@ -251,9 +251,9 @@ def one_round(
     task: TaskID,
     passes: Passes | None = None,
 ) -> None:
-    """Run all prompts with each contender that is still in the race, in turns.
+    """Run all prompts with each contender that is not out, in turns.
 
-    passes: the pass times, which are corrected by the passes of this round.
+    passes: the predicted pass times, which the passes of this round correct.
     """
     plain = contenders[0]
     running = [one for one in contenders if not one.is_out]
@@ -277,14 +277,14 @@ def one_round(
 
 
 def _together(turns: Mapping[str, Seq[Turn]]) -> float:
-    """Return the mean number of requests that decoded at once."""
+    """Return the mean number of requests that plain decoding ran at once."""
     return fmean(
         step.num_decoding for spec_turns in turns.values() for t in spec_turns for step in full_steps(t.plain.steps)
     )
 
 
 def drop_slow(contenders: Seq[Contender]) -> None:
-    """Stop measuring the ways that are much slower than the best way and have been run in FEWEST_ROUNDS rounds."""
+    """Stop measuring ways that are much slower than the best way, once they have run in FEWEST_ROUNDS rounds."""
     running = [one for one in contenders if not one.is_out]
     best = max(one.measured.speedup for one in running)
     for one in running:

@@ -38,7 +38,7 @@ CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # the share of the time for 
 
 
 def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
-    """Return the specs of the drafters to consider. Raises UserError for a named drafter that cannot serve."""
+    """Return the specs of the drafters to consider. Raises UserError for a named drafter that is impossible here."""
     if plan.only and not plan.drafts:
         raise BadOption("--only leaves no drafter to consider: name some with --draft")
 
@@ -83,8 +83,8 @@ class TuningEngine:
     ) -> TuningEngine:
         """Build the engine. Drafters that the acceptance rule cannot judge are left out.
 
-        Raises UserError where the user named such a drafter. Prefixes are not shared, because a prompt's second run
-        would find the cache of its first run.
+        Raises UserError where the user named such a drafter. Prefix caching is off, because a prompt's second run
+        would find the KV cache of its first run.
         """
         llm = LLM(
             checkpoint,
@@ -116,15 +116,15 @@ class TuningEngine:
         return bench
 
     def serving(self, spec: str) -> Drafter:
-        """Return the drafter that serves requests for a spec."""
+        """Return the drafter that the engine uses now for requests with draft=spec."""
         router = self.llm.engine.drafter
         return router.members[router.chosen(spec)]
 
     def params(self, prompt_params: SamplingParams, way: Way, salt: str, number: int) -> SamplingParams:
         """Return the parameters of one run of a prompt.
 
-        prompt_params: as the prompt came with. salt: a drafter may learn from other runs with the same salt.
-        number: the prompt's number, which is added to the seed.
+        prompt_params: the parameters that the prompt came with. salt: a drafter learns only from other runs with the
+        same salt. number: the prompt's number, which is added to the seed.
         """
         rule = prompt_params.acceptance or ("ratio" if prompt_params.temperature > 0 else None)
         return replace(
@@ -137,7 +137,7 @@ class TuningEngine:
         )
 
     def once(self, way: Way, group: int, salt: str, tally: Tally, *, detail: bool = False) -> None:
-        """Run one group of prompts in one way, and add the numbers to `tally`.
+        """Run one group of prompts in one way, and add the measurements to `tally`.
 
         Raises InternalError where the drafter fails.
         """
@@ -156,7 +156,7 @@ class TuningEngine:
             raise InternalError(f"the drafter {shown(way.draft)} failed: what it raised is logged above")
 
     def warm_up(self, way: Way) -> None:
-        """Run a few tokens of the first group in one way, and measure the passes that the way's policy needs."""
+        """Write a few tokens for the first group in one way, and measure the pass times that the way's pacing needs."""
         kept = self.groups
         self.groups = [[(ids, _short(params)) for ids, params in self.groups[0]]]
         self.once(way, 0, "warm-up", Tally(Variant(way.draft, 0), 0.0))
@@ -166,7 +166,8 @@ class TuningEngine:
     def pass_times(self) -> PassTime:
         """Measure the time of the target's passes by their number of rows.
 
-        The measured numbers of rows are close together, because kernels compute a few rows at a time.
+        The measured numbers of rows are close together, because kernels compute a few rows at a time, so that the time
+        rises in steps.
         """
         engine, size = self.llm.engine, self.plan.concurrency
         if not self.llm.config.calibrate:
@@ -187,7 +188,7 @@ def _short(params: SamplingParams) -> SamplingParams:
 
 
 def encoded(llm: LLM, config: EngineConfig, plan: TunePlan) -> list[tuple[list[int], SamplingParams]]:
-    """Return the prompts as ids, with their parameters.
+    """Return the token ids of each prompt, with its parameters.
 
     A text becomes a user message where the model has a chat template, as in `forerun generate`. Two kinds of models
     continue the text instead: the shipped model, and any model without a template. Raises UserError for an impossible

@@ -40,7 +40,7 @@ FAR_OFF = 3.0  # times the median: a step that took longer was held up by anothe
 class Round:
     """The draft of one sequence in one step.
 
-    parents: the parent of each node, -1 = the last committed token. accepted: the nodes of the accepted path.
+    parents: the index of each node's parent, -1 = the last committed token. accepted: the nodes of the accepted path.
     """
 
     parents: Seq[int]
@@ -55,7 +55,7 @@ class Round:
         return depths
 
     def ranks(self, root: int) -> dict[int, int]:
-        """Return the nodes below `root`, and the rank of each: its place among them in the order of drafting."""
+        """Return the rank of each node below `root`: its index among the nodes below `root`, in drafting order."""
         ranks, below = dict[int, int](), {root}
         for node, parent in enumerate(self.parents):
             if parent in below:
@@ -70,7 +70,7 @@ class Round:
 
 
 class _Token(NamedTuple):
-    """A token that a round emitted. place: its index in `round.accepted`; the target's own token has the next index."""
+    """A token that a round emitted. place: its index in `round.accepted`; len(accepted) for the target's own token."""
 
     round: Round
     place: int
@@ -86,7 +86,7 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """The counts of a run at one draft length.
+    """The predicted counts of a run with one draft length.
 
     num_passes: the number of draft model passes; a round has one pass for each level of its draft. sizes: the number of
     rounds by the size of their draft.
@@ -98,7 +98,7 @@ class Replayed:
 
     @staticmethod
     def joined(parts: Seq[Replayed]) -> Replayed:
-        """Return the sum of several counts."""
+        """Return the sums of several runs' counts."""
         sizes = sum((Counter(part.sizes) for part in parts), Counter[int]())
         return Replayed(sum(p.num_tokens for p in parts), sum(p.num_passes for p in parts), sizes)
 
@@ -114,7 +114,7 @@ class Replayed:
 
     @property
     def tokens_per_pass(self) -> float:
-        """The mean accepted length, the target's own token included."""
+        """The tokens that a round emits on average, the target's own token included."""
         return self.num_tokens / self.num_rounds
 
 
@@ -127,7 +127,7 @@ def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None)
     """Count the rounds of a run with drafts of at most `spec_length` nodes. texts: the recorded rounds of each output.
 
     spec_length: at most the draft length of the recorded run; with exactly that length, the rounds are counted as they
-    were recorded. deepest: the longest path that the drafter makes; None = the longest path in these texts.
+    were recorded. deepest: the most levels of the drafter's drafts; None = the most levels of a draft in these texts.
     """
     deepest = deepest_of(texts) if deepest is None else deepest
     num_tokens, num_passes, sizes = 0, 0, Counter[int]()
@@ -144,7 +144,7 @@ def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None)
 
 
 def _stretches(text: Seq[Round]) -> list[list[_Token]]:
-    """Cut the emitted tokens after each rejection, where a draft of any length has to begin anew."""
+    """Cut the emitted tokens after each rejection and each round without a draft, where any new draft must begin."""
     stretches: list[list[_Token]] = [[]]
     for round_ in text:
         stretches[-1] += [_Token(round_, place) for place in range(len(round_.accepted) + 1)]
@@ -182,7 +182,7 @@ def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: i
 
 
 def alphas(texts: Seq[Seq[Round]]) -> list[float]:
-    """Return accepted / tested tokens for each position, up to the first position without a tested token."""
+    """Return the share of tested tokens that were accepted, for each position before the first untested one."""
     shares = []
     rounds = [round_ for text in texts for round_ in text]
     for depth in range(LONGEST):
@@ -198,9 +198,9 @@ def alphas(texts: Seq[Seq[Round]]) -> list[float]:
 
 
 def full_steps(steps: Iterable[StepReport]) -> list[StepReport]:
-    """Return the steps without prompt tokens in which the most requests decode.
+    """Return the steps that only decode, with as many requests as the fullest of these steps.
 
-    Steps with fewer requests lie at the beginning and the end of a run.
+    Steps with fewer requests come at the beginning and the end of a run.
     """
     decoding = [step for step in steps if step.num_decoding and not step.num_prefill_tokens]
     most = max((step.num_decoding for step in decoding), default=0)
@@ -209,7 +209,7 @@ def full_steps(steps: Iterable[StepReport]) -> list[StepReport]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One group of prompts, run once by plain decoding and once by one drafter at LONGEST."""
+    """One group of prompts, run once by plain decoding and once by one drafter with drafts of LONGEST nodes."""
 
     plain: Tally
     drafted: Tally
@@ -247,10 +247,10 @@ def rest_s(step: StepReport) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one length.
+    """The prediction for one draft length.
 
-    c: the time of a drafted token / the time of a plain pass. v: the time of a pass over a draft / the time of a plain
-    pass.
+    c: the time of a drafted token, divided by the time of a plain pass. v: the time of a target pass over a draft,
+    divided by the time of a plain pass.
     """
 
     spec_length: int
@@ -263,7 +263,7 @@ class Prediction:
 class Passes:
     """The time of a pass over a number of rows, divided by the time of a plain pass in the same turn.
 
-    curve(rows): the calibrated curve, for passes without a text before the rows. `add` takes measured passes on texts,
+    curve(rows): the calibrated curve, for passes without cached tokens. `add` takes measured passes with cached tokens,
     which correct the curve. For the passes between two ROW_EDGES, the correction at their mean number of rows is their
     median error. Between these numbers of rows, the correction is interpolated linearly.
     """
@@ -281,7 +281,7 @@ class Passes:
         self._moved = []
 
     def v(self, rows: float) -> float:
-        """Return the time of a pass / the time of a plain pass, at least 1."""
+        """Return the time of a pass over `rows` rows, divided by the time of a plain pass; at least 1."""
         self._moved = self._moved or [(self.num_together, 0.0), *self._errors()]
         places, errors = zip(*self._moved, strict=True)
         return max(1.0, self._of_curve(rows) + float(np.interp(rows, places, errors)))
@@ -323,7 +323,7 @@ class Predictor:
 
     @cached_property
     def rest_per_token_s(self) -> float:
-        """The seconds outside of passes and drafting that each further token of a step takes.
+        """The seconds outside of passes and drafting that each further emitted token of a step takes.
 
         Further tokens are all tokens of a step beyond one for each sequence.
         """
@@ -352,7 +352,7 @@ class Predictor:
         return (0.0, float(both), float(node)) if both > 0 else (0.0, 0.0, float(seconds.sum() / sizes[:, 1].sum()))
 
     def at(self, spec_length: int) -> Prediction:
-        """Predict one length. The speed-up compares the seconds of all prompts."""
+        """Predict one draft length. The speed-up divides plain decoding's seconds for all prompts by the drafter's."""
         if spec_length not in self._replays:  # counts never change, while `passes` learns
             turns = [turn for turn in self.turns if turn.texts]
             deepest = deepest_of(text for turn in turns for text in turn.texts)
@@ -372,10 +372,10 @@ class Predictor:
         return Prediction(spec_length, total.tokens_per_pass, c, self._v(total), plain_s / drafted_s)
 
     def _v(self, replayed: Replayed) -> float:
-        """Return the mean time of a pass / the time of a plain pass.
+        """Return the mean time of a pass, divided by the time of a plain pass.
 
-        The mean is taken over the times of the rounds. A time at the mean number of rows would be wrong, because a
-        further row costs little up to some number of rows, and much beyond that number.
+        The mean is taken over the times of the rounds. The time at the mean number of rows would be wrong, because a
+        further row costs little up to some number of rows, and much beyond this number.
         """
         mean = replayed.num_nodes / replayed.num_rounds
         others = (self.num_together - 1) * (1 + mean)  # rows of the other sequences of the step
@@ -388,5 +388,5 @@ class Predictor:
         return step_s + (pass_s * replayed.num_passes + node_s * num_nodes) / replayed.num_rounds
 
     def all(self) -> list[Prediction]:
-        """Predict every length."""
+        """Predict every draft length up to LONGEST."""
         return [self.at(spec_length) for spec_length in range(1, LONGEST + 1)]

@@ -68,8 +68,8 @@ class Measured:
 class Contender:
     """A way that is measured.
 
-    predicted: the prediction made before the way was measured; None for plain decoding and auto. is_out: whether the
-    way was so slow that it is not measured any more.
+    predicted: the prediction made before the way was measured; None for plain decoding and pacing=auto. is_out: whether
+    the way was so slow that it is not measured any more.
     """
 
     way: Way
@@ -102,11 +102,11 @@ class Contender:
 class Found:
     """All results of `forerun tune`.
 
-    predictions: the predictions of each drafter, one for each length. doubt: why the choice is left to auto; empty
-    where it is not. alphas: accepted / tested tokens of each drafter for each position. alpha_hats: accepted / tested
-    tokens of each drafter over all positions. pass_s: the seconds of a pass over one row. curve: by number of rows, the
-    seconds of a pass without a text before the rows, divided by pass_s. v: by number of rows, the time of a pass on the
-    prompts, divided by the time of a plain pass. seconds: the duration of the whole run.
+    predictions: the predictions of each drafter, one for each length. doubt: why the choice is left to pacing=auto;
+    empty where it is not. alphas: for each drafter and position, the share of tested tokens that were accepted.
+    alpha_hats: for each drafter, this share over all positions. pass_s: the seconds of a pass over one row. curve: by
+    number of rows, the seconds of a pass without cached tokens, divided by pass_s. v: by number of rows, the time of a
+    pass on the prompts, divided by the time of a plain pass. seconds: the duration of the whole run.
     """
 
     predictions: Mapping[str, Seq[Prediction]]
@@ -150,7 +150,7 @@ def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
 
 
 def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, str]:
-    """Return the chosen way, and the reason why the choice is left to auto, or "" where it is not.
+    """Return the chosen way, and the reason why the choice is left to pacing=auto, or "" where it is not.
 
     The fastest way is chosen, or plain decoding where no way is faster by PLAIN_MARGIN. Where the measurements do not
     decide, the best way with pacing=auto is chosen: auto decides while it runs, and is never much slower than plain

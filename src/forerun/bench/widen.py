@@ -55,7 +55,7 @@ SHARD_BYTES = 1 << 29  # size of a shard in a written folder; up to two shards a
 
 
 def shape_named(name: str, config: Spec) -> WideShape:
-    """Return a preset for a trained model, with at least as many layers as the model has.
+    """Return a preset shape for a trained model, with at least as many layers as the model has.
 
     Raises BadOption for an unknown name.
     """
@@ -71,8 +71,8 @@ def widen_checkpoint(
     """Widen a checkpoint in memory.
 
     ops: the operators of the widened model, None = the checkpoint's. quantization: int8 or int4[:group=N] for the
-    widened weights. End ids do not change, and the tokenizer gets tokens for new ids. Raises what `widen`, `grow` and
-    `QuantisingSource` raise.
+    widened weights. The ids that end a text do not change, and the tokenizer gets tokens for new ids. Raises what
+    `widen`, `grow` and `QuantisingSource` raise.
     """
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     grown = _grown_tokenizer(model.config, checkpoint.folder, shape)
@@ -108,7 +108,7 @@ class WeightsOf(Mapping[str, HostTensor]):
 
 @dataclass
 class _InMemory:
-    """A source of weights that are in memory."""
+    """Weights in memory, in the form of a `Source`, which otherwise reads files."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -130,9 +130,9 @@ class _InMemory:
 
 
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
-    """Return a checkpoint with the same weights that takes texts of `num` tokens.
+    """Return a checkpoint with the same weights that takes texts of up to `num` tokens.
 
-    Such a checkpoint serves to measure times. Beyond the trained positions the output means nothing.
+    It is good for measuring times. Beyond the trained positions the output means nothing.
     """
     model = copy.copy(checkpoint.model)
     cast(Any, model).config = dataclasses.replace(model.config, max_positions=num)
@@ -170,11 +170,11 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
 
 
 def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:
-    """Return the folder of a trained `eagle` head. name: as a drafter's options name the head.
+    """Return the folder of a trained `eagle` head. name: the head, as a drafter's options name it.
 
-    num_ids: the number of ids of the head's target. Raises what a drafter raises where there is no such head. Raises
-    BadOption for a shape with more ids: the widened target's hidden states would have a dimension that the head does
-    not expect.
+    num_ids: the number of token ids of the head's target. Raises what a drafter raises where there is no such head.
+    Raises BadOption for a shape with more ids: the widened target's hidden states would have a dimension that the head
+    does not expect.
     """
     path = head_files.located(name, "eagle")
     EagleConfig.from_json(head_files.read_config(path, "eagle"))
@@ -184,7 +184,7 @@ def head_to_widen(name: str, shape: WideShape, num_ids: int) -> Path:
 
 
 def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
-    """Widen a head from `head_to_widen` as its target was widened, and write it into a new folder.
+    """Widen the head in `folder` as its target was widened, and write it into the new folder `out`.
 
     The widened head drafts the same tokens. Matrices that read the target's hidden states get zeros for the new
     dimensions of inputs and outputs.
@@ -213,7 +213,7 @@ def write_widened_head(folder: Path, out: Path, shape: WideShape) -> None:
 
 
 def _grown_tokenizer(spec: Spec, folder: Path, shape: WideShape) -> str | None:
-    """Return tokenizer.json with tokens for the new ids; None where there are no new ids, or no tokenizer.json."""
+    """Return the text of tokenizer.json with tokens for the new ids; None without new ids or tokenizer.json."""
     have = spec.vocab_size
     file = folder / "tokenizer.json"
     if shape.vocab_size is None or shape.vocab_size <= have or not file.is_file():
@@ -257,7 +257,7 @@ def measured_target(config: EngineConfig, shape: str) -> Opened:
 
 
 def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
-    """Load the target in the wanted shape, and print a line that describes the target and says how long this took."""
+    """Load the target, widened to a shape or as it is, and print a line with its size and the seconds this took."""
     start, note, config = time.perf_counter(), "", opened.config
     with make_console(stderr=True).status("loading the target ...") as status:
         if shape == "none":
@@ -278,7 +278,7 @@ def load_widened(opened: Opened, shape: str, console: Console) -> Checkpoint:
 
 
 def draft_options(spec: str) -> tuple[str, str | None]:
-    """Return the path and the quantization of the draft model that `spec` names. The default is the shipped one.
+    """Return the path and the quantization of the draft model that `spec` names, by default the shipped model.
 
     Raises BadOption for other drafters, and for options that a widened draft model lacks.
     """
@@ -293,7 +293,7 @@ def draft_options(spec: str) -> tuple[str, str | None]:
 
 
 def load_widened_draft(spec: str, config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
-    """Load the draft model that `spec` names, by default the shipped one, in the wanted shape.
+    """Load the draft model that `spec` names, by default the shipped one, widened to a shape.
 
     The draft model gets the target's weight dtype, device and operators.
     """
@@ -307,7 +307,7 @@ def load_beside(
 ) -> Checkpoint:
     """Load a draft model with the target's weight dtype, device and operators.
 
-    ignore: keys of the draft model's config.json that are ignored.
+    ignore: entries of the draft model's config.json that are ignored.
     """
     return load_checkpoint(
         path,

@@ -1,1 +1,1 @@
-"""The command `forerun`: its flags, its inputs and what it prints. Only modules that compute are slow to import."""
+"""The command `forerun`: flags, inputs and what it prints. Only modules that compute (demo.py) are slow to import."""

@@ -32,7 +32,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help=JSON_HELP, show_de
 
 
 def keep(record: Mapping[str, Any], file: Path | None) -> None:
-    """Write the record to a file, or to standard output for `-`. file: None = write nothing."""
+    """Write a record as JSON to a file, or to standard output for `-`. file: None = write nothing."""
     if file == STANDARD_OUTPUT:
         print(json.dumps(record), flush=True)
     elif file is not None:

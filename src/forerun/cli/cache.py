@@ -69,10 +69,10 @@ def clear(
 
 
 def _folder(given: Path | None, kv_disk: str | None) -> Path:
-    """Return the folder of blocks.
+    """Return the folder of KV blocks.
 
     Raises BadOption where --folder and --kv-disk both name the folder, and where --kv-disk is malformed. Ends the
-    command where no folder is named and the folder in the user's cache does not exist.
+    command where --folder is not given and the folder of --kv-disk, or else of the user's cache, does not exist.
     """
     from forerun.kv.disk import Limit, default_path
 

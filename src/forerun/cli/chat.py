@@ -69,7 +69,7 @@ SETTABLE = (*sorted(DRAWING), "max_tokens", *PENALTIES, "seed", "draft")
 
 @dataclass
 class Numbers:
-    """A listener that adds up the steps of one answer and notes when its first token came."""
+    """A listener that adds up the steps of one answer, and notes when the first token came."""
 
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None  # the end of the first step that committed
@@ -135,9 +135,9 @@ def answering(params: SamplingParams) -> SamplingParams:
 class Chat:
     """One conversation with an LLM. params: the parameters of every answer. system: the system message, if any.
 
-    verbose: whether the line of numbers has the details, too. stop_loops: whether to end an answer that repeats itself.
-    tools: functions that the model may call. may_run: returns whether a call, given as text, may be run. kept: where
-    conversations are kept; None = nowhere.
+    verbose: whether the line after each answer has more measures. stop_loops: whether to end an answer that repeats
+    itself. tools: functions that the model may call. may_run: returns whether a call, given as text, may be run. kept:
+    where conversations are saved automatically; None = they are not.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Chat:
         self._begin()
 
     def _begin(self, file: Path | None = None) -> None:
-        """Keep later messages in a new file, or in `file`, which already holds a kept conversation."""
+        """Save later messages to a new file, or to `file`, which holds the conversation up to now."""
         if self.kept is not None:
             self.kept.begin()
             self.kept.file = file
@@ -241,9 +241,9 @@ class Chat:
         return f"written to {file}"
 
     def load(self, name: str) -> str:
-        """Continue a conversation that `save` wrote as a line. Without a name, load the conversation kept last.
+        """Continue a conversation that `save` wrote as a line, and return what to tell the user.
 
-        Returns what to tell the user. Raises BadOption where there is no such conversation.
+        Without a name, load the conversation that was saved automatically last. Raises BadOption where there is none.
         """
         last = self.kept.last() if self.kept is not None and not name else None
         if self.kept is not None and not name and last is None:
@@ -265,11 +265,11 @@ class Chat:
         return f"{num} question{'s' * (num != 1)} and what was answered are back"
 
     def answer(self, text: str, out: TextIO, *, keys: bool = False) -> str:
-        """Write the answer to `out` as it grows, remember message and answer, and return the line of numbers.
+        """Write the answer to `out` as it grows, add it to the conversation, and return the line with its speed.
 
-        keys: whether Ctrl-C ends only the answer, and not the chat. Raises UserError or CapacityError where the
-        conversation cannot be continued; the message is then forgotten. It is also forgotten where the answer was
-        stopped before its first text.
+        text: the user's message. keys: whether Ctrl-C ends only the answer, and not the chat. Raises UserError or
+        CapacityError where the conversation cannot be continued; the message is then forgotten. It is also forgotten
+        where the answer was stopped before its first text.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         numbers = Numbers()
@@ -315,7 +315,7 @@ class Chat:
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
     def _write(self, messages: list[Message], out: TextIO, interrupt: _Interrupt, *, may_call: bool = True) -> Answer:
-        """Write one output of the model to `out` as it grows, and return it. may_call: whether the model has tools."""
+        """Write one output of the model to `out` as it grows, and return it. may_call: whether the model gets tools."""
         given = self._given if may_call else {}
         answer_form = self._answer_form if may_call else self.llm.answer_form()
         answer, ids = Answer(), list[int]()
@@ -356,7 +356,7 @@ class Answer:
     is_loop: bool = False
 
     def add(self, part: Part) -> str:
-        """Take a part, and return the text that shows it: reasoning is put between marks, and calls are not shown."""
+        """Add a part, and return what to show of it: reasoning between <think> marks, text as it is, and no calls."""
         before = self.answer_parts.items[-1] if self.answer_parts.items else None
         self.answer_parts.add(part)
         was_thinking = isinstance(before, Span) and before.kind == "reasoning"
@@ -369,12 +369,12 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text, or the reasoning where there is no text."""
+        """The answer's text, or its reasoning where there is no text."""
         return self.answer_parts.text or self.answer_parts.reasoning
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls of tools in the answer."""
+        """The tool calls in the answer."""
         return self.answer_parts.calls
 
     @property
@@ -421,7 +421,7 @@ def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
 
 
 def _read(value: str) -> Any:
-    """Read a JSON value, such as a number, or None. Any other text stays as it is.
+    """Return the JSON value, such as a number, that a text holds, and None for "none". Return any other text unchanged.
 
     Where the parameter must be a number, SamplingParams refuses the text.
     """
@@ -439,8 +439,8 @@ class _Stopped(KeyboardInterrupt):
 class _Interrupt:
     """A handler for Ctrl-C that raises _Stopped once, while an answer is awaited.
 
-    Any other Ctrl-C is ignored. A second Ctrl-C would interrupt the program while it writes the end of the answer. A
-    Ctrl-C that comes just after the end of the answer is ignored too.
+    Any other Ctrl-C is ignored: a second one, which would interrupt the program while it writes the end of the answer,
+    and one that comes just after the end of the answer.
     """
 
     is_awaited: bool = False
@@ -473,10 +473,10 @@ def load_models(opened: Opened) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
-    """Return the parameters of an answer. Without a given limit of tokens, the answer may have any length.
+    """Return the parameters of an answer. They keep a given limit of tokens, and else have none.
 
-    Only the shipped model then has a limit, SHIPPED_MAX_TOKENS. is_limited: whether the user or the checkpoint gives a
-    limit. Raises BadOption for a limit that leaves no room for an answer.
+    The shipped model has the limit SHIPPED_MAX_TOKENS in place of none. is_limited: whether the user or the checkpoint
+    gives a limit. Raises BadOption for a limit that leaves no room for an answer.
     """
     if is_limited:
         return answering(params)
@@ -501,8 +501,8 @@ def run(
     """Answer messages until the input ends: messages that are typed in a terminal, or the lines of a pipe.
 
     A terminal offers editing and history. Each call of a tool is run only where somebody at a terminal says yes to it.
-    With kv_disk the conversation is kept. goes_on: whether to continue the conversation that was kept last. Raises
-    BadOption where no conversation was kept.
+    With kv_disk the conversation is saved automatically. goes_on: whether to continue the last conversation that was
+    saved so. Raises BadOption where there is none.
     """
     kept = None if llm.config.kv_disk is None else Conversations(default_folder())
     terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -533,7 +533,8 @@ def run(
 def _talk(chat: Chat, terminal: bool) -> None:
     """Answer messages and obey commands, until the input ends.
 
-    Lines of a pipe are given up where several in a row cannot be answered, as where a long text is piped in.
+    From a pipe, the error is raised where MOST_REFUSED lines in a row cannot be answered, as when a long text is piped
+    in.
     """
     leaving = set(LEAVING) if terminal else set[str]()
     num_refused = 0
@@ -562,7 +563,7 @@ def _talk(chat: Chat, terminal: bool) -> None:
 
 
 def _asked(call: str) -> bool:
-    """Ask the user whether a call may be run."""
+    """Ask the user whether a tool call may be run, and return the answer."""
     sys.stderr.write(f"run {visible(call)}? [y/N] ")
     sys.stderr.flush()
     try:
@@ -614,7 +615,7 @@ def _session() -> Any:
 
     class History(FileHistory):
         def store_string(self, string: str) -> None:
-            """Write a message to the file, if there is room. A full disk ends no conversation."""
+            """Write a message to the file. Errors are ignored, so that a full disk does not end the conversation."""
             with suppress(OSError):
                 super().store_string(string)
 

@@ -1,4 +1,4 @@
-"""The conversations that `forerun chat` keeps by itself if --kv-disk keeps their KV caches.
+"""The conversations that `forerun chat` saves automatically if --kv-disk stores their KV caches.
 
 Each conversation is a file with one line, as `/save` writes it. The folder is in the user's cache, and nobody else can
 read it. After every answer, the whole file is replaced at once. Where there are more than MOST_KEPT files, the
@@ -29,7 +29,7 @@ def default_folder() -> Path:
 
 
 class Conversations:
-    """The conversations of a folder. file: the file of the current conversation; None before its first answer."""
+    """The saved conversations of a folder. file: the current conversation's; None before the first answer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

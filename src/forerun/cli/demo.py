@@ -108,7 +108,7 @@ class Outcome:
 
     @property
     def behind_first_per_s(self) -> float | None:
-        """The tokens per second after the first token, without the prompt's time. None without a second token."""
+        """The tokens per second after the first token, so without the prompt's time. None without a second token."""
         report = self.output.report
         if report.first_token_at_s is None or report.last_token_at_s is None:
             return None
@@ -168,11 +168,11 @@ def run(
 
 
 def of_pair(config: EngineConfig) -> EngineConfig:
-    """Return the configuration. Where it names no target, the models of PAIR become its target and its draft.
+    """Return the configuration with the models of PAIR as target and draft model, where it names no target.
 
-    A draft that the configuration names stays. The models' files come from the folder that FORERUN_PAIR names. Without
-    such a folder they come from the hub's cache, or are fetched. Raises UserError where a file cannot be had; the error
-    says how to get it.
+    A draft model that the configuration names stays. The models' files come from the folder that FORERUN_PAIR names.
+    Without such a folder they come from the hub's cache, or are fetched. Raises UserError where a file cannot be had;
+    the error says how to get it.
     """
     if config.target is not None:
         return config
@@ -209,7 +209,7 @@ def _how_to_get_pair() -> str:
 
 
 def _work(opened: Opened) -> list[Scene]:
-    """Return the first single-message prompt of each kind of PAIR_KINDS.
+    """Return a scene for each kind of PAIR_KINDS, with the kind's first prompt of a single message.
 
     Raises NotFound for a model that does not chat.
     """
@@ -222,7 +222,7 @@ def _work(opened: Opened) -> list[Scene]:
 
 
 def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
-    """Return the scenes. If the user gives a prompt, it is the only scene.
+    """Return the texts to write: the user's prompt alone, if there is one.
 
     Otherwise a chat model gets an edit and a question, and any other model a piece of code.
     """
@@ -238,7 +238,7 @@ def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
 
 
 def _shortened(text: str) -> str:
-    """Return a prompt as it is shown. Of a long prompt, only the first and the last lines or words are shown."""
+    """Return a prompt as it is shown: a long one is cut to the first and the last lines or words."""
     if len(text) <= 2 * SHOWN_CHARACTERS:
         return text
     beginning, end = text[: SHOWN_CHARACTERS // 2], text[-SHOWN_CHARACTERS // 2 :]

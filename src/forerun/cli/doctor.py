@@ -64,7 +64,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about this machine that are printed. Sizes are in bytes."""
+    """The facts about this machine that `forerun doctor` prints. Sizes are in bytes."""
 
     version: str
     python: str
@@ -121,7 +121,7 @@ def doctor(
 
 
 def examine(root: Path = Path("/")) -> Facts:
-    """Examine this process, and measure the memory's bandwidth. root: the folder of /proc and /sys.
+    """Examine this machine and process, and measure the memory's bandwidth. root: the folder that holds proc and sys.
 
     Raises BadOption for an environment variable that is wrong.
     """
@@ -223,7 +223,7 @@ def _load_average() -> float | None:
 
 
 def _chosen(text: str) -> str | None:
-    """Return the word in brackets, as in "always [madvise] never"."""
+    """Return the word in brackets, such as madvise in "always [madvise] never"; None where there is none."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else None
 

@@ -13,9 +13,9 @@ from forerun.registry import Place, answer, normal
 def on_command_line(words: Seq[str], option: str, context: Any) -> str | None:
     """Return the answer to an option that a command lacks.
 
-    None where the option is known neither to another command nor to another engine (data/peers.json). words: the
-    command line. option: the word that the parser refused. context: click's context of the command. All commands are
-    found from the context's root.
+    None where neither another command of forerun nor another engine (data/peers.json) has the option. words: the
+    command line. option: the word that the parser refused. context: click's context of the command, whose root has all
+    commands.
     """
     root = context.find_root()
     command = context.command_path
@@ -67,7 +67,7 @@ def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _names(command: Any) -> Mapping[str, str]:
-    """Map the names of a command's parameters to what a user types: a flag, or an argument's name in capitals."""
+    """Map the names of a command's parameters to how help shows them: a flag, or an argument's name in capitals."""
     names = {}
     for param in command.params:
         if param.param_type_name == "option":
@@ -79,7 +79,7 @@ def _names(command: Any) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """The answer to a flag of another command. runs_engine: whether that command has options of the engine."""
+    """The answer to a flag of another command. runs_engine: whether the other command has options of the engine."""
 
     text: str
     runs_engine: bool
@@ -111,10 +111,10 @@ def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> 
 
 
 def _way_out(param: Any, parser: Any, home: str) -> str:
-    """Return what a user can do about an option that only the command `home` has as a flag.
+    """Return what a user can do about an option that is a flag of the command `home`, but not of the typed command.
 
-    If the command has options of the engine, any option of the engine can be set by its FORERUN_* variable or in the
-    config file. Any other option must be left out, or used with `home`.
+    An option of the engine can be set by a FORERUN_* variable or in the config file, if the typed command runs an
+    engine. Any other option must be left out, or used with `home`. parser: the typed command.
     """
     if not _is_of_engine(param) or not any(map(_is_of_engine, parser.params)):
         return f"leave it out or use {home}"

@@ -1,7 +1,7 @@
 """Command-line flags that several commands share, made from the dataclasses that hold the defaults.
 
-A flag that is not given is None. Its value then comes from the FORERUN_* variable, or else from the config file, or
-else it is the default. This module does not import numpy.
+A flag that is not given is None. The option's value then comes from the FORERUN_* variable, or else from the config
+file, or else it is the default. This module does not import numpy.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ _SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 
 
 def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Return a command's sampling parameters: its arguments win over `fields`, and `fields` over the defaults.
+    """Return a command's sampling parameters: the given flags win over `fields`, and `fields` over the defaults.
 
-    fields: the parameters that the checkpoint sets.
+    flags: the values of the command's flags, None = not given. fields: the parameters that the checkpoint sets.
     """
     read: dict[str, Callable[[Any], Any]] = {
         "logit_bias": _biases,
@@ -137,12 +137,12 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
 
 
 def _yes_or_no(value: str) -> bool | str:
-    """Read true and false. Any other text stays as it is, and SamplingParams accepts or refuses it."""
+    """Return the boolean for true or false, and any other text unchanged, for SamplingParams to judge."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def read_file(file: Path, what: str) -> str:
-    """Read a text file. what: its name in errors. Raises BadOption if it is not UTF-8, NotFound if it is unreadable."""
+    """Read a text file. what: how errors call it. Raises BadOption if it is not UTF-8, NotFound if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -172,10 +172,10 @@ def _file_or_text(name: str, value: str, begins: str) -> str:
 
 
 def requests(text: str, defaults: SamplingParams, ignored: Collection[str] = ()) -> list[Request]:
-    """Read one request per line of a JSON Lines text: {"prompt": a text or ids, and any field of SamplingParams}.
+    """Read one request per line of a JSON Lines text: a prompt or messages, and any fields of SamplingParams.
 
-    A field that a line does not have is taken from `defaults`. ignored: the names of fields to skip. Raises BadOption
-    with the number of the line.
+    "prompt" is a text or a list of token ids. A field that a line does not have is taken from `defaults`. ignored: the
+    names of fields to skip. Raises BadOption with the number of the line.
     """
     read = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may contain other line separators
@@ -243,9 +243,9 @@ def _token_id(text: str, given: object) -> int:
 
 
 def engine_config(flags: Mapping[str, Any], **usual: Any) -> EngineConfig:
-    """Return the engine's options. A command's arguments win over FORERUN_* variables, and these over the config file.
+    """Return the engine's options. A command's flags win over FORERUN_* variables, and these over the config file.
 
-    An option that is set nowhere has its default. usual: the command's own values in place of some defaults.
+    An option that is set nowhere has its default. usual: defaults of this command, in place of the usual defaults.
     """
     if flags.get("draft") == "none" and flags.get("spec_length") is not None:
         raise BadOption(f"--spec-length {flags['spec_length']} says nothing with --draft none: drop one of them")

@@ -44,7 +44,7 @@ class HelpFormatter(_FORMATTER):  # type: ignore[misc]  # typer ships its own co
         self.write("\n\n".join(folded(paragraph, self.width, indent, indent) for paragraph in paragraphs) + "\n")
 
     def write_dl(self, rows: Seq[tuple[str, str]], col_max: int = 30, col_spacing: int = GAP) -> None:
-        """Write names with their texts beside them. A name that is too long has a line of its own."""
+        """Write names with their texts beside them. A name that is too long gets a line of its own."""
         most = col_max if self.width >= NARROW else col_max // 2
         column = self.current_indent + min(max(len(name) for name, _ in rows), most) + col_spacing
         for name, text in rows:
@@ -73,7 +73,7 @@ class _Command(TyperCommand):
     context_class = _Context
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take `--target MODEL` for an argument that names a model, as users know it from other commands."""
+        """Accept `--target MODEL`, which other commands have, in place of an argument that names a model."""
         flags = {flag for param in self.params for flag in param.opts}
         arguments = [param for param in self.params if param.param_type_name == "argument"]
         model = next((param for param in arguments if param.name in MODEL_ARGUMENTS and TARGET not in flags), None)
@@ -126,7 +126,7 @@ class _Group(TyperGroup):
     moved: Mapping[str, str] = {}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Resolve a command. Raises BadOption for a former command; the error says where the command is now."""
+        """Find the command that is called. Raises BadOption for a former command; the error says where it is now."""
         if args[0] in self.moved:
             raise BadOption(
                 f"{ctx.command_path} {args[0]} is a developer's benchmark, which is not in the package: in a copy of "
@@ -135,7 +135,7 @@ class _Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the whole first sentence of each command's help. click would cut it off at the end of the line."""
+        """Write the whole first sentence of each command's help, which click would cut off at the end of the line."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         texts = [(name, (command.help or "") if command else "") for name, command in commands]
         with formatter.section("Commands"):

@@ -14,7 +14,7 @@ from forerun.types import SamplingParams
 
 
 def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
-    """Return the prompts of the arguments, then the prompts of the file. No text is changed.
+    """Return requests for the prompts of the arguments, then for those in the file. Texts stay as they are.
 
     `-` stands for standard input, which is also read where no other prompt is given. A file that ends in .jsonl has one
     request per line, with `params` as defaults. Raises BadOption where there is no prompt, or where a text is not
@@ -41,7 +41,7 @@ def read_prompt_file(file: Path, params: SamplingParams, ignored: Seq[str] = ())
 
 
 def refuse_a_model(prompts: Seq[str]) -> None:
-    """Raise BadOption where the first prompt is a model: generate takes texts there, unlike chat and serve."""
+    """Raise BadOption where the first prompt names a model: generate takes texts there, unlike chat and serve."""
     first = prompts[0]
     is_like_an_id = len(prompts) > 1 and re.fullmatch(r"[\w-]+/[\w.-]+(?:[@:][\w.-]+)?", first) is not None
     if find(first) is not None or is_like_an_id or _is_checkpoint(first):

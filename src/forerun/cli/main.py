@@ -170,7 +170,7 @@ def generate(
 def _without_collections() -> Iterator[None]:
     """Turn garbage collection off while a model is opened.
 
-    A collection would take 0.1 s and free nothing, because the objects of imports and tokenizers all stay.
+    A collection would take 0.1 s and find no garbage, because all objects of imports and tokenizers stay in use.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -208,7 +208,7 @@ def _is_conversation(prompt: flags.Prompt) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _encoded(llm: LLM, prompt: flags.Prompt, number: int) -> Any:
-    """Turn a conversation into ids by the checkpoint's chat template; texts and ids stay as they are."""
+    """Turn a conversation into token ids by the checkpoint's chat template; texts and ids stay as they are."""
     if not _is_conversation(prompt):
         return prompt
     try:
@@ -234,9 +234,9 @@ def _generate(llm: LLM, requests: Seq[Encoded]) -> list[RequestOutput]:
 
 
 def _answering(llm: LLM, prompts: Seq[str | list[int]]) -> Waiting:
-    """Return a display that counts the prompt tokens that were read, until the model writes.
+    """Return a display that counts the prompt tokens that were read, and then the tokens that were written.
 
-    Where all prompts are ids, the display shows their total, too.
+    Where all prompts are token ids, the display also shows how many prompt tokens there are.
     """
     from forerun.cli.waiting import Answering
 
@@ -257,7 +257,7 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, verbose: 
 
 
 def _readable(llm: LLM, output: Chunk | RequestOutput) -> str:
-    """Return the text of an output. Where the model has no text, return the ids, each with a space in front."""
+    """Return an output's text. For a model without a tokenizer, return the token ids, each with a space in front."""
     return output.text if llm.has_text else "".join(f" {token}" for token in output.token_ids)
 
 
@@ -471,8 +471,8 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
     """Run the command line and exit with a code.
 
     0 = success, 1 = a fault of forerun, 2 = a fault of the user, 3 = no capacity, 130 = Ctrl-C, 141 = the reader of the
-    output has gone. commands, name: the program's commands and its name. Another program that is to behave as `forerun`
-    does gives its own.
+    output has gone. commands, name: the commands and the name of the program, for another program that is to behave as
+    `forerun` does.
     """
     _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
@@ -496,7 +496,7 @@ def main(arguments: Seq[str] | None = None, commands: App = app, name: str = "fo
 
 
 def _write_no_more(stream: TextIO) -> None:
-    """Let a stream that cannot be written lead nowhere. Python would report it again when it flushes at exit."""
+    """Redirect an unwritable stream to the null device, because Python would report the error again at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

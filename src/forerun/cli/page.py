@@ -77,7 +77,7 @@ def markdown(text: str) -> Markdown:
 
 
 def _first_paragraph(text: str) -> str | None:
-    """Return the text up to its first empty line outside of fences; None while its first paragraph still grows."""
+    """Return the text up to the first empty line outside of code fences; None while the first paragraph grows."""
     for end in re.finditer(r"\n[ \t]*\n", text):
         if len(_FENCE.findall(text, 0, end.start() + 1)) % 2 == 0 and text[: end.start()].strip():
             return text[: end.end()]

@@ -77,7 +77,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models of a configuration by name, and what their drafters need.
+    """The outline of each model of a configuration by name, and what the drafters need.
 
     unchecked: why the tokens of draft and target were not compared; None = they were.
     """
@@ -108,9 +108,9 @@ class Models:
         return cls(outlines, by_name, unchecked)
 
     def plan(self, available: int | None) -> tuple[Opened, MemoryPlan]:
-        """Return the target as an engine would open it, and the plan.
+        """Return the target as an engine would open it, and the plan of the memory.
 
-        available: the memory for the plan, in bytes; None = the memory that the device has available.
+        available: the bytes that the plan may use; None = what the device has available.
         """
         from forerun.memory.machine import available_bytes
 
@@ -122,7 +122,7 @@ class Models:
         return self.outlines.fitted(available, self.by_name)
 
     def settings(self, opened: Opened) -> dict[str, Any]:
-        """Return the settings that the plan is for, by name."""
+        """Return by name the settings, such as max_batch_size, that the plan is for."""
         from forerun import ops
 
         config, has_drafts = opened.config, len(self.by_name) > 1
@@ -161,7 +161,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _wide_spec(spec: Spec, shape: str | None, max_seq_len: int | None) -> Spec:
-    """Return the spec of a model widened to a shape, with at least max_seq_len positions; shape None = as it is."""
+    """Return the spec of a model widened to a shape, with at least max_seq_len positions. shape: None = not widened."""
     if shape is None:
         return spec
     from forerun.bench.widen import shape_named

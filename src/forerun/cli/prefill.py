@@ -57,7 +57,7 @@ def prefill(
 
 
 def _beginning(llm: Any, file: Path, text: str) -> list[int]:
-    """Return the ids that every conversation with these messages and tools begins with, whatever its user says."""
+    """Return the token ids with which every conversation begins that has the file's messages and tools."""
     body: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}
     if file.suffix == ".json":
         try:

@@ -40,9 +40,9 @@ LEGEND: tuple[tuple[str, Kind], ...] = (
 
 
 class RoundPrinter:
-    """A listener that prints a legend, then one line per target pass: its number, accepted/drafted, its tokens.
+    """A listener that prints a legend, then a line for each target pass: number, accepted/drafted counts, tokens.
 
-    left: the last token of the prompt, after which the first token is decoded; None = the prompt is empty.
+    left: the prompt's last token id, which the text of the next token depends on; None = the prompt is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, console: Console, left: int | None) -> None:
@@ -119,7 +119,7 @@ class LiveText:
         self.write(self._detokenizer.finish() + "\n", "")
 
     def write(self, text: str, style: str) -> None:
-        """Write a text. rich is not used in a pipe, because it would drop some control characters and leave others."""
+        """Write a text. A pipe gets it without rich, which would drop some control characters and leave others."""
         if self._console.is_terminal:
             self._console.print(Text(visible(text), style), end="", soft_wrap=True)
         else:
@@ -148,7 +148,7 @@ def _about(number: int) -> str:
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Yield each method of a package: its name, with the first sentence of its file."""
+    """Yield for each method of a package the name, with the first paragraph of its file's docstring."""
     known = names(package)
     indent = max(map(len, known)) + 2
     for name in known:
@@ -156,7 +156,7 @@ def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
 
 
 def option_lines(package: str, name: str, what: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Yield lines about one method: the first sentence of its file, and its options.
+    """Yield lines about one method: the first paragraph of its file's docstring, and its options.
 
     Raises BadOption for an unknown name.
     """
@@ -184,7 +184,7 @@ def _sentence(module: ModuleType) -> str:
 def watched(llm: LLM, ids: Seq[int], params: SamplingParams, show: Callable[[StepReport], None]) -> Iterator[Chunk]:
     """Stream an output, and call `show` with the report of each step before yielding the step's chunk.
 
-    `show` is called in the thread that takes the chunks. Each report has its `rounds`.
+    `show` is called in the thread that takes the chunks. Each report contains `rounds`.
     """
     reports = SimpleQueue[StepReport]()
     end = llm.listen(reports.put, detail=True)

@@ -34,7 +34,7 @@ class Fields:
     names: the fields that get flags, in the order of the flags; () = all fields that have a help text. leave_out: the
     fields that get no flag. usual: by field name, the value that help shows in place of the field's default. panel: the
     heading in help for flags whose fields name no heading. before: a prefix of each heading. is_plan: whether an option
-    that is not given has the field's default. Otherwise it is None, and another source may set it.
+    that is not given has the field's default. Otherwise it is None, and a variable or config file may set it.
     """
 
     cls: type[Any]
@@ -97,7 +97,7 @@ class Fields:
         return None if panel is None else self.before + panel
 
     def given(self, values: Mapping[str, Any]) -> Given:
-        """Return the values of a command by field name. For a plan, leave out values that were not given."""
+        """Return the values of a command's flags by field name. For a plan, leave out values that were not given."""
         if not self.is_plan:
             return dict(values)
         frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -126,7 +126,7 @@ def _flags(field: dataclasses.Field[Any]) -> str:
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of a flag's value, without None: a list for a tuple, str for a Literal."""
+    """Return the type of a flag's value for a field's type: a list for a tuple, str for a Literal, and never None."""
     if typing.get_origin(hint) is typing.Literal:
         return str
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]

@@ -22,7 +22,7 @@ MOST_CHARS = 20_000  # of a result, so that it leaves room for the conversation
 
 
 class ToolFile:
-    """The public functions of a file. The file is run as a separate module to find them.
+    """The public functions of a Python file, which is run as a separate module to find them.
 
     Raises NotFound where there is no file. Raises BadOption for a file that fails, for a file that has no function, and
     for a function that `schema_of` refuses.
@@ -42,7 +42,7 @@ class ToolFile:
         return tuple(self._functions)
 
     def run(self, call: ToolCall) -> str:
-        """Run a call and return its result for the model.
+        """Run a call and return the result as a text for the model, cut to MOST_CHARS characters.
 
         A text is returned as it is, any other value as JSON, and an exception as a line that begins with "error:".
         """

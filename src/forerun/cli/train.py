@@ -42,7 +42,7 @@ Quiet = Annotated[bool, typer.Option(help="no progress is shown")]
 
 
 def _starting(quiet: bool) -> AbstractContextManager[object]:
-    """Return a display for the import of torch, which takes seconds."""
+    """Return a display that is shown while torch is imported, which takes seconds."""
     from forerun.cli.waiting import Waiting
 
     return nullcontext() if quiet else Waiting("starting")

@@ -28,8 +28,8 @@ OPENING_S = 0.8  # before a terminal shows that a model is opened, which rarely 
 class Waiting:
     """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
 
-    Elsewhere a line is printed where the text is new and the last line is SILENT_S seconds old. Displays in a row count
-    these seconds together. after_s: how long a terminal shows nothing.
+    Elsewhere a new text is printed as a line once the last line is SILENT_S seconds old, also where another display
+    printed it. after_s: the seconds before a terminal shows the first text.
     """
 
     _said_s = _ended_s = 0.0  # when a line was printed last, and when the last display ended
@@ -48,7 +48,7 @@ class Waiting:
             self._status.update(text)
 
     def end(self) -> None:
-        """Show nothing more. A second call does nothing."""
+        """Stop showing. A second call does nothing."""
         with self._lock:
             if not self._over.is_set():
                 self._over.set()
@@ -115,7 +115,7 @@ class Answering(Waiting):
 
 
 def opened(config: EngineConfig) -> Opened:
-    """Open the models of a configuration. A display says so, because a large tokenizer takes seconds the first time."""
+    """Open the models of a configuration, and say so meanwhile: a large tokenizer takes seconds the first time."""
     from forerun.engine.opened import Opened
 
     names = [name for name in (config.target, config.draft) if name is not None]
@@ -125,9 +125,9 @@ def opened(config: EngineConfig) -> Opened:
 
 
 def loading(opened: Opened) -> AbstractContextManager[object]:
-    """Return a display that says that a model is being loaded. The display is empty where models come from the hub.
+    """Return a display that says that a model is being loaded.
 
-    Downloads have progress bars, which a further line would make scroll.
+    Nothing is shown for models of the hub: downloads have progress bars, which a further line would make scroll.
     """
     if opened.files.is_of_hub or is_hub_id(opened.config.draft):
         return nullcontext()

@@ -31,7 +31,7 @@ def percent(rate: float) -> str:
 def precision(llm: LLM) -> str:
     """Return a model's precision: the bits of quantised weights, or else the dtype.
 
-    If the file has another dtype, the text names that as well.
+    If the model's file has another dtype, the text names it, too.
     """
     checkpoint = llm.checkpoint
     if checkpoint.model.weight_bits:
@@ -101,14 +101,14 @@ def drawing(params: SamplingParams) -> str:
 
 
 def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams) -> list[str]:
-    """Return why an output ended, as a list of words for the closing line; [] where the model ended the output."""
+    """Return why an output ended, as phrases for the closing line; [] where the model itself ended it."""
     if reason == "length":
         return ["cut at --max-tokens" if num_tokens == params.max_tokens else "cut at --max-seq-len"]
     return {None: ["stopped"], "abort": ["aborted"]}.get(reason, [])
 
 
 def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None = None) -> str:
-    """Return the numbers of an output in one line. seconds: from the prompt to the last token; None = show no speed."""
+    """Return the line of facts below an output. seconds: from prompt to last token; None = show no speed."""
     report, num_tokens = output.report, len(output.token_ids)
     other = report.draft if report.draft != llm.engine.drafter.main else None  # beams have their own drafter
     parts = [model_name(llm), drafting(llm, other or params.draft)]
@@ -137,7 +137,7 @@ def lossy(acceptance: str, tv_price: float | None) -> str:
 
 
 def details(report: RequestReport) -> str:
-    """Return the numbers that --verbose adds to an output, in one line."""
+    """Return the line that --verbose adds below an output, with tested tokens, acceptance by position and others."""
     parts = []
     if report.acceptance == BEAM and report.num_steps:
         parts.append(f"{report.rows_per_pass:.1f} rows per target pass")

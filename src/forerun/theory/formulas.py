@@ -6,7 +6,7 @@ Acceptances are taken as independent, with the same alpha everywhere; `expected_
 
 Theorems and equations are numbered as in Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via
 Speculative Decoding", arXiv 2211.17192. The formula for mixtures of experts is not in that paper. It follows from
-counting.
+counting the experts that rows choose.
 
 Lossy rules are in lenience.py, grids of speed-ups in landscape.py, trees in trees.py, and the costs of drafts and wider
 passes on a machine in roofline.py. simulate.py has simulations to check the formulas.
@@ -176,7 +176,7 @@ def double_counted_tokens(alpha: float, gamma: int) -> float:
 
 
 def expected_tokens_varying(alphas: Seq[float]) -> float:
-    """Return the mean number of tokens that a round emits, with one acceptance for each position.
+    """Return the mean number of tokens that a round emits, with a probability of acceptance for each position.
 
     alphas[i]: the probability that position i is accepted, once it is tested.
     """
@@ -186,8 +186,8 @@ def expected_tokens_varying(alphas: Seq[float]) -> float:
 def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -> float:
     """Return the mean number of tokens that a round emits where alpha is only known from counts.
 
-    alpha then has the distribution Beta(a, b), with a = num_accepted and b = num_rejected. Both numbers include the
-    counts of the prior. E[alpha^i] = prod_{j<i} (a + j) / (a + b + j) is more than the i-th power of the mean: Beta(8,
+    alpha then has the distribution Beta(a, b), with a = num_accepted and b = num_rejected, and the prior's counts are
+    included in both. E[alpha^i] = prod_{j<i} (a + j) / (a + b + j) is more than the i-th power of the mean: Beta(8,
     2) gives 2.4545 tokens at gamma = 2, but its mean, alpha = 0.8, gives only 2.44.
     """
     if not (num_accepted >= 0 and num_rejected >= 0 and num_accepted + num_rejected > 0 and gamma >= 0):
@@ -197,7 +197,7 @@ def expected_tokens_beta(num_accepted: float, num_rejected: float, gamma: int) -
 
 
 class ChainTokens(NamedTuple):
-    """The mean number of tokens that a round with one drafted chain emits, one field for each rule.
+    """The mean number of tokens that a round with one drafted chain emits, for two rules and for the best possible one.
 
     The correction or bonus token is included.
     """
@@ -210,8 +210,8 @@ class ChainTokens(NamedTuple):
 def chain_tokens(ratios: Seq[float]) -> ChainTokens:
     """Return the mean number of tokens that one given drafted chain emits, for each rule, over the rule's random draws.
 
-    ratios: r_i = p_i(x_i) / q_i(x_i) of all drafted positions, including positions after a rejection. So averages of
-    the result over drafted chains are unbiased for every rule, whichever rule is running.
+    ratios: r_i = p_i(x_i) / q_i(x_i) of all drafted positions, including positions after a rejection. So the averages
+    of these results over drafted chains are unbiased for every rule, whichever rule verified the chains.
 
     ratio is 1 + sum_i prod_{j<=i} min(1, r_j). block is 1 + sum_i P_i with P_i = min(1, P_{i-1} r_i) (Sun et al. 2024,
     arXiv 2403.10444). bound is 1 + sum_i min(1, prod_{j<=i} r_j), the most for a rule that knows all distributions
@@ -231,7 +231,7 @@ def chain_tokens(ratios: Seq[float]) -> ChainTokens:
 
 
 def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overhead: float = 0.0) -> float:
-    """Return the speed-up over plain decoding, in tokens per second (Theorem 3.8): expected_tokens / (c gamma + v + o).
+    """Return the speed-up over plain decoding (Theorem 3.8): expected_tokens / (c gamma + v + o).
 
     v, verify_ratio: seconds of a target pass over gamma + 1 tokens / seconds of a pass over one token; the paper has 1.
     o, overhead: seconds of a round outside the models / seconds of a target token.
@@ -243,7 +243,7 @@ def speedup(alpha: float, gamma: int, c: float, verify_ratio: float = 1.0, overh
 
 
 def least_speedup(alpha: float, c: float) -> float:
-    """Return a lower bound of the best gamma's speed-up: (1 + alpha) / (1 + c) where alpha > c, else 1 (Corollary 3.9).
+    """Return a lower bound on the best gamma's speed-up: (1 + alpha) / (1 + c) if alpha > c, else 1 (Corollary 3.9).
 
     The bound is Theorem 3.8 at gamma = 1. Where alpha <= c, no gamma gains anything.
     """
@@ -262,9 +262,9 @@ def speedup_of_length(
 ) -> float:
     """Return the speed-up for a text of `num_tokens` tokens. It is at most `num_tokens`.
 
-    Theorem 3.8 is the limit for long texts. With n tokens still missing, a round drafts g tokens, and the text costs
-    cost(n) = c g + v + o + the mean of cost(n - k - 1) over the number k of accepted tokens. A round that drafts
-    nothing has v = 1.
+    Theorem 3.8 is the limit for long texts. With n tokens still missing, a round drafts g tokens, and the rest of the
+    text costs cost(n) = c g + v + o + the mean of cost(n - k - 1) over the number k of accepted tokens. A round that
+    drafts nothing has v = 1.
 
     knows_end: whether a limit ends the text. Then g = min(gamma, n - 1), since the target adds one token. Otherwise the
     model ends the text, g = gamma in every round, and tokens after the end are wasted.
@@ -308,25 +308,25 @@ def optimal_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
 
 
 def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
-    """Return the factor on arithmetic operations per token (Theorem 3.11): (c_hat gamma + gamma + 1) / expected_tokens.
+    """Return the operations per token, in multiples of plain decoding's: (c_hat gamma + gamma + 1) / expected_tokens.
 
-    c_hat: operations of one draft token / operations of one target token.
+    This is Theorem 3.11. c_hat: operations of one draft token / operations of one target token.
     """
     return (c_hat * gamma + gamma + 1) / expected_tokens(alpha, gamma)
 
 
 def memory_access_factor(alpha: float, gamma: int, draft_bytes_ratio: float = 0.0) -> float:
-    """Return the factor on reads of the weights and the cache per token: (1 + ratio gamma) / expected_tokens.
+    """Return the bytes read per token, in multiples of plain decoding's: (1 + ratio gamma) / expected_tokens.
 
-    ratio, draft_bytes_ratio: bytes that a draft token reads / bytes that a target token reads. The paper leaves the
-    draft model's reads out (ratio 0). Then only the target's reads count, and they shrink by equation (1) (section
-    3.4).
+    These are the bytes of weights and KV cache. ratio, draft_bytes_ratio: bytes that a draft token reads / bytes that a
+    target token reads. The paper leaves the draft model's reads out (ratio 0). Then only the target's reads count, and
+    they shrink by equation (1) (section 3.4).
     """
     return (1 + draft_bytes_ratio * gamma) / expected_tokens(alpha, gamma)
 
 
 def oracle_tokens(alpha: float) -> float:
-    """Return the mean number of tokens that a round emits where exactly the tokens that will be accepted are drafted.
+    """Return the mean number of tokens that a round emits if it drafts exactly the tokens that will be accepted.
 
     It is 1 / (1 - alpha) (section 3.5), which is infinite at alpha = 1.
     """
@@ -341,7 +341,7 @@ def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified
     The speed-up is infinite at alpha = 1, c = s = 0.
 
     Without verification (footnote 4) the target runs only where the draft is wrong, and s drops out. This saves rows,
-    but rows are free in the paper's own cost model. It saves no passes, because each wrong guess takes one pass either
+    which cost nothing in the paper's own cost model. It saves no passes, because each wrong guess takes one pass either
     way.
     """
     _check(alpha, 0)
@@ -350,7 +350,7 @@ def oracle_speedup(alpha: float, c: float, row_cost: float = 0.0, *, is_verified
 
 
 def oracle_operations(alpha: float, c_hat: float, *, is_verified: bool = True) -> float:
-    """Return the oracle's operations per token / the operations per token of plain decoding: 1 + c_hat alpha.
+    """Return the operations per token of `oracle_speedup`, in multiples of plain decoding's: 1 + c_hat alpha.
 
     Without verification it is 1 - alpha + c_hat alpha.
     """
@@ -359,15 +359,15 @@ def oracle_operations(alpha: float, c_hat: float, *, is_verified: bool = True) -
 
 
 def oracle_gain(alpha: float, c: float) -> float:
-    """Return `oracle_speedup` / the speed-up of the best fixed gamma. This is up to about 1.6 (section 3.5)."""
+    """Return `oracle_speedup` divided by the best fixed gamma's speed-up. It is at most about 1.6 (section 3.5)."""
     return oracle_speedup(alpha, c) / speedup(alpha, optimal_gamma(alpha, c), c)
 
 
 def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
-    """Return accepted / tested, the estimate of alpha; None where no token was tested.
+    """Return the share of tested tokens that were accepted, an estimate of alpha; None where no token was tested.
 
-    It is the maximum likelihood estimate for a truncated geometric distribution. accepted / drafted is another number,
-    because tokens after a rejection were drafted but never tested.
+    It is the maximum likelihood estimate for a truncated geometric distribution. The share of drafted tokens that were
+    accepted can be lower, because tokens after a rejection were drafted but never tested.
     """
     if not 0 <= num_accepted <= num_tested:
         raise ValueError(f"{num_accepted} accepted of {num_tested} tested tokens is impossible")
@@ -380,12 +380,12 @@ def alpha_hat(num_accepted: int, num_tested: int) -> float | None:
 def distinct_experts(
     num_experts: int, num_chosen: int, num_rows: npt.ArrayLike, overlap: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """Return how many distinct experts `num_rows` rows choose on average, where each row chooses k of E; elementwise.
+    """Return how many distinct experts n rows choose on average, where each row chooses k of E; elementwise in n.
 
-    It is k + (1 - overlap) (D - k). D = E (1 - (1 - k / E)^n) is the number for n independent rows that choose every
-    expert with the same probability, because a row leaves an expert out with probability 1 - k / E. overlap: from 0
-    (independent rows) to 1 (all rows choose the same experts). Raises ValueError for an impossible mixture, number of
-    rows, or overlap.
+    n is `num_rows`, k `num_chosen`, E `num_experts`. The result is k + (1 - overlap) (D - k). D = E (1 - (1 - k / E)^n)
+    is the number for n independent rows that choose every expert with the same probability, because a row leaves an
+    expert out with probability 1 - k / E. overlap: from 0 (independent rows) to 1 (all rows choose the same experts).
+    Raises ValueError for an impossible mixture, number of rows, or overlap.
     """
     rows = np.asarray(num_rows, dtype=np.float64)
     if not (1 <= num_chosen <= num_experts and (rows >= 1).all() and 0 <= overlap <= 1):

@@ -14,7 +14,7 @@ def block_tokens(p: npt.ArrayLike, q: npt.ArrayLike, gamma: int) -> float:
 
     It is 1 + sum_i E[P_i] over gamma positions, where P_i = min(1, P_(i-1) p(x_i) / q(x_i)) and x_i is drawn from q
     (Sun et al. 2024, arXiv 2403.10444). P_i takes at most V^i values, and equal values are merged.
-    `formulas.chain_tokens` does the same for one drafted chain. Raises ValueError for a negative gamma, and for too
+    `formulas.chain_tokens` returns this mean for one given chain. Raises ValueError for a negative gamma, and for too
     many values.
     """
     if gamma < 0:

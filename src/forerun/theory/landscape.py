@@ -21,7 +21,7 @@ class Landscape:
 
     @property
     def best_gammas(self) -> npt.NDArray[np.int64]:
-        """The best gamma for each alpha, [A]: the least of equally good ones; 0 where drafting does not pay."""
+        """The best gamma for each alpha, [A]: the least of equally good gammas; 0 where drafting does not pay."""
         return np.asarray(self.speedups.argmax(axis=1), dtype=np.int64)
 
     @property

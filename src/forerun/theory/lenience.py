@@ -1,4 +1,4 @@
-"""Lenience (appendix A.5 of Leviathan et al. 2023, arXiv 2211.17192): accepting more than an exact rule may.
+"""Lenience (appendix A.5 of Leviathan et al. 2023, arXiv 2211.17192): a rule accepts more than an exact rule may.
 
 A drafted token x is accepted with probability min(1, p(x) / (l q(x))), where l is the lenience. After a rejection, a
 token is drawn from norm((p - q)+). The paper does not say how to draw this token. With this distribution, the emitted
@@ -47,7 +47,7 @@ def lenience_price(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float) -> float
 def lenient_greedy(p: npt.ArrayLike, lenience: float) -> npt.NDArray[np.bool_]:
     """Return which drafted ids are accepted at temperature 0, [V]: the ids with p >= l max p, with p at temperature 1.
 
-    The paper prints p <= l max p. With that, every id would be accepted at l = 1, and fewer ids at a more lenient l.
+    The paper prints p <= l max p. Then every id would be accepted at l = 1, and fewer ids at a more lenient l.
     """
     _check(lenience)
     p = np.asarray(p, dtype=np.float64)

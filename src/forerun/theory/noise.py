@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 def l1_noise_deviation(probs: npt.ArrayLike, num_rounds: int) -> float:
-    """Return the standard deviation of the L1 distance whose mean is `simulate.l1_noise`, by the normal approximation.
+    """Return the standard deviation of the L1 distance with mean `simulate.l1_noise`, by the normal approximation.
 
     The shares of two ids have the correlation r = -sqrt(p_x p_y / ((1 - p_x)(1 - p_y))). The absolute values of two
     normal variables with this correlation and the deviations s_x, s_y have the covariance
@@ -29,7 +29,7 @@ def l1_noise_deviation(probs: npt.ArrayLike, num_rounds: int) -> float:
 
 
 def chi_square(counts: Seq[float], probs: Seq[float]) -> float:
-    """Return Pearson's statistic, sum (count - expected)^2 / expected; inf where an id of probability 0 was counted."""
+    """Return Pearson's statistic, sum (count - expected)^2 / expected; inf where an event of probability 0 occurred."""
     expected = np.asarray(probs, dtype=np.float64) * sum(counts)
     observed = np.asarray(counts, dtype=np.float64)
     if (observed[expected == 0] > 0).any():

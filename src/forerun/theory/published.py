@@ -1,4 +1,4 @@
-"""The numbers of Leviathan, Kalman, Matias 2023 (arXiv 2211.17192): Tables 1 to 5, and the lists of appendix A.5."""
+"""The published results of Leviathan, Kalman, Matias 2023 (arXiv 2211.17192): Tables 1 to 5, and appendix A.5."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Operations(NamedTuple):
-    """A row of Table 1, for c = c_hat = 0: the factors on arithmetic operations and on speed."""
+    """A row of Table 1, for c = c_hat = 0: arithmetic operations and speed, as multiples of plain decoding's."""
 
     alpha: float
     gamma: int

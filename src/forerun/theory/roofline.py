@@ -6,7 +6,7 @@ arithmetic, while each sequence still reads its own cache. Norms, activations, s
 embedding table are not counted, so a measured pass is never faster. The bytes that an engine allocates are in
 `forerun.memory`.
 
-A mixture of experts reads every expert that at least one row has chosen. So a further row costs nothing only where it
+A mixture of experts reads every expert that at least one row has chosen. So a further row adds no reads only if it
 chooses experts that other rows have chosen too (`formulas.distinct_experts`).
 """
 
@@ -45,7 +45,7 @@ def _with_experts(spec: Spec, num: int, chosen: int) -> Spec:
 
 
 def _seeing(spec: Spec, windows: tuple[int | None, ...]) -> Spec:
-    """Return the decoder with these attention windows, which repeat over the layers; None = no window."""
+    """Return the decoder with these attention windows, in rotation over the layers. None = a layer without a window."""
     reach = [windows[i % len(windows)] for i in range(spec.num_layers)]
     seen = [(b, b.attention and replace(b.attention, window=w)) for b, w in zip(spec.blocks, reach, strict=True)]
     return replace(spec, blocks=tuple(replace(b, attention=a) for b, a in seen))
@@ -126,7 +126,7 @@ class PassWork(NamedTuple):
         return Work(self.products.bytes + self.attention.bytes, self.products.operations + self.attention.operations)
 
     def seconds(self, machine: Machine) -> float:
-        """Return the seconds of the pass."""
+        """Return the seconds of the pass, which are the sum of both kinds' seconds."""
         return self.products.seconds(machine) + self.attention.seconds(machine)
 
 
@@ -134,8 +134,8 @@ class PassWork(NamedTuple):
 def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
     """Count the weights in the matrices of all layers.
 
-    Returns the number of weights that every row uses, and the numbers of weights in experts. The latter are by (number
-    of experts in a layer, number of experts that a row chooses).
+    Returns the number of weights that every row uses, and the number of weights in experts, counted for each pair
+    (number of experts in a layer, number of experts that a row chooses).
     """
     dense, experts = 0, Counter[tuple[int, int]]()
     for block, times in Counter(spec.blocks).items():
@@ -149,7 +149,7 @@ def _layer_weights(spec: Spec) -> tuple[int, Counter[tuple[int, int]]]:
 
 
 def weights_read(spec: Spec, num_rows: int = 1, overlap: float = 0.0) -> float:
-    """Return how many weights a pass over `num_rows` rows reads: layers' matrices, chosen experts and LM head.
+    """Return how many weights a pass over `num_rows` rows reads: matrices of the layers, chosen experts, and LM head.
 
     overlap: see Step. For one row, this is also the number of weights that the row is multiplied by.
     """
@@ -167,15 +167,15 @@ def expert_part(spec: Spec) -> float:
 
 
 def cache_elements(spec: Spec) -> int:
-    """Return how many numbers the KV cache has for one token: the keys and values of all layers."""
+    """Return how many numbers the KV cache stores for one token: the keys and values of all layers."""
     with_keys = [a for block in spec.blocks if (a := block.attention) is not None and a.shares_kv_of is None]
     return sum(2 * a.kv_heads * a.head_dim for a in with_keys)
 
 
 def _operations_per_key(spec: Spec) -> int:
-    """Return the operations that a row takes for each key it attends to, summed over all layers.
+    """Return the operations that a row takes for each attention key it sees, summed over all layers.
 
-    These are the operations for the score and for the weighted value.
+    They compute the score and the weighted value.
     """
     return sum(4 * a.heads * a.head_dim for block in spec.blocks if (a := block.attention) is not None)
 

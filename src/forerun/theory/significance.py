@@ -1,4 +1,4 @@
-"""Tests of samples against stated probabilities, the power of these tests, and bounds on the deviations they miss.
+"""Tests of samples against known probabilities, the power of these tests, and bounds on the deviations they miss.
 
 G-tests and chi-square tests compare counts with probabilities. `holm` judges several tests together. An e-process may
 be evaluated after every sample. `detectable_tv` returns the deviation that a test finds with a given number of samples.
@@ -36,8 +36,8 @@ def g_test(counts: npt.ArrayLike, probs: npt.ArrayLike, least: float = LEAST_EXP
 
     O and E are the observed and the expected count of a cell. Cells are pooled, the rarest first, until the expected
     count of each is at least `least`. The statistic is divided by Williams' factor, which makes its distribution closer
-    to chi-square: 1 + (sum 1/p - 1) / (6 N (cells - 1)) (Williams 1976). The p-value is 0 where an id of probability 0
-    was counted.
+    to chi-square: 1 + (sum 1/p - 1) / (6 N (cells - 1)) (Williams 1976). The p-value is 0 where a cell of probability
+    0 has a count.
     """
     observed, wanted = np.asarray(counts, dtype=np.float64), np.asarray(probs, dtype=np.float64)
     num = int(observed.sum())
@@ -86,7 +86,7 @@ def independence_test(table: npt.ArrayLike) -> Fit:
 
 
 def holm(p_values: Seq[float], level: float) -> list[bool]:
-    """Return which hypotheses of a family are rejected. With probability `level` at most, one of these is true.
+    """Return which hypotheses are rejected. The probability that any true hypothesis is among them is at most `level`.
 
     Holm 1979: the i-th smallest of m p-values is compared with level / (m - i + 1). Hypotheses are rejected up to the
     first p-value that is larger.
@@ -103,7 +103,7 @@ def holm(p_values: Seq[float], level: float) -> list[bool]:
 
 
 def detectable_tv(num_samples: int, num_free: int, level: float, power: float = 0.99) -> float:
-    """Return the total variation distance that a test at this level detects with probability `power`.
+    """Return the total variation distance from which on a test at this level detects a deviation with this power.
 
     This holds for deviations in every direction, because the non-centrality of the statistic is N sum (s - p)^2 / p,
     which is at least 4 N TV^2 for all distributions s and p.
@@ -164,9 +164,9 @@ def weissman(num_samples: int, num_cells: int, eta: float) -> float:
 
 
 def largest_log_e(bins: Seq[int], probs: npt.ArrayLike, prior: float = 0.5) -> float:
-    """Return the largest logarithm that an e-process reaches over a series of bins with known probabilities.
+    """Return the largest logarithm that an e-process reaches over a series of samples, given as indices of bins.
 
-    The process is the likelihood ratio of a Dirichlet mixture to the null hypothesis `probs`. Under that hypothesis its
+    The process is the likelihood ratio of a Dirichlet mixture to the null hypothesis `probs`. Under this hypothesis its
     mean is 1 at any time, so the probability that it ever reaches 1 / level is at most `level` (Ville 1939). Hence
     exp(-largest) is a p-value, however often the process is evaluated. prior: the Dirichlet parameter of each bin.
     """

@@ -58,7 +58,7 @@ class Simulated:
 
 
 def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) -> Simulated:
-    """Simulate rounds of gamma drafted tokens. Each is accepted with probability alpha, up to the first rejection.
+    """Simulate rounds of gamma drafted tokens. Each is accepted with probability alpha, until one is rejected.
 
     alpha: one number for all positions, or one for each. Raises ValueError for alpha outside [0, 1], a negative gamma,
     or fewer than 2 rounds.
@@ -85,7 +85,7 @@ def rounds(alpha: float | Seq[float], gamma: int, num_rounds: int, seed: int) ->
 
 
 def oracle(alpha: float, c: float, num_rounds: int, seed: int, row_cost: float = 0.0) -> Estimate:
-    """Simulate a drafter that drafts exactly the tokens that will be accepted. Returns its speed-up.
+    """Simulate a drafter that drafts exactly the tokens that will be accepted, and return the speed-up.
 
     alpha must be below 1. row_cost: the time by which one more drafted token lengthens a target pass; the unit is a
     pass over one token.
@@ -150,7 +150,7 @@ class Emitted:
         return float(np.abs(self.counts / self.num_rounds - np.asarray(probs)).sum())
 
     def errors(self, probs: npt.ArrayLike) -> Floats:
-        """Return how far the share of each id is from its probability in `probs`, in standard errors, [V]."""
+        """Return how far each id's share is from the probability in `probs`, in standard errors, [V]."""
         p = np.asarray(probs, dtype=np.float64)
         sigma = np.sqrt(np.maximum(p * (1 - p), 0) / self.num_rounds)
         return np.abs(self.counts / self.num_rounds - p) / np.maximum(sigma, 1e-12)
@@ -301,6 +301,6 @@ def _estimate(values: npt.NDArray[np.generic]) -> Estimate:
 
 
 def _ratio(tokens: npt.NDArray[np.floating], costs: npt.NDArray[np.floating]) -> Estimate:
-    """Return the sum of tokens over the sum of costs, with the standard error by the delta method."""
+    """Return the sum of tokens divided by the sum of costs, with the standard error by the delta method."""
     mean = float(tokens.sum() / costs.sum())
     return Estimate(mean, float((tokens - mean * costs).std(ddof=1)) / (float(costs.mean()) * math.sqrt(len(costs))))

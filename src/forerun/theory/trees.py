@@ -1,4 +1,4 @@
-"""The draft trees that emit most tokens among trees of so many nodes: Sequoia (Chen et al. 2024, arXiv 2402.12374).
+"""The draft trees that emit the most tokens for their number of nodes: Sequoia (Chen et al. 2024, arXiv 2402.12374).
 
 a[k] is the probability that the child with rank k is the accepted child, given that its parent is accepted. The value
 of a node is the product of these probabilities along the path from the root to the node. A tree emits F tokens on
@@ -30,8 +30,8 @@ class Node(NamedTuple):
 def best_nodes(rates: Mapping[int, Seq[float]]) -> Iterator[Node]:
     """Yield nodes in descending order of their values. A value is the product of the rates along the path to the node.
 
-    rates: the rates of each node's children, best first. The keys are the nodes' indices in the order of yielding, -1 =
-    the root. After a node is yielded, the caller adds the rates of the node's children before it asks for the next
+    rates: for each node, the rates of its children, best first. A node is named by its index in the order of yielding,
+    -1 = the root. After a node is yielded, the caller adds the rates of the node's children before it asks for the next
     node. A node without rates has no children. Values never rise along a path or with the rank. So parents are yielded
     before their children, and siblings in the order of their ranks.
     """

@@ -75,15 +75,15 @@ class Suite:
 
 
 def names() -> dict[str, str]:
-    """Return the title of each suite by its name."""
+    """Return the names of all suites, each with its title."""
     return {name.replace("_", "-"): title for name, title in registry.stated(ROOM, "TITLE").items()}
 
 
 def read(name: str, file: Path | None = None) -> Suite:
     """Read a suite from a file, or from the files of its package where `file` is None.
 
-    Raises BadOption for an unknown suite and for lines of another form, and NotFound where the questions are not on
-    this machine.
+    Raises BadOption for an unknown suite and for lines that are no questions of the suite, and NotFound where the
+    questions are not on this machine.
     """
     if name not in names():
         raise BadOption(registry.unknown("suite", name, names()))
@@ -96,7 +96,7 @@ def read(name: str, file: Path | None = None) -> Suite:
 
 
 def _packaged(suite: ModuleType) -> list[Path]:
-    """Return the files of a suite's questions. Raises NotFound where its package is not installed."""
+    """Return the files of a suite's questions. Raises NotFound where no installed package holds them."""
     package = getattr(suite, "PACKAGE", None)
     spec = None if package is None else importlib.util.find_spec(suite.MODULE)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
@@ -140,7 +140,7 @@ def _listed(files: list[Path]) -> str:
 
 
 def said(*texts: str) -> tuple[Turn, ...]:
-    """Return the turns of a user, one for each text. Raises TypeError for a value that is not a text."""
+    """Return one turn of a user for each text. Raises TypeError for a value that is not a text."""
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a turn is a text")
     return tuple(({"role": "user", "content": text},) for text in texts)

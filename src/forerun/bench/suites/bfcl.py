@@ -37,7 +37,7 @@ def tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(value: Any) -> Any:
-    """Return a schema with JSON's own names for types."""
+    """Return a schema in which BFCL's names of types are replaced by JSON's."""
     if isinstance(value, Mapping):
         return {key: _named(one) if key == "type" else _schema(one) for key, one in value.items()}
     return [_schema(one) for one in value] if isinstance(value, list) else value

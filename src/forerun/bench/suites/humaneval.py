@@ -18,5 +18,5 @@ FILES = ("data/HumanEval.jsonl.gz",)
 
 
 def conversation(line: Mapping[str, Any]) -> Conversation:
-    """Read a task."""
+    """Read a task. The beginning of its function is the user's only message."""
     return Conversation(str(line["task_id"]), "code", said(line["prompt"]))
