@@ -52,9 +52,9 @@ class Seen:
     """What a drafter sees of one pass of the target, for one sequence of the pass.
 
     Kept tokens are the tokens that the pass ran and that were not rejected. start: the index of the first kept token in
-    the sequence. kept: the rows of the kept tokens in the pass. scored: the rows of the whole sequence in the pass: the
-    last committed token, draft nodes and extra rows. run: the index of the sequence's run in the pass. scores: the
-    results of the whole pass.
+    the sequence. kept: the rows of the kept tokens in the pass. scored: all rows of the sequence in the pass: the last
+    committed token, draft nodes and extra rows. run: the index of the sequence in the lists of `scores`. scores: the
+    results of the whole pass, for all sequences.
     """
 
     start: int
@@ -65,11 +65,11 @@ class Seen:
 
     @property
     def hidden(self) -> Any:
-        """The hidden states of the kept rows after the final norm, [len(kept), H]."""
+        """The hidden states after the final norm of the tokens that were not rejected, [len(kept), H]."""
         return self.scores.hidden[list(self.kept)]
 
     def layer(self, k: int) -> Any:
-        """Return the residual stream of the kept rows after k layers, float32 [len(kept), H].
+        """Return the residual stream after k layers of the tokens that were not rejected, float32 [len(kept), H].
 
         k: one of the drafter's `hidden_layers`.
         """
@@ -80,18 +80,18 @@ class Seen:
 
     @property
     def tokens(self) -> Seq[int]:
-        """The input tokens of the scored rows."""
+        """The input tokens of all rows that the sequence has in the pass (`scored`)."""
         return self.scores.runs[self.run].tokens
 
     @property
     def rows(self) -> dict[int, int]:
-        """A map from each input token to its scored row. A token that was run twice is mapped to its accepted row."""
+        """A map from token id to row, counted from the first scored row. Of several rows of an id, a kept row wins."""
         kept = [row - self.scored.start for row in self.kept]
         return {self.tokens[row]: row for row in (*range(len(self.scored)), *kept)}
 
     @property
     def best(self) -> list[int]:
-        """The likeliest next id at each scored row, the lowest on ties; NO_NUMBERS (-1) where logits are not finite.
+        """The likeliest next token id at each scored row, lowest on ties; NO_NUMBERS (-1) where logits are not finite.
 
         A drafter may read this property without setting `top_logits`. A prompt chunk has no logits, so the list is
         empty.
@@ -101,9 +101,10 @@ class Seen:
         return self.scores.best[self.run] or largest.best(self.scores.logits[self.run])
 
     def top(self, num: int) -> tuple[Ids, Rows]:
-        """Return ids and logits of the `num` likeliest next tokens at each scored row, each [rows, num], best first.
+        """Return the ids and logits of the `num` likeliest next tokens at each scored row, two arrays [rows, num].
 
-        num: at most the drafter's `top_logits`. A prompt chunk has no logits, so both arrays have 0 rows.
+        The likeliest token comes first. num: at most the drafter's `top_logits`. A prompt chunk has no logits, so both
+        arrays have 0 rows.
         """
         from forerun.sampling import largest
 
@@ -119,8 +120,8 @@ class Drafter:
     """The base of all drafters. Only `propose` is required; the other methods have defaults that do nothing.
 
     caught_up: by sequence id, how many tokens the last call of `propose` or `catch_up` ran only to catch up: committed
-    tokens, and tokens of an encoder's source. The tokens that every round runs anyway are not counted. catchup_s: the
-    seconds spent on catching up.
+    tokens, and tokens of an encoder's input. The tokens that every round runs anyway are not counted. catchup_s: the
+    seconds that these runs took.
     """
 
     hidden_layers: tuple[int, ...] = ()  # hidden states that `observe` gets: k = after k layers of the target
@@ -133,7 +134,7 @@ class Drafter:
     # Whether the drafter can draft after tokens that are sure to be committed and that the target has not run yet
     # (`forced`). A drafter that reads the target's rows of the last committed token cannot.
     drafts_behind = True
-    branches = False  # whether `branch` answers, so that the drafter serves beam searches
+    branches = False  # whether `branch` makes guesses, so that the drafter serves beam searches
     num_passes: int | None = None  # passes of the drafter's model for the last draft; None = the depth of the draft
     num_found = 0  # nodes of the last draft that a search of the text found, without the drafter's model
     search_s, num_searched = 0.0, 0  # of the last draft: seconds of text search, and how many sequences were searched
@@ -154,7 +155,7 @@ class Drafter:
         return [runner.cache for runner in self.runners]
 
     def lend(self, cache: KVCache) -> None:
-        """Take the target's cache, to be read and never written to. Called once, before any sequence begins."""
+        """Receive the target's KV cache, which the drafter may only read. Called once, before any sequence begins."""
 
     def begin(self, seq: Sequence) -> None:
         """Prepare for a sequence that was admitted."""
@@ -172,10 +173,10 @@ class Drafter:
         """Learn from a target pass over these sequences, prompt chunks included. Called after tokens are committed."""
 
     def resumes_from(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens the drafter need not see. The target has cached them all.
+        """Return how many of the first `num_tokens` tokens, all in the target's cache, need not be run again.
 
-        A drafter that must see the hidden states of every token returns a smaller number. The target then runs the
-        tokens after that number again.
+        A drafter that must see the target's hidden states of every token returns a number below `num_tokens`. The
+        target then runs the tokens after that number again.
         """
         return num_tokens
 
@@ -185,16 +186,15 @@ class Drafter:
     def ahead(self, seq: Sequence, drafted: Seq[int], num_tokens: int) -> Seq[int]:
         """Guess at most `num_tokens` tokens that follow the committed tokens and then the uncommitted tokens `drafted`.
 
-        Called only for free drafters (`is_free`), which must not remember `drafted`. Returns () where there is no
-        guess.
+        Runs no model and draws nothing. Returns () where there is no guess. The drafter must not remember `drafted`.
         """
         return ()
 
     def branch(self, seqs: Seq[Sequence], levels: Seq[Seq[int]], catchup_tokens: int) -> list[list[Next | None]]:
-        """Return what may follow each of the nodes levels[b] in the beam search of seqs[b] (seq.hypotheses).
+        """Return the tokens that may follow each of the nodes levels[b] in the beam search of seqs[b] (seq.hypotheses).
 
-        A level lists the last nodes of the beams, and then guessed nodes. The entry of a node is None where nothing is
-        known about the node, or while the drafter has not caught up with the sequence. Drafters that guess by `ahead`
+        A level lists the last nodes of the beams, and then guessed nodes. The entry of a node is None where there is no
+        guess for the node, or while the drafter has not caught up with the sequence. Drafters that guess by `ahead`
         return one token for each node. Drafters that cannot guess for several nodes leave `branches` False.
         catchup_tokens: as in Budget.
         """
@@ -221,7 +221,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A draft model that a drafter makes of the target, for the memory plan.
+    """The facts that the memory plan needs about a draft model that a drafter makes from the target.
 
     quantization: the format to which a copy of the target's weights is rounded; None = no copy is made, because the
     draft model reads the target's weights. layers: the target's layers that the draft model runs and caches, ascending;
@@ -235,7 +235,7 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class OwnCheckpoint:
-    """A draft model that a drafter loads, for the memory plan.
+    """The facts that the memory plan needs about a draft model that a drafter loads.
 
     path: folder, file, name or hub id; None = the shipped draft model. quantization: the format to which the weights
     are rounded; None = they stay as they are.
@@ -257,8 +257,8 @@ class Needs:
     """What a drafter will need, for the memory plan and for the engine.
 
     layers: the inner layers of the target; the drafter reads their outputs (`Drafter.hidden_layers`). loads: the draft
-    model that the drafter loads. makes: the draft model that the drafter makes of the target. weights: what the drafter
-    keeps in memory besides a draft model. parts: the specs of the other drafters that the drafter combines.
+    model that the drafter loads. makes: the draft model that the drafter makes from the target. weights: the weights
+    that the drafter keeps in memory besides a draft model. parts: the specs of the drafters that the drafter combines.
     """
 
     layers: tuple[int, ...] = ()
@@ -269,7 +269,7 @@ class Needs:
 
     @property
     def has_model(self) -> bool:
-        """Whether the drafter runs a draft model, loaded or made of the target."""
+        """Whether the drafter runs a draft model, loaded or made from the target."""
         return self.loads is not None or self.makes is not None
 
 
@@ -295,7 +295,7 @@ class Known(Protocol):
 
     @property
     def fingerprint(self) -> str | None:
-        """The tokenizer fingerprint that files with ids must name; None = not compared."""
+        """The tokenizer fingerprint that files with token ids must name; None = fingerprints are not compared."""
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -314,7 +314,7 @@ class Known(Protocol):
         """The block for multi-token prediction in the target's files; None where the files have no such block."""
 
     def resolve(self, spec: str) -> tuple[str, Any]:
-        """Return the method and Options of a drafter's spec, as this file's `resolve` does, but computed only once."""
+        """Return the method and Options of a drafter's spec, as this file's `resolve` does, computed once per spec."""
 
     def open(self, name: str) -> OpenedCheckpoint:
         """Return another checkpoint, such as a draft model's, opened only once.
@@ -325,7 +325,7 @@ class Known(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The method that a spec asks for, its Options, and its needs for a target."""
+    """The method that a spec asks for, the method's Options, and what the drafter will need for a target."""
 
     method: str
     options: Any
@@ -334,7 +334,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Target:
-    """The parts of an engine that a drafter may know."""
+    """The target model, and the other parts of an engine that a drafter may use."""
 
     model: Model  # the target model; the draft model has the same device and dtype
     opened: Known  # what was known before the target's weights were read
@@ -345,7 +345,7 @@ class Target:
 
     @classmethod
     def of(cls, model: Model, opened: Known, loaded_draft: Checkpoint | None = None) -> Target:
-        """Return a target with the ids of its tokenizer, or with all ids of the model where there is no tokenizer."""
+        """Return a Target with the ids of the opened tokenizer, or else with all ids of the model's vocabulary."""
         num_ids, tokenizer = model.config.vocab_size, opened.tokenizer
         if tokenizer is None:
             return cls(model, opened, num_ids, loaded_draft=loaded_draft)
@@ -372,16 +372,16 @@ class Target:
         return self.opened.max_seq_len
 
     def operators(self, spec: Spec) -> Operators:
-        """Return the operators of a draft model. Raises UnsupportedModel where no allowed operators compute it."""
+        """Return the operators for a draft model. Raises UnsupportedModel where the engine's cannot compute it."""
         target_ops = self.model.ops
         config = cast("Spec", self.model.config)
         name = ops.beside(self.opened.config.ops, target_ops.name, self.model.device, config, spec)
         return target_ops if name == target_ops.name else ops.make(name, self.model.device, spec)
 
     def shared(self, weights: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of `make`, which is called once for each key, because drafters share weights.
+        """Return the result of `make`, or the result of an earlier call for the same weights: drafters share weights.
 
-        weights: the key, which is equal for equal weights.
+        weights: a key that is equal for equal weights.
         """
         if weights not in self._shared:
             self._shared[weights] = make()
@@ -415,9 +415,9 @@ def resolve(spec: str, auto: str = WITHOUT_MODEL, *, looks: bool = True) -> tupl
 
 
 def instead(method: str, options: Any) -> tuple[str, Any]:
-    """Return `method` and its Options, with the values of `options` that are not defaults.
+    """Return `method` and Options for it, which take over the values of `options` that are not defaults.
 
-    options: the Options of another method. Raises BadOption where a value is given for an option that `method` lacks.
+    options: the Options of another method. Raises BadOption where `method` lacks the option of such a value.
     """
     usual = type(options)()
     given = {f.name: getattr(options, f.name) for f in fields(options)}
@@ -426,7 +426,7 @@ def instead(method: str, options: Any) -> tuple[str, Any]:
 
 
 def wanted(spec: str, target: Known) -> list[Wanted]:
-    """Return the drafter that a spec asks for, followed by the drafters that it combines, recursively.
+    """Return an entry for the drafter that a spec asks for, and entries for the drafters it combines, recursively.
 
     Raises BadOption as `resolve` does, and whatever the methods raise for this target.
     """
@@ -443,7 +443,7 @@ def needs_a_model(name: str) -> str:
 
 
 def has_needs(method: str) -> bool:
-    """Return whether a method reads files, or needs anything else that the memory plan counts."""
+    """Return whether a method has a function `needs`: it reads files, or needs memory that the memory plan counts."""
     return hasattr(load(__name__, method, "drafter"), "needs")
 
 

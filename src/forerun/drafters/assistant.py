@@ -96,7 +96,7 @@ class AssistantDrafter(SearchingDrafter):
     computed. short: the object that chooses `width`; None = the width is fixed.
     """
 
-    drafts_behind = False  # the assistant reads the target's row and keys of the last committed tokens
+    drafts_behind = False  # the assistant reads the target's hidden states and cache rows of the last committed tokens
     tells_confidence = True
 
     def __init__(self, model: Any, target: Target, layers: Seq[int], ordered: OrderedHead | None) -> None:
@@ -123,11 +123,11 @@ class AssistantDrafter(SearchingDrafter):
 
     @property
     def num_held(self) -> int:
-        """The number of sequences for which a row of the target is kept."""
+        """The number of sequences for which a hidden state of the target is stored."""
         return len(self._rows)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Keep the target's row of each sequence's last kept token."""
+        """Store the target's hidden state of each sequence's last token that was not rejected."""
         for seq, of_seq in zip(seqs, seen, strict=True):
             if len(of_seq.kept):
                 row = of_seq.scores.hidden[[of_seq.kept[-1]]]
@@ -159,11 +159,11 @@ class AssistantDrafter(SearchingDrafter):
         return Draft.chains([chain.tokens for chain in chains], [chain.probs for chain in chains])
 
     def _is_ready(self, seq: Sequence) -> bool:
-        """Return whether the target has run all tokens but the last, and the row of the last but one token is kept."""
+        """Return whether the stored hidden state is of the last token but one. The last token was not run yet."""
         return self._cache is not None and seq.id in self._rows and self._rows[seq.id][0] == len(seq.tokens) - 2
 
     def _step(self, seqs: Seq[Sequence], tokens: Seq[int], rows: Seq[Any], best_only: bool) -> tuple[list[Row], Any]:
-        """Run one row of each sequence.
+        """Run the assistant on one row of each sequence: a token, and the row [1, size] from the step before.
 
         Returns the logits or the best id of each row, and the rows that the next step reads, [n, size].
         """
@@ -201,7 +201,7 @@ class AssistantDrafter(SearchingDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the memory of the assistant's weights. Refuses anything but an assistant of this target."""
+    """Return how much memory the assistant's weights take. Raises BadOption for anything but a fitting assistant."""
     opened = _opened(options, target)
     tensors = dict(rounded(opened.weights, opened.spec, options.quantization, target).tensors)
     if options.draft_vocab == AUTO and _is_ordered(opened):
@@ -253,8 +253,8 @@ def _opened(options: Options, target: Known) -> OpenedCheckpoint:
 def _layers_read(spec: Spec, shape: CacheShape, name: str) -> list[int]:
     """Return, for each block, the target's layer that the block reads.
 
-    For a block with a window, this is the last layer that keeps keys and has a window. For any other block, it is the
-    last layer that keeps keys and has no window.
+    For a block with a window, this is the last layer with a window that has cache rows of its own. For any other block,
+    it is the last layer without a window that has cache rows of its own. Raises BadOption where the sizes differ.
     """
     windows = shape.windows or (None,) * shape.num_layers
     last = {windows[layer] is not None: layer for layer in shape.kept}
@@ -292,8 +292,8 @@ def _windowed(spec: Spec, shape: CacheShape, layers: Seq[int]) -> Spec:
 def _ordered_head(opened: OpenedCheckpoint, num_ids: int) -> OrderedHead | None:
     """Return an assistant's ordered LM head; None where the LM head is not ordered.
 
-    The rows stay as stored. If they are stored quantised, they are converted to bfloat16. Raises UnsupportedModel for
-    an invalid order.
+    The rows stay as stored. If they are stored quantised, they are converted to bfloat16. Raises UnsupportedModel where
+    the order does not have each id once.
     """
     if opened.source is None or not _is_ordered(opened):
         return None
@@ -320,7 +320,7 @@ def _is_ordered(opened: OpenedCheckpoint) -> bool:
 
 
 def _said(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return config.json, with default values for the keys that it leaves out."""
+    """Return the entries of config.json, with default values for missing entries."""
     return {**gemma4_assistant.USUAL, **{key: value for key, value in opened.raw.items() if value is not None}}
 
 

@@ -33,7 +33,7 @@ class Options:
 
 
 class FeedForward:
-    """One hidden layer that all outputs share, followed by the LM head. ids [n]: the ids that may be drafted."""
+    """The layer (a hidden layer that all outputs share) and the LM head after it. ids [n]: the ids that are drafted."""
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, ids: Ids, target: Model) -> None:
         self.num_heads, self._ids, self._rows = num_heads, ids, target.rows
@@ -58,9 +58,9 @@ class FeedForward:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the memory of the layer's weights.
+    """Return how much memory the layer's weights take.
 
-    Refuses a folder without such a layer, or with a layer for another tokenizer.
+    Raises what `build` raises for a folder without such a layer, or with a layer for another tokenizer.
     """
     path = head_files.located(options.path, "blockwise")
     head_files.read_config(path, "blockwise", target.fingerprint)

@@ -43,7 +43,7 @@ class Options:
 
 
 class _InnerCoins:
-    """The random decisions of one inner round.
+    """The random decisions of one inner round, in which the draft model judges one cheap guess.
 
     All of these are draws with the coins of the outer round (see `Coins`), on lanes that no other inner round uses.
     start: the depth of the inner round's first token within the outer round. round: the number of the inner round.
@@ -72,9 +72,10 @@ class _InnerCoins:
 
 
 class _LazyProbs(Seq[Probs]):
-    """The draft model's distributions of an inner round, computed on demand.
+    """The draft model's distributions at the positions of one inner round, computed on demand.
 
-    end: the first position where masks leave no token; no token may be drafted from that position on.
+    end: the first position, as far as they are computed, where masks leave no token, or else `length`. No token may be
+    drafted from that position on.
     """
 
     def __init__(self, make: Callable[[int], Probs], length: int) -> None:
@@ -147,7 +148,8 @@ class CascadeDrafter(Compound):
     ) -> dict[int, list[Emitted]]:
         """Run each sequence's tokens, followed by its guess, through the draft model, and judge the guess.
 
-        Returns, by sequence, the emitted tokens, which are distributed as q. Each comes with its q and its output row.
+        Returns, by sequence, the emitted tokens, which are distributed as the draft model's own draws. Each token comes
+        with the draft model's distribution and output row for its position.
         """
         model = self.model
         guesses = {b: self._cut(guess) for b, guess in guesses.items()}

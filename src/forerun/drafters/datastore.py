@@ -63,9 +63,9 @@ class DatastoreDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return empty needs, because the memory plan does not count datastores.
+    """Check the file, and return empty needs, because the memory plan does not count datastores.
 
-    Refuses a missing file, or a file of another tokenizer.
+    Raises what `build` raises. Where the target has no tokenizer, only `build` checks the file.
     """
     if target.tokenizer is not None:
         _load(options, target.tokenizer.fingerprint, target.tokenizer.num_ids)

@@ -75,12 +75,12 @@ class Options:
 
 @dataclass
 class _Text:
-    """The context of one sequence.
+    """The context of one sequence. Features are the target's residual streams of a token, which the context is made of.
 
     first: the index of the first token with features. num_kept: the number of tokens with keys and values in the cache.
-    waiting: the features of the tokens after these, which are not in the cache yet. Each pass adds one entry: the
-    target's rows by layer. is_over: whether the sequence has gone past the model's positions, so that nothing more is
-    kept.
+    waiting: the features of the tokens after these, which are not in the cache yet. Each pass of the target adds one
+    entry: a list with the features after each layer. is_over: whether the sequence has gone past the model's positions,
+    so that its context is dropped.
     """
 
     first: int = -1
@@ -126,7 +126,7 @@ class DFlashDrafter(Drafter):
         return self.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Store the features of the kept tokens."""
+        """Store the target's residual streams of the tokens that were not rejected."""
         for seq, view in zip(seqs, seen, strict=True):
             text = self._texts[seq.id]
             if text.is_over:
@@ -168,10 +168,9 @@ class DFlashDrafter(Drafter):
         )
 
     def _guess(self, seqs: Seq[Sequence], most: int) -> Any:
-        """Run a block after each sequence's context.
+        """Run a block after each sequence's context, and return the logits of each sequence's next `most` tokens.
 
-        Returns the logits of each sequence's next `most` tokens as one array, [len(seqs) * most, ids], sequence by
-        sequence.
+        The logits are one array [len(seqs) * most, ids], sequence by sequence.
         """
         block, masks = self.config.block, [self.config.mask_id] * (self.config.block - 1)
         scores = self._runner.forward([Run(seq.id, [seq.tokens[-1], *masks], "none") for seq in seqs])
@@ -222,8 +221,8 @@ Child = tuple[int, Probs, float]  # a token, the distribution that goes with it,
 class Law(NamedTuple):
     """The distribution from which siblings are drawn.
 
-    rates: the values of the siblings by rank, best first. points: the siblings, where all are chosen at once; () = they
-    are drawn one by one.
+    rates: by rank, the probability that counts as a sibling's value, best first. points: the siblings, where all are
+    chosen at once; () = they are drawn one by one.
     """
 
     probs: Probs
@@ -232,7 +231,7 @@ class Law(NamedTuple):
 
     @staticmethod
     def of(probs: Probs, kind: str, most: int, depth: int, coins: Coins) -> Law:
-        """Return the law of at most `most` siblings. kind: see `kind_of` in shared/siblings.py."""
+        """Return the Law by which at most `most` siblings are drawn. kind: see `kind_of` in shared/siblings.py."""
         if kind == "distinct" and probs.point is None:
             return Law(probs, [probs.at(token) for token in likeliest(probs, most)], ())
         points = list(children_of(probs, kind, most, depth, coins, 0))
@@ -249,10 +248,10 @@ class Law(NamedTuple):
 
 @dataclass
 class Guess:
-    """The guess of one pass for one sequence.
+    """The logits that one pass gives for the next K tokens of one sequence, and the distributions made from them.
 
-    logits [K, n]: the logits of the drafted ids, by depth. ids [n]: the ids that the head drafts. num_ids: the number
-    of the target's ids. spread: by depth, the logits of all the target's ids, as far as they were asked for.
+    logits [K, n]: the logits of the ids that may be drafted, by depth. ids [n]: these ids. num_ids: the number of the
+    target's ids. spread: by depth, the logits of all the target's ids, filled in by `whole`.
     """
 
     logits: Rows
@@ -275,9 +274,9 @@ class Guess:
         return None if following is None else following[0]
 
     def law(self, seq: Sequence, path: Seq[int], draws: str, most: int, coins: Coins) -> Law | None:
-        """Return the law of at most `most` siblings after a path; None where no token is left.
+        """Return the Law by which at most `most` siblings are drawn after a path; None where no token is left.
 
-        Without penalties and masks, all paths of the same depth have the same law.
+        Without penalties and masks, all paths of the same depth have the same Law.
         """
         depth, params = len(path), replace(seq.params, logprobs=None)
         if depth not in self.laws or not only_filters(params, seq.bad_word_ids):
@@ -298,7 +297,7 @@ class Guess:
 
 
 def draw_tree(guess: Guess, seq: Sequence, b: int, budget: Budget, coins: Coins, draws: str) -> Draft:
-    """Draft the paths with the largest values through the rows of a guess, best first. b: index of the sequence.
+    """Draft the paths with the largest values through the rows of a guess, best first. b: the index in `budget`.
 
     The value of a path is a product with one factor for each token: the probability of the token's rank in its row. So
     the value never rises with rank or depth. Therefore the heap of `best_nodes` yields the paths in order without
@@ -342,9 +341,9 @@ def _config(path: str, tokenizer: str | None) -> DFlashConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the target's layers that the drafter reads, the spec of its cache, and the memory of its weights.
+    """Return the target's layers that the drafter reads, the spec of its own layers, and the memory for its weights.
 
-    Refuses a folder without DFlash layers, or with layers for another tokenizer.
+    Raises what `build` raises for a folder without DFlash layers, or with layers for another tokenizer.
     """
     path = head_files.located(options.path, "dflash")
     config = _config(path, target.fingerprint)
@@ -354,7 +353,7 @@ def needs(options: Options, target: Known) -> Needs:
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Read the layers. Raises what shared/head_files.py raises, and BadOption for a target of other sizes."""
+    """Read the layers. Raises what shared/head_files.py raises, and BadOption where the target's sizes differ."""
     path = head_files.located(options.path, "dflash")
     config = _config(path, artifacts.fingerprint(target.tokenizer, target.num_ids))
     model = target.model

@@ -61,11 +61,11 @@ class Options:
 
 @dataclass
 class _Text:
-    """The head's state for one sequence.
+    """The head's state for one sequence. Features are the target's hidden states of a token, which the head reads.
 
     first: the index of the first token with features. waiting: joined features that the head has not run yet. seen: the
-    features of the next `num_seen` tokens, not joined yet. Each pass adds one entry: the target's rows by layer.
-    num_run: the number of cache rows that were run with the target's features.
+    features of the next `num_seen` tokens, not joined yet. Each pass of the target adds one entry: a list with the
+    features after each layer. num_run: the number of cache rows that were run with the target's features.
     """
 
     first: int = -1
@@ -114,7 +114,7 @@ class EagleDrafter(SearchingDrafter):
         return self.runner.cache.free_tokens(without)
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Store the features of the kept tokens, and drop the cache rows of the last draft."""
+        """Store the target's features of the tokens that were not rejected, and drop the last draft's cache rows."""
         for seq, view in zip(seqs, seen, strict=True):
             text = self._texts[seq.id]
             self.runner.cache.truncate_to(seq.id, text.num_run)
@@ -130,7 +130,7 @@ class EagleDrafter(SearchingDrafter):
                 self._join(text)
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run the waiting features except the last one. The round itself runs the last one."""
+        """Run the head on the waiting features, except on the last one. The round itself runs the last one."""
         feeds: list[tuple[Sequence, int]] = []
         space = Space(self.runner.cache)
         self.caught_up, self.catchup_s = {}, 0.0
@@ -196,9 +196,10 @@ class EagleDrafter(SearchingDrafter):
         return limits
 
     def _feed(self, feeds: Seq[tuple[Sequence, int]], wanted: str, reads_logits: bool = False) -> list[tuple[Row, Any]]:
-        """Run the first waiting features of these sequences, each with the token after it, and keep the cache rows.
+        """Run the head on the first waiting features of these sequences, each with the token after it.
 
-        feeds: sequences, and how many features to run for each. With wanted="last", returns what `_last` returns.
+        The cache rows are kept. feeds: sequences, and how many features to run for each. wanted: as in Run.logits.
+        Returns what `_last` returns; [] with wanted="none".
         """
         if not feeds:
             return []
@@ -229,7 +230,7 @@ class EagleDrafter(SearchingDrafter):
         return Draft.chains(chains, [[Probs.of_point(token) for token in chain] for chain in chains])
 
     def _take(self, seq: Sequence, num: int, wanted: str, best_only: bool) -> Run:
-        """Take the first `num` waiting features of a sequence, each with the token after it, and return their run."""
+        """Take the first `num` waiting features of a sequence, and return a Run of them with the tokens after them."""
         text = self._texts[seq.id]
         self._join(text)
         features = self.model.rows.join(text.waiting)
@@ -240,7 +241,7 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : at + num], wanted, best_only=best_only, vectors=vectors)
 
     def _take_seen(self, seq: Sequence) -> Run:
-        """Take all waiting features of a sequence that has no joined features, and return their run."""
+        """Take all features of a sequence that has no joined features, and return a Run of the tokens after them."""
         text = self._texts[seq.id]
         at = text.first + text.num_run + 1
         text.num_run += text.num_seen
@@ -249,7 +250,7 @@ class EagleDrafter(SearchingDrafter):
         return Run(seq.id, seq.tokens[at : text.first + text.num_run + 1], "last", best_only=True)
 
     def _step(self, feeds: Seq[tuple[Sequence, int, Any]], reads_logits: bool) -> list[tuple[Row, Any]]:
-        """Run one drafted token of each sequence. The output of the step before serves as the token's features."""
+        """Run the head on one drafted token of each sequence, with the last step's output as the token's features."""
         if not feeds:
             return []
         runs = [
@@ -261,17 +262,17 @@ class EagleDrafter(SearchingDrafter):
         return self._last(scores)
 
     def _last(self, scores: Scores) -> list[tuple[Row, Any]]:
-        """Return the logits or the best id of each run's last row, and the output that the next step reads."""
+        """Return for each run the logits or the best id of its last row, and the output that the next step reads."""
         lasts = [best[-1] if best else logits[-1] for best, logits in zip(scores.best, scores.logits, strict=True)]
         fed = scores.hidden if self._fed is None else scores.taps[self._fed]
         return [(row, fed[rows[-1]]) for row, rows in zip(lasts, scores.rows, strict=True)]
 
     def _by_layer(self, seen: Seq[list[Any]]) -> list[Any]:
-        """Return for each layer the target's rows of several passes, joined to one array [n, H]."""
+        """Return for each layer the target's features of several passes, joined to one array [n, H]."""
         return [self.model.rows.join(rows) for rows in zip(*seen, strict=True)]
 
     def _takes_the_best(self, seq: Sequence, reads_logits: bool) -> bool:
-        """Return whether a draw needs only the id of the largest logit, and the runner can compute this id alone."""
+        """Return whether the largest logit's id is enough to draft a token, and the runner can return just this id."""
         return self.runner.finds_best and not reads_logits and takes_the_best(seq.params, seq.bad_word_ids)
 
     def _grow(self, chain: Chain, row: Row, seq: Sequence, b: int, budget: Budget, coins: Coins) -> bool:
@@ -291,9 +292,9 @@ def _own_config(path: str, tokenizer: str | None) -> EagleConfig:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the target's layers that the head reads, the spec of its cache, and the memory of its weights.
+    """Return the target's layers that the head reads, the spec of its own layers, and how much memory its weights take.
 
-    Refuses a folder that holds no head, or a head of another tokenizer.
+    Raises what `build` raises for a folder that holds no head, or a head of another tokenizer.
     """
     path = head_files.located(options.path, "eagle")
     published = head_layouts.find(path, "eagle", target.config.ignored_config_keys)
@@ -312,7 +313,8 @@ def needs(options: Options, target: Known) -> Needs:
 def build(options: Options, target: Target) -> Drafter:
     """Read a head.
 
-    Raises what shared/head_files.py and shared/head_layouts.py raise, and BadOption for a target of other sizes.
+    Raises what shared/head_files.py and shared/head_layouts.py raise, and BadOption where the head's sizes do not
+    fit the target's.
     """
     path = head_files.located(options.path, "eagle")
     published = head_layouts.find(path, "eagle", target.opened.config.ignored_config_keys)
@@ -330,7 +332,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def cache_of(model: HeadModel, target: Target) -> KVCache:
-    """Make a head's cache. It keeps all rows, because the target's hidden states of a text are seen only once."""
+    """Make a head's cache. It drops no rows for windows, as the target's hidden states of a text are seen only once."""
     return cache_for(model, target, keeps_all=True, prefix_caching=False, kv_cache_dtype="auto")
 
 

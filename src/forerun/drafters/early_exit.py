@@ -47,7 +47,7 @@ class Options:
 
 
 def _skipped(text: str) -> set[int]:
-    """Return the layers in a list such as 3+7+11. Raises BadOption."""
+    """Return the layer numbers in a text such as 3+7+11. Raises BadOption for anything else, and for repetitions."""
     numbers = [int(part) if re.fullmatch("[0-9]{1,4}", part) else -1 for part in parse_list(text)]
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise BadOption(f"early_exit:skip={shown(text)} is not possible: write each layer once, as in 3+7+11")
@@ -84,7 +84,7 @@ def chosen(options: Options, num_layers: int, fingerprint: str | None = None) ->
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model: layers of the target, with the target's weights. Raises what `chosen` raises."""
+    """Return the draft model to make: layers of the target, with the target's weights. Raises what `chosen` raises."""
     layers = chosen(options, target.num_layers, target.fingerprint)
     return Needs(makes=OwnModel(layers=tuple(layers)))
 

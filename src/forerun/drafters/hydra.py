@@ -55,7 +55,8 @@ def shapes(num_heads: int, num_blocks: int, width: int) -> dict[str, tuple[int, 
 class HydraHeads:
     """The heads of one target.
 
-    ids [n]: the ids that the heads draft, ascending. weights: by published names, with or without LM heads.
+    ids [n]: the ids that the heads draft, ascending. weights: the tensors by their published names. Without LM heads in
+    them, the heads use rows of the target's LM head.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class HydraHeads:
             self._heads.append(ResidualHead.of(target, features, parts, len(ids), first))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return the guesses as a function (see medusa.TreeHeads). It computes all nodes of one depth at once."""
+        """Return the guesses as a function (see medusa.TreeHeads), which computes all nodes of one depth at once."""
 
         def at(depth: int, nodes: Seq[tuple[int, Seq[int]]]) -> list[list[int]]:
             paths = [(last[row], *path) for row, path in nodes]
@@ -107,7 +108,7 @@ def _read_config(path: str, tokenizer: str | None) -> dict[str, Any]:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the memory of the heads' weights. Refuses a folder without heads, or with heads of another tokenizer."""
+    """Return how much memory the heads' weights take. Raises what `build` raises for a folder without fitting ones."""
     path = head_files.located(options.path, "hydra")
     _read_config(path, target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=True))

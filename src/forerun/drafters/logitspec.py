@@ -47,7 +47,7 @@ class Options:
 
 
 class Likely:
-    """The ids with the largest logits of the target, after some tokens of one sequence."""
+    """The target's likeliest next ids in one sequence: at its end, and after each token that the target has run."""
 
     def __init__(self) -> None:
         self.rivals: Seq[int] = ()  # for the token with index `place`, best first; the chosen one may be among them
@@ -67,7 +67,7 @@ class Likely:
                 self.behind.put(token, ids[row][:num_behind])
 
     def candidates(self, seq: Sequence) -> list[int]:
-        """Return the ids that may follow the last token of a sequence, best first."""
+        """Return the ids that may follow the last token of a sequence, the most promising first."""
         chosen = seq.tokens[-1]
         recycled = self.behind.rows.get(seq.tokens[-1], ())
         # After forced tokens, which are not committed yet, the logits that chose the last token are unknown.

@@ -40,7 +40,7 @@ class Pool:
         self._guesses = guesses
 
     def put(self, first: int, rest: tuple[int, ...]) -> None:
-        """Add an n-gram, or make a known one the newest. A token that has too many n-grams loses its oldest one."""
+        """Add an n-gram, or make a known n-gram the newest. If `first` has too many n-grams, its oldest is dropped."""
         known = self.ngrams.setdefault(first, [])
         if rest in known:
             known.remove(rest)
@@ -52,8 +52,8 @@ class Pool:
 class Window:
     """The columns of guessed tokens of one request.
 
-    columns [W][N - 1]: the tokens of each column, level 0 first. ages [W]: how many tokens the target has added to each
-    column since the request began. Older tokens of a column were taken from the text.
+    columns [W][N - 1]: the tokens of each column, level 0 first. ages [W]: how many of the target's guesses were added
+    to each column since the request began. The tokens that a column has at first are taken from the text.
     """
 
     def __init__(self, columns: list[list[int]]) -> None:
@@ -67,10 +67,10 @@ class Window:
         return Window([tokens[start : start + levels] for start in range(0, num, levels)])
 
     def rows(self, width: int, num_nodes: int) -> tuple[Extra, list[int]]:
-        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and the last level's indices.
+        """Return the first `width` columns as extra rows after `num_nodes` draft nodes, and the rows of the last level.
 
-        Level 0 of column 0 is the last committed token, which needs no extra row. The indices count the sequence's rows
-        of the pass: 0 is the last committed token, and the draft nodes come next.
+        Level 0 of column 0 is the last committed token, which needs no extra row. The rows of the last level are
+        indices among the sequence's rows of the pass: 0 is the last committed token, and the draft nodes come next.
         """
         tokens, parents = list[int](), list[int]()
         above = [-1] * width
@@ -103,8 +103,8 @@ class Window:
 class _State:
     """The state of one request.
 
-    ends: the rows of the window's last level in the pass over the last draft. asked: the input tokens of the sequence's
-    rows in that pass. Both are empty where the draft had no window.
+    ends: by column, the row of the window's last level in the pass that verifies the last draft. asked: the input
+    tokens of all the sequence's rows in that pass. Both are empty where the draft had no window.
     """
 
     window: Window

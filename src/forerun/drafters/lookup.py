@@ -83,9 +83,9 @@ class LookupDrafter(TextDrafter[Tokens]):
 
 
 def follower(text: np.ndarray, min_n: int, max_n: int) -> int | None:
-    """Return the index after the last earlier occurrence of a suffix of `text`, int [L].
+    """Return the index after the last earlier occurrence of a suffix of `text` [L]; None where there is none.
 
-    The suffix is the longest one of min_n to max_n tokens that occurred before. None where no such suffix occurred.
+    The suffix is the longest one of min_n to max_n tokens that occurred before.
     """
     start = None
     matches = np.ones(len(text), dtype=bool)  # [i] = the suffix of n - 1 tokens begins at i, too

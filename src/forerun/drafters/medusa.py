@@ -61,17 +61,19 @@ class TreeHeads(Protocol):
     num_heads: int
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return a function that guesses the children of nodes, `num` ids each, with the first `num_heads` heads.
+        """Return a function that guesses `num` children for each node of a depth, with the first `num_heads` heads.
 
-        hidden [B, H]: the target's last hidden state of each sequence. last [B]: the token after each hidden state.
+        hidden [B, H]: the target's last hidden state of each sequence. last [B]: the last committed token of each
+        sequence, which the target has not run yet.
         """
 
 
 class Heads:
     """The heads of one target. ids [n]: the ids that the heads draft.
 
-    weights: by name. Each head has residual blocks. Each head may bring along an LM head, `lm_head.{head}.weight`
-    [n, H], or all heads may share one, `lm_head.weight`. Without an LM head, the heads use the target's.
+    weights: the tensors by name. Each head has residual blocks. Each head may bring along an LM head
+    `lm_head.{head}.weight` [n, H], or all heads may share the LM head `lm_head.weight`. Otherwise the heads use the
+    target's LM head.
     """
 
     def __init__(self, weights: Mapping[str, Weight], num_heads: int, num_blocks: int, ids: Ids, target: Model) -> None:
@@ -114,9 +116,9 @@ class Heads:
 
 @dataclass
 class _Tree:
-    """A draft while it grows by depth.
+    """The draft of one sequence while it grows, depth by depth.
 
-    nodes: the fixed tree. places: for a node of the fixed tree, the index of the node in the draft.
+    nodes: the nodes of the fixed tree. places: by index in `nodes`, the node's index in the draft.
     """
 
     nodes: list[Node]
@@ -188,11 +190,11 @@ class MedusaDrafter(Drafter):
         self._hidden.pop(seq.id, None)
 
     def _is_known(self, seq: Sequence) -> bool:
-        """Return whether the hidden state of the last token but one is kept. The last token has not been run yet."""
+        """Return whether the stored hidden state is of the last token but one. The last token was not run yet."""
         return self._hidden.get(seq.id, (-1, None))[0] == len(seq.tokens) - 1
 
     def _trees(self, ready: Seq[int], following: Following, budget: Budget) -> list[_Tree]:
-        """Return each sequence's tree: the best nodes of the fixed tree, depth by depth, as far as pacing allows."""
+        """Return the tree of each sequence in `ready` (indices in `budget`), as far as pacing lets the tree grow."""
         trees = [_Tree(best_first(SHARES, budget.num_tokens[b], self._widths)) for b in ready]
         for depth in range(len(self._widths)):
             families = [(i, *family) for i, tree in enumerate(trees) for family in tree.families(depth).items()]
@@ -207,7 +209,7 @@ class MedusaDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the memory of the heads' weights. Refuses a folder without heads, or with heads of another tokenizer."""
+    """Return how much memory the heads' weights take. Raises what `build` raises for a folder without fitting ones."""
     path = head_files.located(options.path, "medusa")
     if head_layouts.find(path, "medusa") is None:
         head_files.read_config(path, "medusa", target.fingerprint)

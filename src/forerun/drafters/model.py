@@ -47,7 +47,7 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model to load. Refuses a model with another tokenizer than the target's."""
+    """Return the draft model to load. Raises VocabularyMismatch where its ids mean other tokens."""
     if options.path is not None and target.tokenizer is not None:
         compare(target.tokenizer, target.open(options.path).text_tokenizer, str(options.path))
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
@@ -58,7 +58,7 @@ def build(options: Options, target: Target) -> Drafter:
 
     Raises VocabularyMismatch where an id means one token for the target and another token for the draft model. Ids that
     only one of the two models knows are never drafted. End-of-sequence ids may differ, as between a chat model and a
-    base model. Only the target's ids end the output, and a draft goes on past such an id.
+    base model. Only the target's ids end the output. A draft goes on past the end-of-sequence ids of both models.
     """
     checkpoint = loaded("model", options, target)
     check_pair(checkpoint, target)

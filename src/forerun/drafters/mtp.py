@@ -80,7 +80,7 @@ class MtpDrafter(EagleDrafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the spec of the block's cache, and the memory of its weights. Refuses a target without such a block."""
+    """Return the spec of the block's layer, and how much memory its weights take. Raises BadOption without a block."""
     block = _block(options, target)
     spec = spec_of(block)
     beside = beside_of(spec, rounded(block.source, spec, options.quantization, target).tensors)
@@ -106,7 +106,7 @@ def build(options: Options, target: Target) -> Drafter:
 
 
 def spec_of(block: NextTokens) -> Spec:
-    """Return the spec of the block as a head of its target."""
+    """Return the spec with which the block is loaded as a head of its target."""
     norm = block.decoder.final_norm or Norm()
     features = Features(
         block.decoder.vocab_size, block.decoder.hidden_size, side_norms=True, feeds="normed", eps=norm.eps

@@ -63,7 +63,7 @@ class Recent(Generic[V]):
         return self._old.get(key) if entry is None else entry
 
     def set(self, key: Gram, value: V) -> None:
-        """Set an entry."""
+        """Set the entry of a key. The oldest entries may be forgotten to make room."""
         if len(self._new) >= self._half and key not in self._new:
             self._old, self._new = self._new, {}
         self._new[key] = value
@@ -72,7 +72,7 @@ class Recent(Generic[V]):
 class Store:
     """The n-grams of one text: how often each n-gram occurred, and which token followed each context most often.
 
-    before: a text to count first, such as an encoder's source.
+    before: the token ids of a text to count first, such as an encoder's input.
     """
 
     def __init__(self, options: Options, before: Seq[int] = ()) -> None:
@@ -92,7 +92,8 @@ class Store:
     def make_known(self, tokens: Seq[int], stop: int, fillers: Iterable[int]) -> None:
         """Count each filler once as a follower of every context that ends right before index `stop`.
 
-        A filler that already has a count after a context is not counted again.
+        fillers: likely tokens of the target at that index. A filler that has a count after a context is not counted
+        again.
         """
         for token in fillers:
             for context in self._contexts(tokens, stop):

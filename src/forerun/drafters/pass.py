@@ -42,9 +42,9 @@ class Options:
 
 @cache
 def chain_lengths(num_nodes: int, num_rows: int, depth: int) -> tuple[tuple[int, ...], float]:
-    """Return the lengths of the chains of vectors, and the value of all nodes and vectors together.
+    """Return the best lengths of the chains of vectors, and the value of all draft nodes and vectors together.
 
-    The chain with index a makes the next draft if exactly a tokens are accepted, so there are num_nodes + 1 chains.
+    The chain with index a makes the next draft if exactly a nodes are accepted, so there are num_nodes + 1 chains.
     num_rows: the number of vectors in all chains. depth: the most vectors of one chain. The value of a node is the
     chance that the node is accepted. The value of a vector is a product of two chances: that its chain makes the next
     draft, and that its guess is then accepted.
@@ -75,8 +75,8 @@ class _Text:
     """The state of one sequence.
 
     rows: the target's outputs at the look-ahead vectors; they guess the tokens after the first `num_tokens`. asked: the
-    input tokens of the sequence's rows in the pass over the last draft, vectors included. places: for each number of
-    accepted tokens, the rows of its chain.
+    input tokens of the sequence's rows in the pass that verifies the last draft, vectors included. places: for each
+    number of accepted tokens, the rows in that pass of the chain of vectors for this number.
     """
 
     rows: Seq[Row] = ()
@@ -86,7 +86,7 @@ class _Text:
 
 
 class PassDrafter(Drafter):
-    """A drafter that adds the vectors to each pass, and makes the next draft from the target's outputs at them."""
+    """A drafter that adds rows of vectors to each pass, and drafts from the target's outputs at these rows."""
 
     drafts_behind = False  # the outputs guess the tokens right after the last committed token
 
@@ -147,7 +147,7 @@ class PassDrafter(Drafter):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the memory of the vectors. Refuses a folder without such vectors, or with vectors of another tokenizer."""
+    """Return how much memory the vectors take. Raises what `build` raises for a folder without fitting ones."""
     path = head_files.located(options.path, "pass")
     head_files.read_config(path, "pass", target.fingerprint)
     return Needs(weights=head_files.own_weights(path, target, all_rows=False))

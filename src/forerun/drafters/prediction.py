@@ -33,7 +33,7 @@ class Options:
 class Copy:
     """The pointer into one prediction, which tells how far the output has followed that prediction.
 
-    The pointer depends on the committed tokens alone. at: index of the token of `prediction` that comes next; None =
+    The pointer depends on the committed tokens alone. at: the index of the next token of `prediction` to draft; None =
     the output has left the prediction.
     """
 

@@ -34,7 +34,7 @@ class Options:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model: a rounded copy of the target."""
+    """Return the draft model that is to be made: a rounded copy of the target."""
     return Needs(makes=OwnModel(options.quantization))
 
 

@@ -92,7 +92,7 @@ class Table:
         return len(self._places)
 
     def find(self, context: Seq[int], longest: int) -> tuple[Ids, Rows] | None:
-        """Look up the longest known suffix of a context. Return the ids kept for it, ascending, and their mean logits.
+        """Look up the longest known suffix of a context. Return its ids, ascending, and their mean logits.
 
         Returns None if no suffix is known. A suffix without computed logits has one id, with mean 0. longest: the
         largest number of tokens in a suffix.
@@ -107,9 +107,9 @@ class Table:
         return None
 
     def learn(self, contexts: Seq[Gram], ids: Ids, logits: Rows) -> None:
-        """Average the logits after one more occurrence of each context [n] into the stored logits.
+        """Update the mean logits of each context [n] with the logits after one more occurrence of it.
 
-        ids, logits [n, width]: the largest logits after each context, and their ids.
+        ids, logits [n, width]: the largest logits after that occurrence, and their ids.
         """
         # A part is small enough that none of its contexts is forgotten before it is learned.
         for start in range(0, len(contexts), PART):
@@ -123,9 +123,9 @@ class Table:
                 left = np.setdiff1d(left, once, assume_unique=True) if len(once) < len(left) else left[:0]
 
     def guess(self, contexts: Seq[Gram], tokens: Seq[int]) -> None:
-        """Note the token that followed each context, for contexts without known logits.
+        """Store the token that followed each context, for contexts without computed logits.
 
-        Of several tokens for one context, the last one is kept.
+        Of several tokens for one context, the last one is stored.
         """
         places = np.array([self._place(context) for context in contexts], np.intp)
         is_guess = self._counts[places] == 0
@@ -180,9 +180,9 @@ def _ends(tokens: Seq[int]) -> list[Gram]:
 class _Request:
     """The state of one request.
 
-    params: the sampling parameters for kept logits. For a greedy request they have temperature 1 and no filters,
-    because its tokens are drafted by rank. only_filters: whether the sampling pipeline needs only the kept logits.
-    num_read: the number of prompt tokens that are in the table.
+    params: the sampling parameters for the table's logits. For a greedy request they have temperature 1 and no filters,
+    because its tokens are drafted by rank. only_filters: whether the sampling pipeline can work on the table's logits
+    alone, without a row of the whole vocabulary. num_read: the number of prompt tokens that are in the table.
     """
 
     params: SamplingParams
@@ -241,7 +241,7 @@ class StandDrafter(Drafter):
                 request.num_read = stop
 
     def _read(self, table: Table, tokens: Seq[int], ends: range) -> None:
-        """Note in the table which token follows each context in a text. ends: the indices at which contexts end."""
+        """Store in the table which token follows each context. ends: the indices of the contexts' last tokens."""
         contexts, followers = list[Gram](), list[int]()
         for end in ends:
             known = _ends(tokens[max(0, end + 1 - self.options.max_context) : end + 1])
@@ -250,7 +250,7 @@ class StandDrafter(Drafter):
         table.guess(contexts, followers)
 
     def _learn(self, table: Table, seq: Sequence, seen: Seen, ids: Ids, logits: Rows) -> None:
-        """Learn the target's logits at each row. The context of a row is the path of tokens down to that row."""
+        """Add the target's logits at each row to the table. A row's context is the path of tokens down to that row."""
         run, longest = seen.scores.runs[seen.run], self.options.max_context
         before = {-1: seq.tokens[max(0, seen.start + 1 - longest) : seen.start]}  # by row: the last tokens up to it
         contexts, rows = list[Gram](), list[int]()
@@ -301,9 +301,9 @@ class StandDrafter(Drafter):
             yield from children_of(expected, kind, num, depth, coins, lane)
 
     def expected(self, seq: Sequence, path: Seq[int]) -> Probs | None:
-        """Return the distribution of the token after a path, by the request's sampling pipeline from the kept logits.
+        """Return the distribution of the token after a path: the table's logits after the request's sampling pipeline.
 
-        None where no context is known, or where masks leave none of the kept ids. Filters work on the kept logits
+        None where no context is known, or where masks leave none of the table's ids. Filters work on the table's logits
         alone. Bias, penalties and masks apply to given ids, so they need a row of the whole vocabulary.
         """
         longest, request = self.options.max_context, self._requests[seq.id]

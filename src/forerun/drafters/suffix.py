@@ -49,7 +49,7 @@ class Options:
 class Past:
     """The texts of finished requests, separate for each cache salt. Above the limits the oldest texts are dropped.
 
-    max_requests, max_tokens: the limits. Each text counts as one token more, for its END_OF_TEXT.
+    max_requests, max_tokens: the limits for all salts together. Each text has one token more, its END_OF_TEXT.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -120,7 +120,7 @@ class SuffixDrafter(TextDrafter[Tokens]):
     def _better(
         self, guess: Guess, text: array[int], stop: int, context: array[int], most: int, end_ids: Collection[int]
     ) -> Guess:
-        """Return the best guess from the first `stop` tokens of a text, or `guess` if none has a better score."""
+        """Return the best guess from the first `stop` tokens of `text`, or `guess` if none of them scores higher."""
         o = self.options
         if most <= guess.score:
             return guess

@@ -46,9 +46,9 @@ class Options:
 
 
 class _Gains:
-    """Decaying counts of guessed and accepted nodes by rank. They give the chance that a node of each rank is accepted.
+    """Decaying counts of guessed and accepted nodes, by rank: the node's index in its draft.
 
-    prior: counts to start from; None = start from FIRST_GUESS.
+    prior: the member's counts over all requests, to start from; None = start from FIRST_GUESS.
     """
 
     def __init__(self, prior: _Gains | None = None) -> None:
@@ -56,7 +56,7 @@ class _Gains:
         self.guessed, self.accepted = [0.0] * MOST_NODES, [0.0] * MOST_NODES
 
     def add(self, num_nodes: int, ranks: Seq[int]) -> None:
-        """Add a round to these counts and to the prior. ranks: the ranks of the accepted nodes, out of `num_nodes`."""
+        """Add a round with `num_nodes` nodes to these counts and to the prior. ranks: the ranks of accepted nodes."""
         keep, self.num_rounds = 1 - 1 / MEMORY, self.num_rounds + 1
         self.guessed = [keep * weight + (rank < num_nodes) for rank, weight in enumerate(self.guessed)]
         self.accepted = [keep * weight + (rank in ranks) for rank, weight in enumerate(self.accepted)]
@@ -79,7 +79,7 @@ class _Gains:
 
 
 class _Line:
-    """A straight line of seconds over a number x, fitted by least squares with decaying weights.
+    """A straight line that predicts seconds from a number x, fitted by least squares with decaying weights.
 
     first_slope: the slope until different x were measured, in units of the seconds at x = 0.
     """
@@ -115,7 +115,7 @@ class _Rate:
     seconds: float = 0.0
 
     def add(self, num_nodes: int, seconds: float) -> None:
-        """Add one call of a member."""
+        """Add the drafted nodes and the seconds of one call of a member."""
         keep = 1 - 1 / MEMORY
         self.nodes, self.seconds = keep * self.nodes + num_nodes, keep * self.seconds + seconds
 
@@ -128,9 +128,9 @@ class _Rate:
 class _Known:
     """The record of one member for one request.
 
-    guess: the number of tokens before the next guess to be scored, and that guess; None = no guess waits. A probe is a
-    round in which the member drafts only to be measured. pause: the number of rounds between two probes. probe_at: the
-    round of the next probe, counted from the request's first round.
+    guess: the guess that is to be scored next, as (number of tokens before it, guess); None = no guess waits. A probe
+    is a round in which the member drafts only to be measured. pause: the number of rounds between two probes. probe_at:
+    the round of the next probe, counted from the request's first round.
     """
 
     gains: _Gains
@@ -196,7 +196,7 @@ class SwitchDrafter(Compound):
     def _free_guesses(
         self, asked: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> dict[int, dict[int, Draft]]:
-        """Return the guesses of the free members by sequence and member, without empty guesses."""
+        """Return the guesses of the members with `is_free` by sequence and member, without empty guesses."""
         guesses: dict[int, dict[int, Draft]] = {b: {} for b in asked}
         for i, member in enumerate(self.members):
             if member.is_free:
@@ -210,7 +210,7 @@ class SwitchDrafter(Compound):
     def _timed(
         self, member: int, chosen: list[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Return the drafts of a member that is not free, and record them and the time that the member took."""
+        """Return the drafts of a member whose drafting costs time, and record the drafts and the time."""
         drafter = self.members[member]
         begun = self.clock()
         had = self.catchup_s
@@ -231,7 +231,7 @@ class SwitchDrafter(Compound):
     ) -> tuple[int | None, int]:
         """Return the member that drafts for a request (None = plain decoding), and how many nodes it may draft.
 
-        guesses: the guesses of the free members, by member. most: the number of granted nodes.
+        guesses: the guesses of the members with `is_free`, by member. most: the number of granted nodes.
         """
         request.num_rounds += 1
         rates: dict[int | None, float] = {None: 1 / self._seconds(0, 0.0, num_sequences)}
@@ -258,13 +258,14 @@ class SwitchDrafter(Compound):
         return best, lengths[best]
 
     def _promise(self, known: _Known, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the expected tokens per second, if a member drafts `num_nodes` nodes."""
+        """Return the expected tokens per second, if a member drafts `num_nodes` nodes in `node_s` seconds each."""
         return (1.0 + sum(known.gains.shares()[:num_nodes])) / self._seconds(num_nodes, node_s, num_sequences)
 
     def _seconds(self, num_nodes: int, node_s: float, num_sequences: int) -> float:
-        """Return the seconds of a round of one sequence: its share of a plain pass, its drafted rows, and its draft.
+        """Return the seconds that a round of one sequence takes.
 
-        Before the first measurement, the unit is not the second but the time of a pass of one row.
+        They are its share of a pass without drafts, the time of its drafted rows, and its drafting time (`node_s` for
+        each node). Before the first measurement, the unit is the time of a pass of one row.
         """
         plain = self._pass_s.at(num_sequences)
         if plain <= 0:
@@ -284,14 +285,14 @@ class SwitchDrafter(Compound):
 
 
 def _first(draft: Draft, num_nodes: int) -> Draft:
-    """Return the first `num_nodes` nodes of one sequence's draft. If a node is left out, so are all extra rows."""
+    """Return the first `num_nodes` nodes of one sequence's draft. A draft that is cut loses its extra rows, too."""
     if num_nodes >= len(draft.tokens):
         return draft
     return Draft(draft.tokens[:num_nodes], draft.parents[:num_nodes], [0, num_nodes], draft.probs[:num_nodes])
 
 
 def _score(known: _Known, text: Seq[int]) -> None:
-    """Score a guess, once the tokens committed since then show how many of its nodes were right."""
+    """Add the waiting guess to the counts, once the committed tokens show which of the guess's nodes are right."""
     if known.guess is None:
         return
     start, draft = known.guess

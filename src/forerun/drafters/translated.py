@@ -61,8 +61,8 @@ class Options:
 class Intersection(ModelDrafter):
     """A draft model that draws only tokens in both vocabularies, and returns them as ids of the target.
 
-    It reads sequences in its own ids. sources: by sequence id, the same sequences in the target's ids, for penalties
-    and masks.
+    It reads sequences in its own ids. ids: the draft model's id for each id of the target. width: the number of the
+    target's ids. sources: by sequence id, the same sequences in the target's ids, for penalties and masks.
     """
 
     def __init__(self, runner: Runner, options: Draws, ids: Mapping[int, int], width: int) -> None:
@@ -94,7 +94,7 @@ class Translated(Drafter):
     """A drafter that hands each sequence to a draft model, in that model's ids. Subclasses translate drafts back.
 
     tokenizers: the target's and the draft model's; None where the models have only ids, which mean the same tokens.
-    `free_tokens` sets no limit, because a text may have more tokens in the draft model's ids. A sequence without room
+    `free_tokens` gives no limit, as a text may have more tokens in the draft model's ids. A sequence without room
     in the draft model's cache has no drafts, and the target must not wait for that room.
     """
 
@@ -129,7 +129,7 @@ class Translated(Drafter):
         return dataclasses.replace(seq, tokens=tokens)
 
     def ask(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> Draft:
-        """Return the draft model's own draft after the committed texts. It is empty after a text without characters."""
+        """Return the draft model's draft after the committed texts; empty where a text has no tokens for this model."""
         mirrors = [self._followed(seq) for seq in seqs]
         budget.num_tokens = [
             num if mirror.tokens else 0 for num, mirror in zip(budget.num_tokens, mirrors, strict=True)
@@ -205,16 +205,17 @@ class TranslatedText(Translated):
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the draft model. Refuses a model that shares no token with the target."""
+    """Return the draft model to load. With how=tokens, raises VocabularyMismatch as `shared_ids` does."""
     if options.path is not None and options.how == "tokens" and target.tokenizer is not None:
         shared_ids(target.tokenizer, target.open(options.path).text_tokenizer)
     return Needs(loads=OwnCheckpoint(options.path, rounding(options.quantization)))
 
 
 def build(options: Options, target: Target) -> Drafter:
-    """Load the draft model beside the target: same device, dtype and operators.
+    """Load the draft model beside the target: same device and dtype, and the best operators that compute it.
 
-    Raises VocabularyMismatch as `shared_ids` does, and BadOption for how=text where there are no tokenizers.
+    Raises VocabularyMismatch as `shared_ids` does; BadOption for an encoder-decoder, and for how=text without
+    tokenizers.
     """
     checkpoint = loaded("translated", options, target)
     if has_encoder(checkpoint.model):

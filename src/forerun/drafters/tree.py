@@ -79,7 +79,7 @@ def _widths(shape: str) -> list[int]:
 
 @dataclass
 class _Node:
-    """A drafted token. goes_on: whether it may have children. row: its pending cache row; -1 = it was not run."""
+    """A drafted token. goes_on: whether it may have children. row: its index in the pending cache rows; -1 = none."""
 
     token: int
     probs: Probs
@@ -94,8 +94,8 @@ class _Node:
 class _Tree:
     """The tree of one sequence while it grows.
 
-    limit: the most nodes of the draft. shape: the nodes that are wanted; None = the draft model's confidence decides.
-    num_rows: the number of pending cache rows.
+    limit: the most nodes of the draft. shape: the nodes to draw, known in advance; None = the draft model's confidence
+    decides. num_rows: the number of pending cache rows, which are written and not committed yet.
     """
 
     nodes: list[_Node]
@@ -169,7 +169,7 @@ class TreeDrafter(Compound):
         return best_first(shares, num_nodes, None if self.options.shape == "sequoia" else _widths(self.options.shape))
 
     def _first_rows(self, feeds: Feeds) -> dict[int, Seq[Row]]:
-        """Run the committed tokens that the model's cache lacks. Returns each sequence's last output row."""
+        """Run the committed tokens that the model's cache lacks. Returns the logits after each sequence's last one."""
         runs = [Run(seq.id, tokens, "last") for seq, tokens in feeds.values()]
         scores = self.model.runner.forward(runs)
         self.model.runner.cache.keep({seq.id: range(len(tokens)) for seq, tokens in feeds.values()})
@@ -178,7 +178,7 @@ class TreeDrafter(Compound):
         return {b: [scores.logits[i][-1]] for i, b in enumerate(feeds)}
 
     def _parents(self, tree: _Tree, depth: int) -> list[int]:
-        """Return the nodes of the level above `depth` that get children."""
+        """Return the nodes of depth `depth` - 1 that get children."""
         if tree.shape is not None:
             wanted = {tree.places.get(node.parent, -1) for node in tree.shape if node.depth == depth > 0}
             return sorted(i for i in wanted - {-1} if tree.nodes[i].goes_on)
@@ -189,7 +189,7 @@ class TreeDrafter(Compound):
         return sorted(sorted(level, key=lambda i: -tree.nodes[i].value)[: max(0, most)])
 
     def _rows(self, trees: dict[int, _Tree], levels: dict[int, list[int]], seqs: Seq[Sequence]) -> dict[int, Seq[Row]]:
-        """Run these nodes of each sequence. Their cache rows stay pending. Returns the output row of each node."""
+        """Run the nodes `levels` of each sequence, with pending cache rows, and return the logits after each node."""
         runs = []
         for b, level in levels.items():
             nodes = trees[b].nodes
@@ -211,7 +211,7 @@ class TreeDrafter(Compound):
         budget: Budget,
         coins: Coins,
     ) -> None:
-        """Draw the children of a level's nodes."""
+        """Draw the children of the nodes `level`. rows: the draft model's logits after each of these nodes."""
         lane, params = 0, self.model.params(seq)
         kind = kind_of(self.draws, params, seq)
         for at, row in zip(level, rows, strict=True):
@@ -229,7 +229,7 @@ class TreeDrafter(Compound):
                 tree.nodes.append(_Node(token, stated, at, depth, value, goes_on))
 
     def _wanted(self, tree: _Tree, at: int, depth: int) -> Seq[int]:
-        """Return a node's children, as indices in the shape. Without a shape, return `top_k` new indices."""
+        """Return the children to draw for node `at`, as indices in the shape. Without a shape: `top_k` new indices."""
         if tree.shape is None:
             return range(len(tree.nodes), len(tree.nodes) + self.options.top_k)
         return [
@@ -253,7 +253,7 @@ def _draft(tree: _Tree) -> Draft:
 
 
 def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
-    """Yield the pending rows of the committed tokens after the first `num_held`, as far as the tree has their rows."""
+    """Yield the pending cache rows of the committed tokens from `num_held` to the last but one, up to a gap."""
     at = -1
     for token in seq.tokens[num_held : len(seq.tokens) - 1]:
         run = (i for i, node in enumerate(tree.nodes) if node.parent == at and node.token == token and node.row >= 0)
@@ -264,7 +264,7 @@ def _accepted(tree: _Tree, seq: Sequence, num_held: int) -> Iterator[int]:
 
 
 def needs(options: Options, target: Known) -> Needs:
-    """Return the spec of the draft model. Refuses a file of shares that cannot be used."""
+    """Return the spec of the draft model. Raises what `build` raises for the file of shares."""
     _shares(options, target.fingerprint)
     return Needs(parts=(options.of,))
 

@@ -1,7 +1,7 @@
-"""The files of fitted drafters: arrays with ids, and the fingerprint of the ids' tokenizer.
+"""The files of fitted drafters: arrays of token ids, and the fingerprint of the tokenizer that the ids belong to.
 
 `forerun train ...` writes such a file, and the drafter reads it when the drafter is built. It is a safetensors file
-with metadata that name the kind of the file. Ids mean something else in another tokenizer, so a file of another
+with metadata that name the kind of the file. Token ids mean something else in another tokenizer, so a file of another
 tokenizer is refused.
 """
 
@@ -29,9 +29,9 @@ def fingerprint(tokenizer: Tokenizer | None, num_ids: int) -> str:
 
 
 def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[str, str] | None = None) -> None:
-    """Write a fitted file. kind: the method that reads the file. tokenizer: a `fingerprint`.
+    """Write a fitted file. kind: the name of the `forerun train` command that makes it. tokenizer: a `fingerprint`.
 
-    facts: further metadata; `load` returns them.
+    facts: further metadata, which `load` returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {**(facts or {}), "forerun": kind, "tokenizer": tokenizer}
@@ -44,7 +44,7 @@ def load(path: str, kind: str, tokenizer: str | None) -> tuple[dict[str, npt.NDA
 
     tokenizer: the `fingerprint` that the file must have; None = not compared. Raises NotFound where there is no file,
     UnsupportedModel where the file is empty, truncated or no safetensors file, and BadOption for a file of another
-    method or tokenizer.
+    kind or tokenizer.
     """
     file = Path(path)
     if not os.path.isfile(file):  # False also for an impossible file name

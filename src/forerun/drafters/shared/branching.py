@@ -20,7 +20,7 @@ from forerun.types import Next, Sequence
 class _Search:
     """The draft model's state for one beam search.
 
-    branches: the cache rows of the search's nodes. logits: by node, the logits of the next token.
+    branches: the cache rows of the search's nodes. logits: by node, the logits of the token after the node.
     """
 
     branches: Branches = field(default_factory=Branches)
@@ -85,7 +85,7 @@ class BranchingModel(FedModel):
         return nodes if is_known and deepest <= config.max_positions else []
 
     def _next(self, seq: Sequence, node: int, row: Logits | None) -> Next | None:
-        """Return the likely tokens after a node, with the same penalties and masks as the target's scores."""
+        """Return a function for the likely tokens after a node, with the penalties and masks of the target's scores."""
         if row is None or seq.hypotheses is None:
             return None
         history = History.of(seq, seq.hypotheses.text(node, seq.hypotheses.base))

@@ -17,9 +17,9 @@ T = TypeVar("T")
 class BySalt(Generic[T]):
     """The tables of running requests. Where tables are shared, unused tables are kept too, up to a limit.
 
-    make: returns a new table. size: returns how much a table holds. most: the limit for all unused tables together,
-    but the table that was released last is always kept. tables: by salt or request; the table that was released last
-    comes last.
+    make: returns a new table. size: returns how many entries a table holds. most: the limit for the entries of all
+    unused tables together, but the unused table that was released last is always kept. tables: by salt or request; a
+    table that is released moves to the end.
     """
 
     def __init__(self, make: Callable[[], T], size: Callable[[T], int], most: int, *, is_shared: bool) -> None:

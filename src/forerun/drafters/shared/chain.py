@@ -29,7 +29,7 @@ class Chain:
     forced: list[int] = field(default_factory=list)
 
     def force(self, run: Seq[int]) -> None:
-        """Add the tokens that the grammar forces after the drawn tokens."""
+        """Add the tokens `run`, which the grammar forces after the drawn tokens."""
         self.forced += range(len(self.tokens), len(self.tokens) + len(run))
         self.tokens += run
         self.probs += map(Probs.of_point, run)
@@ -73,10 +73,10 @@ def next_of(
 ) -> tuple[Probs, Logits | None] | None:
     """Return the distribution of the token after the drafted tokens, by the request's sampling, and its logits [V].
 
-    row: the head's output row for that token: its logits, or the id of the largest logit. With an id, None is returned
-    in place of the logits. ids: the target's id for each id of the head. spread: turns the head's logits into logits of
-    all the target's ids. Returns None where numbers of the row are not finite, or where masks leave no token. No error
-    is raised for such masks, because the target raises one if masks leave it no token.
+    row: the drafter's output for that token: logits, or the id of the largest logit. With an id, None is returned in
+    place of the logits. ids: the target's id for each id of the head; None = the same ids. spread: turns the head's
+    logits into logits of all the target's ids. Returns None where the largest logit is not finite (as with NaN), or
+    where masks leave no token. No error is raised then: the target raises one if masks leave it no token.
     """
     if isinstance(row, int):
         return None if row == NO_NUMBERS else (Probs.of_point(row if ids is None else ids[row]), None)

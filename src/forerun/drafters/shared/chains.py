@@ -71,8 +71,8 @@ T = TypeVar("T", bound=Text)
 class Tokens:
     """The committed tokens of one sequence, in an array that numpy can search.
 
-    No numpy view of the array may exist while the array grows. The source tokens of an encoder-decoder stand before the
-    committed tokens, as a separate text.
+    No numpy view of the array may exist while the array grows. For an encoder-decoder, the array begins with the token
+    ids of the encoder's input, as a separate text.
     """
 
     def __init__(self, seq: Sequence) -> None:
@@ -85,12 +85,12 @@ class Tokens:
         return len(self.ids) - self._num_before
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Copy the tokens up to index `stop`, exclusive."""
+        """Copy the unread tokens before index `stop` into the array."""
         self.ids.extend(tokens[self.num_read : stop])
 
 
 class Texts(Generic[T]):
-    """The states of all sequences, each learnt from the text of that sequence alone.
+    """A drafter's states for all sequences, each learnt from the text of one sequence alone.
 
     A text is read in order, at most READ_TOKENS tokens in one call. A prompt is read chunk by chunk while the target
     runs it. new(seq): returns the state before any token was read. is_fast: whether reading only copies tokens; one
@@ -103,7 +103,7 @@ class Texts(Generic[T]):
         self.by_id = dict[int, T]()
 
     def observe(self, seqs: Seq[Sequence], seen: Seq[Seen]) -> None:
-        """Read the tokens that a pass ran and kept, and the committed token that follows them."""
+        """Read the tokens that a pass ran and did not reject, and the committed token that follows them."""
         for seq, view in zip(seqs, seen, strict=True):
             self._read(seq, view.start + len(view.kept) + 1)
 
@@ -160,9 +160,9 @@ class TextDrafter(Drafter, Generic[T]):
         self._texts.end(seq)
 
     def behind(self, text: T, seq: Sequence, drafted: Seq[int]) -> Probs | None:
-        """Return the distribution of the next token; None where it is unknown.
+        """Return the distribution of the next token; None where there is no guess.
 
-        text: the state of a text that was read to its end. drafted: the tokens drafted after this text.
+        text: the sequence's state after its whole text was read. drafted: the tokens drafted after this text.
         """
         raise NotImplementedError
 

@@ -35,7 +35,7 @@ def find(target: OpenedCheckpoint) -> str | None:
 
 
 def _candidates(target: OpenedCheckpoint) -> list[str]:
-    """Return the names of possible drafters; the names most like the target's come first."""
+    """Return the paths or hub ids of possible drafters; the names most like the target's name come first."""
     if target.source is None:
         return []
     if is_hub_id(target.asked) and not target.path.is_file():
@@ -72,7 +72,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _spec(name: str, target: OpenedCheckpoint) -> str | None:
-    """Return the spec of the drafter `name`; None where it is no drafter, or its sizes do not fit the target's."""
+    """Return the spec of the drafter at a path or hub id; None where it is no drafter, or does not fit the target."""
     try:
         if head_gguf.is_file(name) and (method := head_gguf.method_of(read_model(Path(name)))) is not None:
             is_plain = re.search(r"[,+()]", name) is None  # these characters mean something in a spec

@@ -32,7 +32,7 @@ class _Lanes:
 
 
 class Compound(Drafter):
-    """A drafter that combines its members. It needs from the target whatever a member needs."""
+    """A drafter that combines its members. It reads from the target whatever one of its members reads."""
 
     def __init__(self, members: Seq[Drafter]) -> None:
         self.members = list(members)
@@ -80,13 +80,13 @@ class Compound(Drafter):
             self.count(member)
 
     def start(self) -> None:
-        """Reset the counts of catching up, before the members are asked."""
+        """Set the tokens and seconds of catching up to 0. Called before the members of a round are asked."""
         self.caught_up, self.catchup_s = {}, 0.0
 
     def ask(
         self, member: Drafter, chosen: Seq[int], seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]
     ) -> list[Draft]:
-        """Return a member's draft for each of the chosen sequences. chosen: their indices in `seqs`.
+        """Return a member's draft for each of the chosen sequences. chosen: the indices of these sequences in `seqs`.
 
         A member may make random draws and still draft nothing, so that another member is asked for the same sequence.
         Therefore each member has its own lanes of `Coins`.
@@ -109,7 +109,7 @@ class Compound(Drafter):
 def _draws(members: Seq[Drafter]) -> str:
     """Return `Drafter.draws` for a drafter with these members; "any" where members draw siblings in different ways.
 
-    A chain has no siblings, so a member that drafts chains fits every kind but "point".
+    A chain has no siblings, so a member that drafts chains fits every value but "point".
     """
     trees = {member.draws for member in members if member.shape == "tree"}
     if len(trees) == 1:
@@ -121,9 +121,10 @@ def _draws(members: Seq[Drafter]) -> str:
 
 
 def specs(name: str, texts: str, least: int = 1) -> list[str]:
-    """Return the specs in a list of members. Raises BadOption for fewer than `least` members, or an unknown member.
+    """Split a text such as lookup+model into the specs of its members, and return them.
 
-    name: the method that combines the members, for messages. texts: the list, as in lookup+model.
+    name: the method that combines the members, for messages. Raises BadOption for fewer than `least` members, or an
+    unknown member.
     """
     parsed = parse_list(texts)
     if len(parsed) < least:
@@ -134,7 +135,7 @@ def specs(name: str, texts: str, least: int = 1) -> list[str]:
 
 
 def of_model(name: str, spec: str) -> None:
-    """Raise BadOption unless a member's spec names a draft model. name: the method of the compound, for the message."""
+    """Raise BadOption unless a member's spec names a draft model. name: the compound's method, for the message."""
     method, _ = drafters.resolve(spec, drafters.BY_MODEL)
     if method != "model":
         raise BadOption(f"{name}:of={shown(spec)} is not possible: it must be a draft model, as in (model:path=FOLDER)")

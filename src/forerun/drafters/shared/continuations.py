@@ -17,7 +17,7 @@ import numpy.typing as npt
 from forerun.errors import BadOption, shown
 from forerun.types import Budget, Draft, Probs, Sequence
 
-END_OF_TEXT = -1  # stands after each text in an array, so that no suffix and no guess reaches across it
+END_OF_TEXT = -1  # is put after each text in an array of texts, so that no match and no guess goes across it
 NUM_FOLLOWED = 128  # at most so many places are compared with the context; while there are more, masks find them
 NUM_MASKS = 8  # longest suffix, in tokens, that masks find; after that only its latest places are compared
 
@@ -35,9 +35,9 @@ def check_shape(method: str, shape: str) -> None:
 
 @dataclass(frozen=True)
 class Level:
-    """The occurrences of the last `length` tokens of a context.
+    """The places in a text where the last `length` tokens of a context occur.
 
-    found: the ends of the occurrences, ascending, or a mask of the text that is True at their starts.
+    found: the index after each occurrence, ascending; or a mask of the text that is True where occurrences begin.
     """
 
     length: int
@@ -52,7 +52,7 @@ class Level:
 
 
 def levels(text: Tokens, context: Seq[int]) -> list[Level]:
-    """Return where suffixes of a context occur in a text [L], the shortest suffix first.
+    """Return where the suffixes of a context occur in a text [L], one Level for each suffix, the shortest first.
 
     Suffixes that occur at the same places have the same continuations, so only the longest of them is returned. An
     occurrence may end at the end of the text. Suffixes of NUM_MASKS tokens or more are looked for only at the last
@@ -93,7 +93,7 @@ class Guess:
     """The guessed nodes of one sequence, best first.
 
     parents: the index of each node's parent; -1 = the last committed token. probs: the probability of the whole path
-    down to each node. match: the length of the suffix that led to the guess.
+    down to each node, by the counts. match: the length in tokens of the suffix whose occurrences gave the guess.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -115,9 +115,9 @@ class Guess:
         return self.probs[node] / before * (1 - 1 / (1 + self.match + node))
 
     def draft(self, seq: Sequence, b: int, budget: Budget) -> Draft:
-        """Return the nodes that the budget of sequence b allows, as point masses.
+        """Return a draft of the nodes that the budget of sequence b allows, as point masses.
 
-        Nodes that the grammar refuses are left out, and so are nodes without their parent. Nodes that the grammar
+        Nodes that the grammar refuses are left out, and so are nodes whose parent is left out. Nodes that the grammar
         forces are marked as forced, and the budget is not asked about them.
         """
         places = {-1: -1}

@@ -21,7 +21,7 @@ from forerun.ops.passes import Lent
 from forerun.sampling.largest import Ids
 from forerun.types import RaggedBatch
 
-OWN_KEYS = {  # keys of config.json besides a decoder's
+OWN_KEYS = {  # entries of config.json besides a decoder's
     *("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers"),
     *("is_causal", "mask_token_id", "draft_vocab_size"),
 }
@@ -33,7 +33,7 @@ class ContextModel(Model, Protocol):
     """A model with blocks that see earlier tokens through keys and values, which are made of the target's rows."""
 
     def remember(self, batch: RaggedBatch, cache: BlockCache, layer_rows: Seq[Any]) -> None:
-        """Write the keys and values of these tokens into the cache.
+        """Compute the keys and values of the batch's tokens from the target's rows, and write them into the cache.
 
         layer_rows: for each layer that is read, the target's rows after that layer, each [n, H].
         """
@@ -41,7 +41,7 @@ class ContextModel(Model, Protocol):
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """The sizes of a block drafter.
+    """The sizes of a DFlash drafter, as its config.json gives them.
 
     decoder: the spec of the drafter's layers. layers: the target's layers after which the drafter reads the residual
     stream. block: the number of rows of a block: one for the last committed token, and one for each token to guess.
@@ -60,7 +60,7 @@ class DFlashConfig:
         return self.decoder.cache_shape
 
     def to_json(self, num_target_layers: int) -> dict[str, Any]:
-        """Return the config.json. As in published DFlash models, layer id j stands for the output of layer j."""
+        """Return the entries of config.json. As in published DFlash models, layer id j means the output of layer j."""
         ids = {"mask_token_id": self.mask_id, "target_layer_ids": [k - 1 for k in self.layers]}
         keys = {
             "architectures": ["ForerunDFlash"],
@@ -73,7 +73,7 @@ class DFlashConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], path: str) -> DFlashConfig:
-        """Read a config.json of `to_json` or of z-lab's models.
+        """Read the entries of a config.json that `to_json` made, or that a model of z-lab has. path: for messages.
 
         Raises UnsupportedModel for settings that forerun does not compute.
         """

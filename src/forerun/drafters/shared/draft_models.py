@@ -24,7 +24,7 @@ from forerun.text.tokenizer import compare
 
 
 def over(model: Model, target: Target, options: Draws, holes: Seq[int], layers: Seq[int] | None = None) -> ModelDrafter:
-    """Make a drafter that runs this model beside the target, with a cache as large as the target's.
+    """Make a drafter that runs the draft model `model` beside the target, with a cache as large as the target's.
 
     holes: ids that are never drafted. layers: the layers that run and are cached; None = all.
     """

@@ -61,13 +61,13 @@ class EagleConfig:
         return self.target_size or self.decoder.hidden_size
 
     def to_json(self) -> dict[str, Any]:
-        """Return the config.json. As in published EAGLE-3 heads, layer id j stands for the input of layer j."""
+        """Return the entries of config.json. As in published EAGLE-3 heads, layer id j means the input of layer j."""
         keys = {"architectures": ["ForerunEagle"], "eagle_aux_hidden_state_layer_ids": list(self.layers)}
         return {**config_to_dict(self.decoder), **keys}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EagleConfig:
-        """Read what `to_json` wrote. Raises UnsupportedModel for settings that would be computed wrongly."""
+        """Read the entries that `to_json` made. Raises UnsupportedModel for settings that forerun does not compute."""
         rest = dict(raw)
         layers = rest.pop("eagle_aux_hidden_state_layer_ids", None)
         if not isinstance(layers, list) or not layers or not all(type(k) is int and k >= 0 for k in layers):
@@ -81,7 +81,7 @@ class EagleConfig:
 
 
 def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights before the layer, by name.
+    """Return the shapes of the weights that make the decoder layer's input, by name.
 
     fc_norm: the norms of the target's rows, before `fc` joins the rows. embedding_norm, hidden_norm: the norms of
     embedding and features, before `input` joins both.
@@ -92,7 +92,7 @@ def input_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of the layer and of the norm after it, by name."""
+    """Return the shapes of the weights of the decoder layer and of the norm after it, by name."""
     return {name: shape for name, shape in weight_shapes(config.decoder).items() if name != EMBEDDING}
 
 
@@ -142,9 +142,8 @@ def make(
     """Load a head with the target's operators.
 
     weights: by our names, as in `input_shapes` and `layer_shapes`; published heads have further names. ids [n]: the
-    target's id for each id of the head. lends_head: whether a head without an LM head uses the target's LM head. This
-    needs a head whose ids are the target's first ids. Otherwise such a head copies the rows of the target's LM head for
-    `ids`.
+    target's id for each id of the head. lends_head: whether a head without an LM head uses the target's LM head, for
+    which `ids` must be the target's first ids. If False, such a head copies the rows of the target's LM head for `ids`.
     """
     named = {EMBEDDING if name == OWN_EMBEDDING else name: weight for name, weight in weights.items()}
     if HEAD not in named and not lends_head:

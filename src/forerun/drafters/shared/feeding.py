@@ -30,8 +30,8 @@ Feeds = dict[int, tuple[Sequence, list[int]]]  # by index in a call of `propose`
 class _Fed:
     """The tokens of one sequence that the draft model's cache holds; the first `num_sure` of them are committed.
 
-    params: the sampling parameters of the sequence's draws. best_only: whether the draws need only the largest logit.
-    only_filters: whether the draws need only filters, and no bias, penalties or masks.
+    params: the sampling parameters of the sequence's draws. best_only: whether the draws need only the largest logit's
+    id. only_filters: whether the draws use only filters, and no bias, penalties or masks.
     """
 
     tokens: list[int]
@@ -48,7 +48,7 @@ class Space:
         self.cache, self.num_blocks = cache, cache.free_tokens() // cache.block_tokens
 
     def take(self, slot: int, num_tokens: int) -> int:
-        """Set blocks aside for at most `num_tokens` more rows of a slot. Returns the number of rows that have room."""
+        """Set blocks aside for at most `num_tokens` more rows of sequence `slot`. Returns how many rows have room."""
         missing = self.cache.missing_blocks(slot, num_tokens)
         if missing > self.num_blocks:
             missing = self.num_blocks
@@ -109,12 +109,12 @@ class FedModel(SearchingDrafter):
         return self.runner.cache.free_tokens(without if sources is None else sources.slots(without))
 
     def catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Run committed tokens except the last one. A round runs the last token itself, for the logits after it."""
+        """Run the committed tokens that the cache lacks, except the last one, which a round runs for its logits."""
         self.caught_up, self.catchup_s = {}, 0.0
         self._catch_up(*self._read_sources(seqs, num_tokens))
 
     def _catch_up(self, seqs: Seq[Sequence], num_tokens: int) -> None:
-        """Do the work of `catch_up` for sequences whose source texts have been run."""
+        """Do the work of `catch_up` for sequences whose encoder inputs, if they have any, have been run."""
         room, feeds = Space(self.runner.cache), Feeds()
         for b, seq in enumerate(seqs):
             self._forget_rejected(seq)
@@ -141,11 +141,11 @@ class FedModel(SearchingDrafter):
         self.catchup_s += seconds
 
     def _read_sources(self, seqs: Seq[Sequence], num_tokens: int) -> tuple[Seq[Sequence], int]:
-        """Run the source texts that an encoder-decoder needs before it can draft.
+        """Run the sources (the encoder's inputs), which an encoder-decoder needs before it can draft.
 
         A source is run as a whole, if it fits into the cache and into the rest of `num_tokens`. The first source that a
-        call runs is an exception: it may exceed `num_tokens`. Returns the sequences whose sources have been run, and
-        the rest of `num_tokens`.
+        call runs is an exception: it may exceed `num_tokens`. Returns the sequences whose sources, if any, have been
+        run, and the rest of `num_tokens`.
         """
         sources = self.runner.sources
         if sources is None or not any(sources.num_unrun(seq.id) for seq in seqs):
@@ -168,8 +168,8 @@ class FedModel(SearchingDrafter):
     def ready(self, seqs: Seq[Sequence], budget: Budget) -> tuple[list[int], Feeds]:
         """Catch up within the budget. Returns how many tokens may be drafted, [B], and the tokens to run first.
 
-        A sequence gets tokens to run only if one round can run all committed tokens that the cache lacks. The returned
-        numbers leave room in the cache for these tokens, and for all drafted tokens but the last one.
+        A sequence is in the second result only if one round can run all committed tokens that the cache lacks; no other
+        sequence drafts. The numbers leave room in the cache for these tokens, and for all drafted tokens but the last.
         """
         if self.short is not None:
             self.short.read(seqs)
@@ -192,9 +192,9 @@ class FedModel(SearchingDrafter):
         return limits, {b: (seqs[b], tokens) for b, tokens in missing.items() if len(tokens) <= most[b]}
 
     def _granted(self, seq: Sequence, b: int, is_unread: bool, budget: Budget, room: Space) -> int:
-        """Return how many tokens the model may draft for sequence b.
+        """Return how many tokens the model may draft for sequence b. is_unread: whether its encoder input was not run.
 
-        Lowers `budget.limits[b]` to the number of nodes for which there is room, forced tokens included.
+        Lowers `budget.limits[b]` to the number of nodes, forced tokens included, that the model can run.
         """
         granted = 0 if is_unread else budget.num_tokens[b]
         most = budget.limits[b] if budget.limits else 0
@@ -217,18 +217,18 @@ class FedModel(SearchingDrafter):
         return max(0, room.take(seq.id, len(missing) + limit - 1) - len(missing) + 1)
 
     def run(self, seq: Sequence, tokens: Seq[int], wanted: str, reads_logits: bool) -> Run:
-        """Return a run of these tokens of a sequence. wanted: the rows whose logits are wanted, as in Run.logits.
+        """Return the Run that feeds these tokens of a sequence to the model. wanted: whose logits, as in Run.logits.
 
-        The run asks only for the id of the largest logit where the draws need no more and pacing reads no logits.
+        The Run asks only for the id of the largest logit where the draws need no more and pacing reads no logits.
         """
         return Run(seq.id, tokens, wanted, None, self._fed[seq.id].best_only and not reads_logits)
 
     def rows(self, scores: Scores, b: int) -> Seq[Row]:
-        """Return the wanted output rows of run b: the ids of the largest logits, or the logits."""
+        """Return the output of run b of a pass for its wanted rows: the ids of the largest logits, or the logits."""
         return scores.best[b] or scores.logits[b]  # type: ignore[return-value]
 
     def params(self, seq: Sequence) -> SamplingParams:
-        """Return the parameters of a sequence's draws."""
+        """Return the sampling parameters with which tokens are drafted for a sequence."""
         return self._fed[seq.id].params
 
     def doubt(self, seq: Sequence, start: int) -> None:
@@ -241,11 +241,11 @@ class FedModel(SearchingDrafter):
         return len(seq.tokens) - self.num_held(seq) + (0 if sources is None else sources.num_unrun(seq.id))
 
     def num_held(self, seq: Sequence) -> int:
-        """Return how many tokens of a sequence the cache holds, pending rows not counted."""
+        """Return how many tokens of a sequence the cache holds, without pending rows (written, not committed yet)."""
         return len(self._fed[seq.id].tokens)
 
     def keep_pending(self, seq: Sequence, rows: Seq[int]) -> None:
-        """Keep these pending rows, which belong to the next committed tokens to be cached, and drop all others."""
+        """Keep these pending cache rows, which hold the next committed tokens, and drop all other pending rows."""
         self.runner.cache.keep({seq.id: rows})
         held = self.num_held(seq)
         self.commit(seq, seq.tokens[held : held + len(rows)])
@@ -289,7 +289,7 @@ class FedModel(SearchingDrafter):
         return num_tokens if inside and max(seq.tokens[start : start + num_tokens]) < config.vocab_size else 0
 
     def _feed(self, feeds: Feeds, wanted: str = "last", reads_logits: bool = False) -> dict[int, Row]:
-        """Run these tokens and keep their cache rows. With wanted="last", returns each sequence's last output row."""
+        """Run these tokens and keep their cache rows. Returns the output after each last token, if wanted is "last"."""
         if not feeds:
             return {}
         scores = self.runner.forward([self.run(seq, tokens, wanted, reads_logits) for seq, tokens in feeds.values()])
@@ -301,8 +301,8 @@ class FedModel(SearchingDrafter):
     def _draft_params(self, params: SamplingParams) -> SamplingParams:
         """Return the request's parameters, changed by the drafter's own options.
 
-        Log-probabilities are left out, and so are biases of ids that the draft model lacks. The drafter's options for
-        draws are not used for a beam search, because it draws nothing.
+        The request for log-probabilities is left out, and so are biases of ids that the draft model lacks. The
+        drafter's options for draws are not used for a beam search, because a beam search draws nothing.
         """
         o = self.options
         changed: dict[str, Any] = {} if params.logprobs is None else {"logprobs": None}

@@ -58,7 +58,7 @@ LARGEST = Features.largest  # bound on the hidden states that a head reads
 
 
 def probe(model: Model, num_ids: int) -> HostTensor:
-    """Return some embeddings of a target, bfloat16 [n, H]."""
+    """Return the embeddings of some ids of a target, bfloat16 [n, H]. Folders of heads store them as `target_probe`."""
     step = max(1, num_ids // NUM_PROBES)
     rows = model.rows.to_host(model.embed(list(range(0, num_ids, step))[:NUM_PROBES]))
     model.wait()
@@ -143,7 +143,7 @@ def _wanted(method: str, names: Collection[str], where: str) -> list[str]:
 
 
 def _known(method: str) -> str:
-    """Return the ways to name a head, for messages."""
+    """Return the end of a message: in which ways a head can be named."""
     shipped = shipped_names()
     listed = f", or one that ships here ({', '.join(shipped)})" if shipped else ""
     return (
@@ -153,9 +153,9 @@ def _known(method: str) -> str:
 
 
 def read_config(path: str, method: str, tokenizer: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a head, without the entry "forerun".
+    """Return the entries of a head's config.json, without the entry "forerun".
 
-    tokenizer: the fingerprint that the entry must name; None = not compared. Raises NotFound where there is no head,
+    tokenizer: the fingerprint that "forerun" must name; None = not compared. Raises NotFound where there is no head,
     BadOption for a head of another method or tokenizer, UnsupportedModel for a pickle and for an unreadable file.
     """
     folder = Path(path)
@@ -225,7 +225,7 @@ def is_head(folder: Path) -> bool:
 
 
 def quantise_head(folder: Path, out: Path, quantization: Quantization) -> tuple[int, int]:
-    """Write a head with matrices of fewer bits into a new folder. Returns the bytes of all weights before and after.
+    """Write a head with its matrices quantised into a new folder. Returns the bytes of all weights before and after.
 
     Raises BadOption for an output folder that is not empty, for groups that do not divide the rows of a matrix, and for
     a head that is quantised already.
@@ -267,7 +267,7 @@ def shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def own_weights(path: str, target: Known, rounded: Quantization | None = None, *, all_rows: bool) -> Beside:
-    """Return the memory that a head in a folder takes beside its target, according to the headers of the head's files.
+    """Return how much memory a head in a folder takes beside its target, by the headers of the head's files.
 
     rounded: the format to which matrices are rounded; None = no rounding. A rounded LM head keeps at least TABLE_BITS
     bits, as in any model. A head without an LM head copies rows of the target's LM head for the ids that it drafts.
@@ -303,7 +303,7 @@ def check_shapes(
 ) -> None:
     """Raise UnsupportedModel for a tensor that is missing, has another shape, or is not known.
 
-    where: the file. again: the message's advice about a file with missing or unknown tensors.
+    where: the file's name. again: the advice that ends the message about missing or unknown tensors.
     """
     for name, shape in wanted.items():
         if name not in held:
@@ -320,7 +320,7 @@ def check_shapes(
 def draft_ids(path: str, d2t: HostTensor | None, num_ids: int) -> Ids:
     """Return the ids [n] of the target that a head drafts, in ascending order.
 
-    d2t [n]: for each id of the head, the offset from it to the target's id; None = the head drafts all ids of the
+    d2t [n]: for each id of the head, the number to add to get the target's id; None = the head drafts all ids of the
     target. Raises UnsupportedModel where the ids do not ascend, or are no ids of the target.
     """
     if d2t is None:
@@ -353,7 +353,7 @@ def _check_probe(path: str, had: Floats, wanted: Floats) -> None:
 
 
 def _size(numbers: Floats) -> float:
-    """Return the sum of the squared numbers."""
+    """Return the sum of the squares of all numbers."""
     return mass(np.square(numbers).ravel())
 
 
@@ -362,7 +362,7 @@ def _pickles(folder: Path) -> list[Path]:
 
 
 def published_config(path: str, key: str) -> dict[str, Any] | None:
-    """Return the config.json of a published head's folder; None for other folders, and where `key` is missing."""
+    """Return the entries of a published head's config.json; None for other folders, and where `key` is missing."""
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         return None

@@ -36,13 +36,13 @@ LAYER = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class _Kind:
-    """The contents of head files of one architecture.
+    """The contents of GGUF files that hold heads of one architecture.
 
     method: the drafter that reads the files. blocks: the model architecture of the head's blocks. outer: the published
     names of the tensors around the blocks, by their GGUF names. layer: the beginning of a block's published names; {}
-    is the block's number. inner: the published names of tensors in a block, by the endings of their GGUF names. Only
-    tensors with other published names than usual in the architecture are listed. keys: metadata keys that describe the
-    head.
+    is the block's number. inner: the published names of tensors in a block, by the endings of their GGUF names; only
+    tensors whose published names are not the usual ones of the architecture are listed. keys: the names of the metadata
+    entries that describe the head.
     """
 
     method: str
@@ -87,7 +87,7 @@ def method_of(header: Header) -> str | None:
 
 
 def fits(path: str, target: Spec) -> bool:
-    """Return whether the hidden size and the number of ids in a file's metadata fit the target.
+    """Return whether the hidden size and the number of token ids in a GGUF file's metadata fit the target.
 
     The target's number of ids may be larger by padding. Raises what `read_model` raises.
     """
@@ -100,9 +100,9 @@ def fits(path: str, target: Spec) -> bool:
 
 
 def unpacked(path: str, method: str) -> str:
-    """Return the folder into which a file is unpacked, and unpack the file if the folder is missing.
+    """Return the folder into which a GGUF file is unpacked, and unpack the file if the folder is missing.
 
-    Raises BadOption for a file that the drafter `method` does not read, UnsupportedModel for an invalid head,
+    Raises BadOption for a file that the drafter `method` does not read, UnsupportedModel for an invalid head, and
     CapacityError where the folder cannot be written.
     """
     header = read_model(Path(path))
@@ -173,9 +173,9 @@ def _at(kind: _Kind, tensor: str) -> str:
 
 
 def _as_model(path: Path, kind: _Kind, said: Mapping[str, Any], header: Header) -> Header:
-    """Return the header that a whole model with the head's blocks would have.
+    """Return the header that a GGUF file of a whole model with the head's blocks would have.
 
-    Where the head has no embedding, the header lists an embedding without bytes, to tell the number of ids.
+    Where the head has no embedding, the header lists an embedding without bytes, which gives the number of token ids.
     """
     kept = {key: value for key, value in header.metadata.items() if not key.startswith(("general.arch", "split."))}
     metadata = {"general.architecture": kind.blocks.encode(), **kept}

@@ -55,7 +55,7 @@ FIRST = "model.layers.0."
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = frozenset({"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"})
 EAGLE_KEYS = SWITCHES | {"draft_vocab_size", "target_hidden_size", "eagle_config", "qkv_bias", LAYER_IDS}
-# Keys of speculators' config.json: the ones above, and keys that change nothing.
+# Entries of speculators' config.json: the ones above, and entries that change nothing.
 SPECULATORS_KEYS = EAGLE_KEYS | {
     *("speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config", "model_type"),
     *("has_no_defaults_at_init", "embed_requires_grad", "tie_word_embeddings", "torch_dtype", "dtype"),
@@ -73,7 +73,7 @@ NESTED = {
 
 @dataclass(frozen=True)
 class Published:
-    """A published head with unread weights.
+    """A published head, whose weights have not been read yet.
 
     files: the files with its weights. config: its config.json. kind: a key of SIGNS. shapes: the shapes of its tensors.
     """
@@ -90,7 +90,7 @@ class Published:
 
     @property
     def decoder(self) -> Mapping[str, Any]:
-        """The part of config.json that describes the decoder."""
+        """The entries of config.json that describe the decoder."""
         if not self.is_speculators:
             keys = EAGLE_KEYS if self.kind == EAGLE_3 else {"bias", "qkv_bias"}
             rest = {key: value for key, value in self.config.items() if key not in keys}
@@ -112,7 +112,7 @@ class Published:
 
     @property
     def own(self) -> Mapping[str, Any]:
-        """The settings of the head in config.json, both inside and outside of `eagle_config`."""
+        """All entries of config.json and of its `eagle_config` that are not null. The former take precedence."""
         return {key: value for key, value in {**self.nested, **self.config}.items() if value is not None}
 
     def read(self, must: Shapes, may: Shapes) -> dict[str, HostTensor]:
@@ -127,10 +127,10 @@ class Published:
 
 
 def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | None:
-    """Return the published head in a folder; None where the folder holds no head, or a head of `forerun train head`.
+    """Return the published head in a folder; None where config.json or the weights are missing.
 
-    ignore: keys of config.json that are not looked at. Raises BadOption for a head that another drafter than `method`
-    reads, UnsupportedModel for a head that no drafter reads.
+    None also for a folder of `forerun train head`. ignore: entries of config.json that are not looked at. Raises
+    BadOption for a head that another drafter than `method` reads, UnsupportedModel for weights that no drafter reads.
     """
     folder = Path(path)
     files = [folder / name for name in head_files.weight_files([file.name for file in folder.glob("*")])]
@@ -155,7 +155,7 @@ def find(path: str, method: str, ignore: Collection[str] = ()) -> Published | No
 
 
 def _unwrapped(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json in the form of EAGLE-1's authors, without the wrapper that vLLM puts around it."""
+    """Return the entries of config.json as EAGLE-1's authors write them, without the wrapper that vLLM adds."""
     inner = config.get("model")
     if config.get("model_type") != "eagle" or not isinstance(inner, Mapping):
         return config
@@ -186,7 +186,7 @@ def _kind(path: str, config: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def eagle_layers(head: Published, num_layers: int) -> tuple[int, ...]:
-    """Return the target's layers after which a head reads rows; () = the head reads the rows after the final norm.
+    """Return the target's layers after which a head reads hidden states; () = it reads them after the final norm.
 
     num_layers: how many layers the target has.
     """
@@ -227,7 +227,7 @@ def eagle_config(head: Published, num_layers: int | None = None) -> EagleConfig:
 
 
 def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
-    """Return a head's spec, made of the spec of its decoder.
+    """Return the spec of a head, made from the spec that config.json gives for its decoder.
 
     is_first: whether the head is of EAGLE-1, otherwise of EAGLE-3. In both, the first block has no norm before its
     attention. An EAGLE-1 head never norms the block's input, and has no final norm. In an EAGLE-3 head, the block's
@@ -244,10 +244,10 @@ def _head_spec(decoder: Spec, has_bias: bool, *, is_first: bool) -> Spec:
 
 
 def read_eagle(head: Published, config: EagleConfig, target: Target) -> tuple[EagleConfig, dict[str, HostTensor], Ids]:
-    """Return a head's configuration, its weights by our names, and the target's ids that it drafts.
+    """Return a head's configuration, its weights by our names, and the target's ids that the head drafts.
 
-    The configuration is for these ids alone. Raises BadOption for a head of another target, UnsupportedModel for
-    tensors that do not fit.
+    The vocabulary of the returned configuration is these ids alone. Raises BadOption for a head of another target,
+    UnsupportedModel for tensors that do not fit.
     """
     num_vocab = size(head.decoder, "vocab_size")
     width = target.model.config.hidden_size
@@ -276,7 +276,7 @@ def _layer_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_switches(head: Published) -> None:
-    """Raise UnsupportedModel for settings of the head that are not computed. Its decoder's settings are not checked."""
+    """Raise UnsupportedModel for settings that forerun does not compute. The decoder's settings are not checked."""
     if head.is_speculators:
         refuse_unknown(head.config, SPECULATORS_KEYS)
         if head.config.get("norm_before_residual") is None:
@@ -414,10 +414,11 @@ def read_medusa(heads: Published, target: Target) -> MedusaHeads:
 def _medusa_ids(
     heads: Published, token_map: Ids | None, num_rows: int | None, target: Target
 ) -> tuple[Ids, Ids | None]:
-    """Return the ids that Medusa heads draft, and the rows to take from the LM heads in the files.
+    """Return the ids that Medusa heads draft, and the indices of the rows to take from the LM heads in the files.
 
-    None is returned in place of the rows where all rows are taken, or where the files have no LM heads. num_rows: the
-    number of rows of an LM head in the files; None = there are no LM heads.
+    None is returned in place of the indices where all rows are taken, or where the files have no LM heads. token_map:
+    the ids that the heads draft; None = all. num_rows: the number of rows of an LM head in the files; None = the files
+    have no LM heads.
     """
     if token_map is None:
         if num_rows is not None:

@@ -38,7 +38,7 @@ def loadable(
 
 
 def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
-    """Return a weight in the scheme `scheme`; None = unquantised, in the target's dtype."""
+    """Return a weight in the quantised format `scheme`; None = unquantised, in the target's dtype."""
     if isinstance(part, QuantisedMatrix):
         if part.scheme == scheme:
             return part
@@ -48,7 +48,7 @@ def in_scheme(part: Weight, scheme: Scheme | None, target: Model) -> Weight:
 
 
 def beside_of(spec: Spec, tensors: Mapping[str, Stored]) -> Beside:
-    """Return the memory that the weights of a spec take if they stay as their files store them."""
+    """Return how much memory the weights of a spec take if they stay as their files store them."""
     stored = [tensors[weight.name] for weight in blocks.weights(spec)]
     matrices = [((one.shape[0], one.shape[1]), one.scheme) for one in stored if len(one.shape) == 2]
     return Beside(tuple(matrices), 0, sum(one.shape[0] for one in stored if len(one.shape) == 1))
@@ -79,7 +79,7 @@ def is_packed(target: Model) -> bool:
 
 
 def quantised(weight: HostTensor, scheme: Scheme) -> QuantisedMatrix:
-    """Return a matrix in the scheme `scheme`. It is rounded when it is read."""
+    """Return a matrix in the quantised format `scheme`. The matrix is rounded when it is read."""
     return QuantisedMatrix(
         scheme, (weight.shape[0], weight.shape[1]), lambda: iter([quantise(weight.float32(), scheme)])
     )

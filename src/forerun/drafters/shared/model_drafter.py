@@ -30,7 +30,7 @@ class ModelDrafter(BranchingModel):
     def _proposed(
         self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins], limits: Seq[int], feeds: Feeds
     ) -> Draft:
-        """Run the missing tokens of `feeds`, and return the model's draft within these limits."""
+        """Run the tokens of `feeds`, which the cache lacks, and return the model's draft within these limits."""
         if not budget.stops_early and (draws := self._draws(feeds, coins)) is not None:
             return self._run_ahead(feeds, limits, budget, draws)
         reads_logits = budget.reads_logits or bool(budget.stops)
@@ -54,7 +54,8 @@ class ModelDrafter(BranchingModel):
         """Return the tokens to run before the next draw, in the model's ids; [] where no token is to be drawn any more.
 
         The tokens are the last drafted token and the tokens that the grammar forces after it. If the forced tokens fill
-        the limit, are too many for one pass, or are not worth their rows, no token is drawn any more.
+        the limit, are too many for one pass, or are not worth the rows that they take in the target's pass, no token is
+        drawn any more.
         """
         last = chain.tokens[-1]
         most = budget.limits[b] if budget.limits else 0
@@ -86,7 +87,7 @@ class ModelDrafter(BranchingModel):
         return probs(row, self._fed[seq.id].params, History.of(seq, drafted))
 
     def _draws(self, feeds: Feeds, coins: Seq[Coins]) -> list[Draw] | None:
-        """Return how the runner is to draw these sequences' tokens in one call.
+        """Return how the runner is to draw the tokens of these sequences in one call, as a Draw for each sequence.
 
         [] = the runner takes the likeliest tokens. None = the runner cannot draw the tokens in one call.
         """

@@ -31,7 +31,7 @@ AS_TARGET = {"help": "int8 or int4[:group=N], none, or auto: as the target's wei
 
 
 def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
-    """Return a source with matrices rounded as the option says. Raises BadOption where that is not possible."""
+    """Return a source of weights whose matrices are rounded as the option says. Raises BadOption if impossible."""
     said = target.config.quantization if option == AUTO else option
     if said in (None, "none", AUTO):
         return source
@@ -39,7 +39,7 @@ def rounded(source: Source, spec: Spec, option: str, target: Known) -> Source:
 
 
 def head_of(weights: Mapping[str, HostTensor | QuantisedMatrix], spec: Spec, target: Model) -> LoadedModel:
-    """Load a head. It borrows from the target the embedding and the LM head that its spec lacks."""
+    """Load a head, which uses the target's embedding and LM head where its spec has none."""
     lent = Lent(target, list(range(spec.vocab_size)))
     return load_model(spec, weights, target.ops, device=target.device, lent=lent)
 

@@ -58,7 +58,7 @@ USUAL = UsualDraws()
 
 
 def head_rows(method: str, draft_vocab: str) -> int | None:
-    """Return the most ids that the option lets a model draft; None = no fixed limit.
+    """Return how many ids the option `draft_vocab` lets a model draft at most; None = no fixed limit.
 
     Raises BadOption for anything but auto, none, and a number of at least 1.
     """
@@ -80,7 +80,7 @@ def check_temperature(method: str, value: float | None) -> None:
 def rounding(quantization: str) -> str | None:
     """Return the format to which a draft model's weights are rounded on loading; None = no rounding.
 
-    Raises BadOption for an unknown format.
+    The value auto is returned as it is. Raises BadOption for an unknown format.
     """
     if quantization not in ("none", AUTO):
         Quantization.parse(quantization)

@@ -33,7 +33,8 @@ class ResidualHead:
         """Load a head. features: how the input of the first block is made. num_ids: how many ids the head drafts.
 
         weights: the weights of the features and of the LM head, by the names in a spec, and the weights of block i, by
-        the names "{i}.weight" and perhaps "{i}.bias". A head without an LM head uses the LM head of the head `beside`.
+        the names "{i}.weight" and perhaps "{i}.bias". beside: a loaded head whose LM head is used where `weights` has
+        no LM head.
         """
         width = target.config.hidden_size
         blocks = list[Block]()
@@ -59,7 +60,7 @@ class ResidualHead:
         return cls(cast(HeadModel, loaded))
 
     def rows(self, read: Seq[Any]) -> Any:
-        """Return the inputs of the LM head, [n, H]. read: the arrays that the features are made of, each [n, H]."""
+        """Return the input rows of the LM head, [n, H]. read: the arrays that the features are made of, each [n, H]."""
         features = self.model.features(read)
         num = len(features)
         batch = RaggedBatch([0] * num, list(range(num)), [0, num], [0], [0])

@@ -31,8 +31,8 @@ class SearchingDrafter(Drafter):
     def search_by(self, spec: str, method: str, target: Target) -> None:
         """Let the drafter of this spec search the text first. Does nothing where `tells_confidence` is False.
 
-        spec: "none" = no search. method: the name of this drafter. Raises BadOption for a search whose guesses cannot
-        be compared with the model's.
+        spec: "none" = no search. method: this drafter's method, for messages. Raises BadOption for a drafter whose
+        guesses cannot be compared with the model's.
         """
         if spec == "none" or not self.tells_confidence:
             return
@@ -66,7 +66,7 @@ class SearchingDrafter(Drafter):
         raise NotImplementedError
 
     def _search(self, seqs: Seq[Sequence], budget: Budget, coins: Seq[Coins]) -> dict[int, Draft]:
-        """Return, by sequence, the guesses from the text that are expected to bring more than the model's guesses.
+        """Return, by sequence, the search's guesses that are expected to bring more accepted tokens than the model's.
 
         The budget of these sequences becomes 0, so that the model drafts nothing for them.
         """

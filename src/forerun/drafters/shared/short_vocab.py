@@ -24,7 +24,7 @@ MOST_TOKENS = 8  # most tokens of a draft that are considered
 
 @dataclass
 class ShortVocabulary:
-    """Counts of the ids in texts, from which the number of ids to draft is chosen.
+    """Counts of the token ids in recent texts, from which the number of ids to draft is chosen.
 
     num_ids: the number of rows of the whole LM head. head_share: the whole LM head's share of the time of a
     draft model's pass. pass_cost: the time of a draft model's pass with the whole LM head, in passes of the target.
@@ -53,7 +53,7 @@ class ShortVocabulary:
         self._seen.pop(seq.id, None)
 
     def best(self) -> int:
-        """Return how many ids to draft, for the most expected tokens in the time of one target pass."""
+        """Return the number of ids to draft with which the most tokens are expected in the time of one target pass."""
         total = sum(self.counts)
         covered = 0.0
         choices = [(0.0, self.num_ids)]
@@ -65,10 +65,10 @@ class ShortVocabulary:
 
 
 def _rate(accepted: float, cost: float) -> float:
-    """Return the number of tokens in the time of one target pass, at the best fixed draft length.
+    """Return the expected number of tokens in the time of one target pass, at the best fixed draft length.
 
-    accepted: the acceptance rate. cost: the time of a draft model's pass, in passes of the target. See Leviathan et al.
-    2023, theorem 3.8.
+    accepted: the share of drafted tokens that are accepted. cost: the time of a draft model's pass, in passes of the
+    target. See Leviathan et al. 2023, theorem 3.8.
     """
     tokens, rates = 1.0, list[float]()
     for length in range(1, MOST_TOKENS + 1):

@@ -20,7 +20,7 @@ from forerun.types import Coins, Probs, SamplingParams, Sequence
 
 
 def kind_of(draws: str, params: SamplingParams, seq: Sequence) -> str:
-    """Return how the siblings of one request are drawn: as "match", as "point", or as the drafter's `draws` says.
+    """Return how siblings are drawn for one request: "match", "point", or the value of the drafter's `draws`.
 
     params: the drafter's sampling parameters; their temperature may differ from the request's.
     """
@@ -33,7 +33,7 @@ def distribution(row: Row, params: SamplingParams, history: History, draws: str)
     """Return the distribution from which a node's children are drawn; None where masks leave no token.
 
     Greedy parameters leave one token. To get several children, these parameters are replaced by temperature 1 without
-    filters, unless siblings are drawn independently. The children are then the likeliest tokens of that distribution.
+    filters, unless siblings are drawn independently. The likeliest tokens of the result are then the children.
     """
     if params.greedy and draws != "independent":
         params = dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -21,7 +21,7 @@ class Datastore:
         self._tokens, self._suffixes = tokens, suffixes
 
     def places(self, pattern: Seq[int]) -> range:
-        """Return the range of indices in the suffix array whose suffixes begin with a pattern."""
+        """Return the range of indices in the suffix array at which the suffixes begin with a pattern."""
         wanted, length = list(pattern), len(pattern)
 
         def beginning(entry: int) -> list[int]:

@@ -74,7 +74,7 @@ def most_frequent(ids: Ids, counts: Ids, most: int = MOST_IDS) -> Row:
 
 
 def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Return ids and probabilities of (C2[v] + k U1[v]) / (sum C2 + k), where U1 = C1 / sum C1.
+    """Return the ids v and their probabilities (C2[v] + k U1[v]) / (sum C2 + k), where U1 = C1 / sum C1.
 
     row: C2, the counts after the last token. back_off: C1, the counts of tokens alone. Where k is 0 or the back-off is
     empty, the probabilities follow the row alone; where the row is empty, they follow the back-off alone.
@@ -90,7 +90,7 @@ def mixture(row: Row, back_off: Row, k: float) -> tuple[Ids, npt.NDArray[np.floa
 
 
 class Counter:
-    """Growing counts of tokens. best: the most frequent token so far, of equally frequent ones the lowest id."""
+    """Growing counts of tokens. best: the most frequent token so far; of equally frequent tokens, the lowest id."""
 
     __slots__ = ("best", "counts")
 
@@ -112,7 +112,7 @@ class Counter:
 
 
 class TextTable:
-    """The table of one text, which is read in order. before: a text to count first, such as an encoder's source."""
+    """The table of one text, which is read in order. before: a text to count first, such as an encoder's input."""
 
     def __init__(self, before: Seq[int] = ()) -> None:
         self.num_read = 0
@@ -122,7 +122,7 @@ class TextTable:
         self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Count the tokens up to index `stop`, exclusive."""
+        """Count the unread tokens before index `stop`, alone and after the token before them."""
         for i in range(self.num_read, stop):
             self._alone.add(tokens[i])
             if i > 0:
@@ -176,9 +176,9 @@ class FittedTable:
 
 
 def needs(options: TableOptions, target: Known) -> Needs:
-    """Return empty needs, because the memory plan does not count tables.
+    """Check the file, and return empty needs, because the memory plan does not count tables.
 
-    Refuses a file that is incomplete or of another tokenizer.
+    Raises what `artifacts.load` raises. Only `load` compares the arrays with the target's ids.
     """
     if options.path is not None:
         artifacts.load(options.path, KIND, target.fingerprint)

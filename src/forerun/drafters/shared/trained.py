@@ -21,7 +21,7 @@ ROOM = "drafters"
 
 
 def find(target: OpenedCheckpoint) -> str | None:
-    """Return the spec of the drafter with the head that is kept for a target; None where no head is kept."""
+    """Return the spec of the drafter that uses the head kept for a target; None where no head is kept."""
     room = cache_folder() / ROOM
     target = target.original or target
     if target.source is None or not room.is_dir():
