@@ -138,7 +138,7 @@ class MethodsPlan(Plan):
     prompt_file: Path | None = prompt_file(WORK)
     seed: int = option(1, "of the first run; each turn adds one")
     picture: Path | None = picture(
-        "file for a picture, .svg or .png; both where its name ends in neither; needs matplotlib"
+        "file for a picture, .svg or .png; both where its name has no ending; needs matplotlib"
     )
 
     def params(
