@@ -25,7 +25,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "forerun"
-HIDDEN = {"__main__", "errors", "types", "params", "native", "registry", "config", "version"}  # which every room uses
+HIDDEN = {
+    "__main__",
+    "errors",
+    "types",
+    "params",
+    "native",
+    "registry",
+    "config",
+    "version",
+    "output_file",
+}  # which every room uses
 READS_NAMES = ("option", "stated", "names", "registry.names")  # of a room's files, none of which they import
 WIDTH, ROW, BOX, HEIGHT = 920, 92, 118, 40
 COLUMNS = 88  # of the terminal that is shown

@@ -324,7 +324,7 @@ def test_a_step_that_fails_for_another_request_is_taken_again() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "num_beams=2 is not possible with temperature=1.0": {"temperature": 1.0},
+    "num_beams=2 is not possible where tokens are drawn": {"temperature": 1.0},
     "n=3 is not possible: it must be at most num_beams=2": {"n": 3},
     "draft_beams=1 is not possible: it must be at least num_beams=2": {"draft_beams": 1},
     "logprobs=1 is not possible with num_beams=2": {"logprobs": 1},

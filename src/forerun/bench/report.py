@@ -31,7 +31,7 @@ from forerun.bench.exhibits import (
     save,
 )
 from forerun.errors import BadOption, NotFound, shown
-from forerun.text.output_file import write_whole
+from forerun.output_file import write_whole
 
 Record = Mapping[str, Any]
 

@@ -23,7 +23,7 @@ from forerun.bench.tables import Column, table
 from forerun.bench.tune_prediction import Prediction
 from forerun.config import EngineConfig
 from forerun.models import named
-from forerun.text.output_file import write_whole
+from forerun.output_file import write_whole
 
 PLAIN, AUTO = "none", "auto"
 PLAIN_MARGIN = 1.03  # a way is chosen only if it is faster than plain decoding by this factor

@@ -14,8 +14,8 @@ from forerun.bench.plans import SHAPE_NAMES, LatencyPlan, MethodsPlan, SuitePlan
 from forerun.cli import flags
 from forerun.cli.help import App
 from forerun.cli.signatures import STANDARD_OUTPUT, Fields, Given, writable
+from forerun.output_file import write_whole
 from forerun.registry import parse_specs
-from forerun.text.output_file import write_whole
 
 # Benchmarks for developers, which are no longer commands.
 MOVED = (

@@ -48,7 +48,7 @@ def certify(
     config = flags.engine_config({**engine, "target": target}, max_batch_size=BATCH)
     from forerun.certify.certificate import PARTS, Plan, certify as run
     from forerun.cli.certificate import print_certificate
-    from forerun.text.output_file import write_whole
+    from forerun.output_file import write_whole
     from forerun.text.terminal import make_console
 
     plan = Plan(minutes, seed, mutant, tuple(part) if part else tuple(PARTS))

@@ -27,8 +27,8 @@ from forerun.errors import BadOption, CapacityError, UserError
 from forerun.memory.machine import spare_what_is_loaded
 from forerun.models.named import DRAWING
 from forerun.native import cache_folder
+from forerun.output_file import write_whole
 from forerun.registry import unknown
-from forerun.text.output_file import write_whole
 from forerun.text.parts import AnswerParts, Part, Reasoning, Span, Text, ToolCall
 from forerun.text.terminal import make_console, unechoed, visible
 from forerun.types import FinishReason, SamplingParams, StepReport
