@@ -107,7 +107,7 @@ def cells_of(tallies: Mapping[tuple[float, str, str], Tally]) -> list[Cell]:
 
 
 def summaries_of(tallies: Mapping[tuple[float, str, str], Tally], cells: Seq[Cell]) -> list[Summary]:
-    """Return a summary for each way and temperature. Within a temperature the fastest way comes first."""
+    """Return a summary for each way of drafting and temperature. At each temperature the fastest way comes first."""
     summaries = []
     for temperature, name in dict.fromkeys((cell.temperature, cell.name) for cell in cells):
         matching = [cell for cell in cells if (cell.temperature, cell.name) == (temperature, name)]
@@ -202,7 +202,7 @@ Results = tuple[Seq[Cell], Seq[Summary]]
 def print_methods(
     cells: Seq[Cell], summaries: Seq[Summary], kinds: Seq[str], head: str, ceiling: Ceiling, console: Console
 ) -> None:
-    """Print two tables for each temperature, and notes on how to read them. head: the heading above the ways' names."""
+    """Print two tables for each temperature, and notes on how to read them. head: the heading of the first column."""
     print_results({"": (cells, summaries)}, kinds, head, console, ceiling)
 
 

@@ -112,7 +112,7 @@ class MethodsPlan(Plan):
     """The options of `forerun bench methods`.
 
     drafts: () = every drafter that needs no file. pacings: () = the engine's policy. acceptances: () = the engine's
-    choice, which is match at temperature > 0, because every run has a seed. kinds: () = all kinds in the prompt file.
+    choice: at temperature > 0 the rule `match`, because every run has a seed. kinds: () = all kinds in the prompt file.
     picture: the file of a picture, .svg or .png. Where the name has no suffix, both files are written.
     """
 

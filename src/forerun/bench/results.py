@@ -160,7 +160,7 @@ class Ceiling:
 
     @property
     def tokens_per_s(self) -> float:
-        """The most tokens per second without speculation."""
+        """The largest number of tokens per second that this memory allows without speculation."""
         return self.bytes_per_s / self.bytes_per_pass
 
 

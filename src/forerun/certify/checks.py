@@ -20,8 +20,9 @@ Tell = Callable[[str, float], None]  # called with the current work, and the sha
 class Test:
     """One statistical test of a family that is judged together (Holm 1979).
 
-    about: the setting in words. num_free: degrees of freedom, 0 = the power is not known. tv: the total variation
-    between the sample's shares and the stated probabilities. tv_bound: the margin that Weissman's bound adds to tv.
+    about: the setting in words. num_free: degrees of freedom; 0 = none are stated, and the power is not known. tv: the
+    total variation between the sample's shares and the stated probabilities. tv_bound: the margin that Weissman's bound
+    adds to tv.
     """
 
     about: str

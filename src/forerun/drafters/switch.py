@@ -48,7 +48,7 @@ class Options:
 class _Gains:
     """Decaying counts of guessed and accepted nodes, by rank: the node's index in its draft.
 
-    prior: the member's counts over all requests, to start from; None = start from FIRST_GUESS.
+    prior: the same drafter's counts over all requests, to start from; None = start from FIRST_GUESS.
     """
 
     def __init__(self, prior: _Gains | None = None) -> None:

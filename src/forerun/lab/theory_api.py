@@ -74,13 +74,13 @@ class Call:
 
 @dataclass
 class Calls:
-    """The calls that one request evaluates."""
+    """The calls of formulas that one HTTP request wants evaluated."""
 
     calls: list[Call]
 
 
 def make_router(llm: LLM | None = None) -> APIRouter:
-    """Return the route of the formulas."""
+    """Return the router with the HTTP route that evaluates formulas."""
     router, turn = APIRouter(), Lock()
 
     @router.post("/theory")

@@ -84,7 +84,7 @@ def make_router(llm: LLM | None = None) -> APIRouter:
 
     @router.post("/expected")
     def expected(body: Setting) -> dict[str, Any]:
-        """Return the mean number of accepted tokens, the exact error of a setting, and whether its rule is lossless."""
+        """Return the mean number of accepted tokens, the output's distance from the target, and whether none is due."""
         with _turn():
             return {
                 "mean_accepted": expected_accepted(dataclasses.replace(body, mutant=None)),
@@ -271,7 +271,7 @@ def _key(body: Setting) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
 
 
 class _WithoutDraws:
-    """Coins that enumerate all outcomes but the final draw.
+    """Coins that enumerate every way to accept and reject, but not the final draw.
 
     They are for callers that need only the number of accepted tokens.
     """

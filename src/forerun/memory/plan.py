@@ -40,8 +40,8 @@ class MemoryPlan:
     available_bytes: None = unknown. suggestions: sets of options; with each set the plan fits while every other option
     stays as it was. `suggestions` is empty if the plan fits, or if no set of options would make it fit. later: the
     extra memory that a process takes only after it has run for a long time; the total does not include it.
-    extra_drafts: maps each extra draft model's label to the model's name in the configuration. The names of the model's
-    parts begin with the label.
+    extra_drafts: maps each extra draft model's label to the model's name in the configuration. The names of that
+    draft model's entries among the parts begin with the label.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -298,7 +298,7 @@ class _Needs:
 
     @cached_property
     def backends(self) -> Seq[str]:
-        """The backends of all models that have passes; the target's backend comes first."""
+        """The backends of all models that run passes of their own; the target's backend comes first."""
         return list(dict.fromkeys(self.backend_of[run.name] for run in self._passes()))
 
     @cached_property

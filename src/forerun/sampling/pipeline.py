@@ -358,8 +358,8 @@ def _above(values: Row, threshold: Any, k: int) -> Ids:
 def _nucleus(values: Row, top_p: float, width: int) -> Ids:
     """Return the indices of the largest values, as few as have a mass of at least top_p (Holtzman 2020).
 
-    The mass is relative to the given ids. Only values above a threshold are candidates. The threshold is lowered until
-    the candidates have enough mass, so that a peaked row sorts a few dozen values of 100,000.
+    The mass is a share of the sum of `values`. Only values above a threshold are candidates. The threshold is lowered
+    until the candidates have enough mass, so that of 100,000 peaked values only a few dozen are sorted.
     """
     mass = _countable(values, width)
     goal = _goal(mass, top_p)

@@ -109,7 +109,10 @@ class LanguageModel:
         }
 
     def loss(self, step: int) -> Tensor:
-        """Return the loss of the batch of one step, without tokens on which an earlier draft agrees with the target."""
+        """Return the loss of one step's batch.
+
+        Tokens that an earlier draft model predicts as the target does are left out.
+        """
         windows = self.data.batches.batch(step).to(self.config.device)
         self.ops.imbalances.clear()
         with autocast(self.config):

@@ -141,7 +141,7 @@ class RememberingOps(ReferenceOps):
     ) -> Tensor:
         """Attend under the mask: q [S * rows, heads, D], k and v [S * rows, kv_heads, D].
 
-        The layers must be run in order, because each takes the next entry of the memory.
+        The layers must be run in order, because each call takes the next layer's keys and values from `self.memory`.
         """
         k, v = _trainable(k, v, scoring)
         num_heads, num_rows = q.shape[1], len(self.mask)

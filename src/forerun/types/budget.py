@@ -56,10 +56,10 @@ class Stop:
 
     @property
     def least(self) -> list[float]:
-        """By depth, the smallest survival of the chain at which a further token may follow.
+        """For each depth, the smallest chance of a whole chain at which one more token may still be drafted.
 
-        The survival is the product of the shares of all tokens so far. The first entry is for a stop after the first
-        token. After the last entry no token follows.
+        The chance is that all tokens of the chain so far are accepted, the product of their shares (`share`). The first
+        entry holds behind the first token. Behind the last entry no token is drafted.
         """
         return [worth / max(self.share, 1e-6) for worth in self.worth[1:]]
 

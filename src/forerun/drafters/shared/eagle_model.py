@@ -141,9 +141,9 @@ def make(
 ) -> HeadModel:
     """Load a head with the target's operators.
 
-    weights: by our names, as in `input_shapes` and `layer_shapes`; published heads have further names. ids [n]: the
-    target's id for each id of the head. lends_head: whether a head without an LM head uses the target's LM head, for
-    which `ids` must be the target's first ids. If False, such a head copies the rows of the target's LM head for `ids`.
+    weights: under our names (`input_shapes`, `layer_shapes`), not under the names of published heads. ids [n]: the
+    target's token id for each token id of the head. lends_head: for a head that has no LM head. True = it uses the
+    target's whole LM head, and then `ids` must be 0 to n - 1. False = it copies that LM head's rows for `ids`.
     """
     named = {EMBEDDING if name == OWN_EMBEDDING else name: weight for name, weight in weights.items()}
     if HEAD not in named and not lends_head:

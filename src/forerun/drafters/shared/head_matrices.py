@@ -62,9 +62,9 @@ def dense_of(weight: Weight) -> HostTensor:
 def quantization_of(option: str, shapes: Collection[tuple[int, ...]], *, pays: bool) -> Quantization | None:
     """Return the format to which a head is rounded, as the option says; None = no rounding.
 
-    With auto the format is 8 bits where `pays` is True and the groups divide the rows of all matrices. shapes: the
-    shapes of the head's weights. pays: whether the target has weights of 4 or 8 bits, or the head drafts as well in 8
-    bits.
+    With auto the format is 8 bits where `pays` is True and the row length of every matrix is a multiple of the group
+    size. shapes: the shapes of the head's weights. pays: whether the target has weights of 4 or 8 bits, or the head
+    drafts no worse in 8 bits.
     """
     if option != "auto":
         return None if option == "none" else Quantization.parse(option)

@@ -122,7 +122,7 @@ class TextTable:
         self.num_read = 0
 
     def read(self, tokens: Seq[int], stop: int) -> None:
-        """Count the unread tokens before index `stop`, alone and after the token before them."""
+        """Count each unread token before index `stop` twice: by itself, and as the successor of the token before it."""
         for i in range(self.num_read, stop):
             self._alone.add(tokens[i])
             if i > 0:
