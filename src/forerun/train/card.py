@@ -52,8 +52,8 @@ def write_card(
 
     target, draft: out folders of `train lm`. numbers: the measurements that `train pair --out` wrote. history,
     target_history: out folders of earlier stages of the draft and of the target. Raises NotFound for a missing or
-    unfinished run, for missing prompts, and where the sources of this Python's standard library are
-    others than the models were trained on.
+    unfinished run, for missing prompts, and where the sources of this Python's standard library are others than the
+    models were trained on.
     """
     target_run = read_run(target)
     corpus = load_corpus()
