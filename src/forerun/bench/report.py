@@ -206,7 +206,7 @@ def _number(value: Any) -> str:
 
 
 def svg_of(picture: Plot | Timeline | Coloured) -> str:
-    """Return a picture as inline SVG, without the ids of groups, which are the same in every picture of the page."""
+    """Return a picture as inline SVG. Its ids of groups are left out, for every picture of the page has the same."""
     file = io.StringIO()
     save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
     svg = file.getvalue()

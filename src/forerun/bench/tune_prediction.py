@@ -144,7 +144,10 @@ def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None)
 
 
 def _stretches(text: Seq[Round]) -> list[list[_Token]]:
-    """Cut the emitted tokens after each rejection and each round without a draft, where any new draft must begin."""
+    """Cut the emitted tokens into stretches, each of which one long draft could have covered.
+
+    A stretch ends after a rejection, and after a round without a draft.
+    """
     stretches: list[list[_Token]] = [[]]
     for round_ in text:
         stretches[-1] += [_Token(round_, place) for place in range(len(round_.accepted) + 1)]

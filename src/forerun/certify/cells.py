@@ -134,8 +134,9 @@ def check(clock: Clock, pair: Pair, seed: int) -> Check:
 def _settings(pair: Pair) -> Iterator[Setting]:
     """Yield the settings, the user's drafter first.
 
-    The user's drafter, and the target as its own drafter, get a setting for each of their rules. The drafter that is
-    nearly always wrong gets `ratio` only. Sizes, temperatures and draft lengths change from setting to setting.
+    Three drafters are tested. The user's drafter, and the target as its own drafter, get a setting for each of their
+    rules. A drafter that is nearly always wrong gets `ratio` only. Sizes, temperatures and draft lengths change from
+    setting to setting.
     """
     number = 0
     ways: Mapping[Source, list[str]] = {

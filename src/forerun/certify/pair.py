@@ -48,7 +48,7 @@ class Source:
         return self.llm.engine.drafter.members[self.llm.engine.drafter.chosen(self.draft)]
 
     def rules(self) -> list[str]:
-        """Return the lossless rules that can judge the drafter's drafts, ratio and match first."""
+        """Return the lossless rules that can judge the drafter's drafts, `ratio` and `match` first."""
         names = [
             name
             for name in verify.rules()

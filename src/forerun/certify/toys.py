@@ -101,7 +101,7 @@ def _core() -> list[tuple[str, Case]]:
 
 @functools.cache
 def _cases() -> tuple[list[tuple[str, Case]], list[str]]:
-    """Return all cases, the cases of wrong versions first, and the drafters that cannot be built without a file."""
+    """Return all cases, the wrong versions' cases first; and the names of the drafters that need a file."""
     missing, matrix = list[str](), list[tuple[str, Case]]()
     for name in registry.names(drafters.__name__):
         options = OPTIONS.get(name, NARROW)

@@ -209,7 +209,7 @@ def _how_to_get_pair() -> str:
 
 
 def _work(opened: Opened) -> list[Scene]:
-    """Return a scene for each kind of PAIR_KINDS, with the kind's first prompt of a single message.
+    """Return a scene for each kind of PAIR_KINDS. Its prompt is the kind's first one that is a single message.
 
     Raises NotFound for a model that does not chat.
     """

@@ -120,7 +120,7 @@ class Pool:
         return [*ready, *more]
 
     def _welcome(self, references: Seq[Any]) -> None:
-        """Count engines that have loaded the model as ready. Raises BadOption where an engine cannot load the model."""
+        """Add each engine that has loaded the model to the ready ones. Raises BadOption where one cannot load it."""
         for reference in references:
             if (member := self._starting.pop(reference, None)) is None:
                 continue

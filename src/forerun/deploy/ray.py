@@ -137,7 +137,7 @@ class AffineRouter(RequestRouter):
 
 
 class Replica:
-    """A replica. Ray adds its application as the attribute `app`. The services are in `app.state.services`."""
+    """A replica. Ray sets `app` to the replica's web application. The services are in `app.state.services`."""
 
     app: FastAPI  # Ray sets it
 

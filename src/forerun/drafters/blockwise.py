@@ -45,7 +45,7 @@ class FeedForward:
         self._head = multiplier(HostTensor.of(target.head(ids.tolist())))
 
     def following(self, hidden: Any, last: Seq[int], num_heads: int, num: int) -> Following:
-        """Return the guesses as a function (see medusa.TreeHeads).
+        """Return a function that gives the guesses behind a path (see medusa.TreeHeads).
 
         All guesses are computed at once, because no guess depends on the tokens of a path.
         """

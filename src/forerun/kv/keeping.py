@@ -96,7 +96,7 @@ class Fetch:
 
 
 class Keeper:
-    """The link between one cache and a shelf: it writes the cache's published blocks, and fetches blocks."""
+    """The link between one cache and its shelf on disk: it writes published blocks there, and fetches blocks."""
 
     def __init__(self, pools: Pools, shelf: Shelf) -> None:
         self.shelf, self._pools = shelf, pools

@@ -110,7 +110,10 @@ class PrefixIndex:
             self._evictable[block] = None
 
     def evict(self) -> int:
-        """Withdraw the longest unused block of the longer queue, and return it. There must be an evictable block."""
+        """Withdraw and return the block that was not used for the longest time, from the queue with more blocks.
+
+        There must be an evictable block.
+        """
         queue = self._passed if len(self._passed) > len(self._evictable) else self._evictable
         block, _ = queue.popitem(last=False)
         self.remove(block)

@@ -176,7 +176,7 @@ class BlockTables:
     def _first_seen(self, length: int, spare: int = 0) -> int:
         """Return the index of the first block that a row at position `length - spare` sees.
 
-        If the row sees no full block, return the index of the last full block.
+        If the row sees no full block, return the index of the last full block, so that one is kept.
         """
         if self.window is None:
             return 0

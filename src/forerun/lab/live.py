@@ -76,7 +76,7 @@ async def _counted(watched: set[str], all_events: AsyncGenerator[bytes]) -> Asyn
 
 
 async def events(llm: LLM, wish: Wish, request: Request) -> AsyncGenerator[bytes]:
-    """Yield the events of the request (lane "draft"), and in a race then of its plain decoding (lane "plain").
+    """Yield the events of the request (lane "draft"). In a race, plain decoding then runs, with events in lane "plain".
 
     Closing the generator ends the running request. If a request fails, the last event is "failed" and says why.
     """

@@ -58,9 +58,9 @@ class Mixture:
 
     @property
     def share(self) -> float:
-        """The position of real rows: 0 = as few experts are chosen as for equal rows, 1 = as many as for unlike rows.
+        """How many experts the rows of real passes choose, on a scale from 0 to 1.
 
-        The share is 1 at the beginning.
+        0 = as few as equal rows would choose, 1 = as many as rows that have nothing in common. The first value is 1.
         """
         return self._seen / self._possible
 

@@ -49,9 +49,9 @@ class Counts:
             self.accepted[at] += i < num_accepted
 
     def shares(self, expected: Seq[float], weight: float) -> list[float]:
-        """Return P(a token is accepted) for each bin.
+        """Return P(a token is accepted) for each bin of confidences.
 
-        expected: the expected shares, which weigh as much as `weight` tokens.
+        expected: the shares to expect before any token was tested. They count as much as `weight` tested tokens.
         """
         return [
             (accepted + weight * share) / (tested + weight)

@@ -60,7 +60,7 @@ class Rule:
         return shape in self.module.SHAPES and draws in self.module.DRAWS
 
     def check(self, draft: str, shape: str, draws: str) -> None:
-        """Raise BadOption where drafts of this shape and these draws cannot be judged. draft: the drafter's name."""
+        """Raise BadOption where this rule cannot judge a drafter. draft: its name. draws: how it picks tokens."""
         if not self.judges(shape, draws):
             others = [find(name) for name in rules()]
             fitting = [f"acceptance={rule.name!r}" for rule in others if rule.is_lossless and rule.judges(shape, draws)]

@@ -109,9 +109,10 @@ class Pool:
 
         length: the number of tokens of each beam. best: the score of the best beam; None = there are no beams.
 
-        A search with beams goes on until the pool is full. With early_stopping True, the search ends then. Otherwise it
-        ends when the best beam would be no better than the worst text of the pool. The beam is compared at its present
-        length; with early_stopping "never" and a penalty that favours length, at the longest possible length.
+        A search with beams goes on until the pool of finished texts is full. With early_stopping True, the search
+        ends then. Otherwise it ends when the best beam would be no better than the worst text of the pool. The beam
+        is compared at its present length; with early_stopping "never" and a penalty that favours length, at the
+        longest possible length.
         """
         if best is None:
             return True

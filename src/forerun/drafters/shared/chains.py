@@ -108,7 +108,7 @@ class Texts(Generic[T]):
             self._read(seq, view.start + len(view.kept) + 1)
 
     def catch_up(self, seqs: Seq[Sequence]) -> None:
-        """Read these texts to their ends, as far as one call may read."""
+        """Read the unread tokens of these sequences, at most as many as one call may read."""
         for seq in seqs:
             self._read(seq, len(seq.tokens))
 

@@ -80,7 +80,7 @@ class Compound(Drafter):
             self.count(member)
 
     def start(self) -> None:
-        """Set the tokens and seconds of catching up to 0. Called before the members of a round are asked."""
+        """Begin to count anew the tokens and seconds of catching up. Called before a round's members are asked."""
         self.caught_up, self.catchup_s = {}, 0.0
 
     def ask(

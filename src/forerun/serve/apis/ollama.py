@@ -299,7 +299,7 @@ def _tools(given: Mapping[str, Any]) -> ToolRequest | None:
 
 
 def _of_prompt(body: Body) -> tuple[list[Message], tuple[str, ...], str | None]:
-    """Return the messages and prompts in a body of /api/generate, and the text for a model without a template.
+    """Return the messages and prompts in a body of /api/generate, and its text for a model without a template, or None.
 
     The prompt becomes a conversation. With raw, or with a suffix, it stays a prompt.
     """
