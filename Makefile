@@ -191,17 +191,20 @@ $(TEST_READY): pyproject.toml constraints.txt Makefile | $(BIN)/python
 	@touch $@ $(NATIVE)
 
 # Packages arrive while the kernels are compiled. A terminal shows one line, of how far both are: each file of the kernels
-# is an object in the end, and pip says what it does last.
+# is an object in the end, and pip says what it does last. Elsewhere pip writes where make does: it inherits that file, for
+# /dev/stdout would open it anew and cut off what stands in it.
 define INSTALL
 echo "the kernels are compiled while packages arrive, which takes two to nine minutes" && \
-	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; trap 'kill $$compiled $$arrived' INT TERM HUP; } && \
-	said=/dev/stdout && { [ ! -t 1 ] || said=$(VENV)/arrived.txt; } && \
-	{ $(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS) > "$$said" 2>&1 & arrived=$$!; }; \
+	{ $(PIP) --no-deps -e . > $(VENV)/compiled.txt 2>&1 & compiled=$$!; } && \
+	{ { [ ! -t 1 ] || exec > $(VENV)/arrived.txt 2>&1; \
+		exec env $(PIP) $${index:+--extra-index-url "$$index"} -r $(VENV)/dependencies.txt $(TOOLS); } & arrived=$$!; } && \
+	trap 'kill $$compiled $$arrived 2> /dev/null; exit 130' INT TERM HUP; \
 	while [ -t 1 ] && { kill -0 $$compiled || kill -0 $$arrived; } 2> /dev/null; do \
 		printf '\r\033[K%d of %d files are compiled; %.40s' "$$(find build -name '*.o' 2> /dev/null | wc -l)" \
-		"$$(cat build/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:')" "$$(tail -n 1 "$$said" | tr -cd " -~")"; sleep 1; \
+		"$$(cat build/*/build.ninja 2> /dev/null | grep -c '^build .*\.o:')" \
+		"$$(tail -n 1 $(VENV)/arrived.txt 2> /dev/null | tr -cd " -~")"; sleep 1; \
 	done; [ ! -t 1 ] || echo; \
-	wait $$arrived || { [ ! -t 1 ] || cat "$$said" >&2; kill $$compiled 2> /dev/null; \
+	wait $$arrived || { [ ! -t 1 ] || cat $(VENV)/arrived.txt >&2; kill $$compiled 2> /dev/null; \
 		echo "not all packages could be had, as pip says above: is there a network, and the index that it asks?" >&2; \
 		exit 1; }; \
 	wait $$compiled || { cat $(VENV)/compiled.txt >&2; echo "the kernels were not compiled: they need a C++ compiler" \

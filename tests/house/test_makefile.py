@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -74,3 +75,29 @@ def test_the_demo_installs_what_the_lab_needs() -> None:
     at = next(i for i, line in enumerate(lines) if line.startswith("$(READY): pyproject.toml"))
     listed = '$(BIN)/python -c "$$DEPENDENCIES" serve > $(VENV)/dependencies.txt'
     assert lines[at + 1] == f"\t@{listed} && index= && $(INSTALL)"
+
+
+@pytest.mark.parametrize(
+    ("packages", "kernels", "last"),
+    [
+        ("true", "true", "what pip says"),
+        ("false", "true", "is there a network, and the index that it asks?"),
+        ("true", "false", "they need a C++ compiler and Python's headers"),
+    ],
+)
+def test_a_file_holds_all_that_the_set_up_says(tmp_path: Path, packages: str, kernels: str, last: str) -> None:
+    """In their order, also where a part of it fails. pip is a program here that says something and ends so."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    pip = tmp_path / "pip"
+    pip.write_text(f'#!/bin/sh\ncase "$*" in *-e*) {kernels};; *) echo "what pip says"; {packages};; esac\n', "utf-8")
+    pip.chmod(0o755)
+    (tmp_path / "said.txt").write_text("what stood there\n", encoding="utf-8")
+    with (tmp_path / "said.txt").open("a", encoding="utf-8") as said:
+        command = ["make", "--no-print-directory", f"VENV={tmp_path}", f"PIP={pip}", str(tmp_path / "ready")]
+        done = subprocess.run(command, cwd=ROOT, stdout=said, stderr=said, timeout=60, check=False)
+    lines = (tmp_path / "said.txt").read_text(encoding="utf-8").splitlines()
+    begun = ["what stood there", "the kernels are compiled while packages arrive, which takes two to nine minutes"]
+    assert lines[:3] == [*begun, "what pip says"]
+    assert last in [line for line in lines if not line.startswith("make: ***")][-1]
+    assert (done.returncode, (tmp_path / "ready").exists()) == ((0, True) if last in lines else (2, False))
