@@ -19,6 +19,7 @@ from forerun.config import EngineConfig
 from forerun.engine.opened import Opened
 from forerun.errors import BadOption, shown
 from forerun.models.opened import OpenedCheckpoint
+from forerun.output_file import write_whole
 from forerun.text.json_files import read_json
 from forerun.train import head as training, heads, loop
 from forerun.train.config import DrafterConfig, HeadConfig, SampleConfig
@@ -79,9 +80,7 @@ class State:
     def save(self, out: Path) -> None:
         """Write the state into the out folder. The old file stays until the new one is whole."""
         out.mkdir(parents=True, exist_ok=True)
-        partial = out / "recipe.json.partial"
-        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        partial.replace(out / "recipe.json")
+        write_whole(out / "recipe.json", json.dumps(asdict(self)) + "\n")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from forerun.models.source.safetensors import Parts, SafetensorsFolder
 from forerun.ops.model import Model
 from forerun.ops.quantised import QuantisedMatrix, Scheme
 from forerun.ops.quantising import scheme_of
+from forerun.output_file import write_whole
 from forerun.sampling.arithmetic import mass
 from forerun.sampling.largest import Ids
 from forerun.text.json_files import read_json
@@ -77,8 +78,7 @@ def save(
     partial = folder / f"{WEIGHTS}.partial"
     safetensors_file.write(partial, weights, {"format": "pt"})
     partial.replace(folder / WEIGHTS)
-    (folder / f"{CONFIG}.partial").write_text(text, encoding="utf-8")
-    (folder / f"{CONFIG}.partial").replace(folder / CONFIG)
+    write_whole(folder / CONFIG, text)
 
 
 def path_help(method: str) -> str:
