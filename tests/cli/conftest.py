@@ -54,7 +54,7 @@ class Done:
 def said(stderr: str) -> str:
     """Standard error without the lines of a wait, which come where a machine is busy (tests/cli/test_waiting.py)."""
     lines = stderr.splitlines(keepends=True)
-    waits = r"(opening|loading|reading)( .*)?\n|.* tokens? (read|written)\n"
+    waits = r"(starting|opening|loading|reading)( .*)?\n|.* tokens? (read|written)\n"
     return "".join(line for line in lines if not re.fullmatch(waits, line))
 
 
