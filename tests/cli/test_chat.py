@@ -437,7 +437,8 @@ def test_the_numbers_are_those_of_the_report(talker: Path) -> None:
 
 def test_a_message_that_cannot_be_honoured_is_forgotten(cli: Any, talker: Path) -> None:
     """The conversation goes on behind a message that does not fit."""
-    words = "x" * 100 + "\nhello\n//help\n"
+    long = "x" * 100 + "\n"
+    words = long + long + "hello\n" + long + "//help\n"  # three that are refused, but not in a row
     done = cli("chat", str(talker), *SHORT_FLAGS, "--max-seq-len", "100", stdin=words, code=0)
     assert "error: the prompt has 1" in done.stderr
     assert len(re.findall(NUMBERS, done.stderr)) == 2  # //help is a message that begins with a slash

@@ -10,6 +10,7 @@ from typing import Any
 import pexpect
 
 import processes
+from cli.conftest import little_room
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].name }} {% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -33,6 +34,14 @@ def test_the_beginning_of_conversations_is_read_once(cli: Any, ok: Any, tmp_path
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": messages, "max_tokens": 3}) + "\n")
     done = cli("generate", "--prompt-file", str(tmp_path / "asked.jsonl"), "--verbose", *common)
     assert f"{whole} prompt tokens from the cache, {whole} of them from disk" in " ".join(done.stderr.split())
+
+
+def test_rows_that_have_no_room_are_not_said_to_be_kept(refused: Any, tmp_path: Path) -> None:
+    (file := tmp_path / "text.txt").write_text("once upon a time " * 8)
+    common = ("--raw", str(file), "--target", "llama", "--draft", "none", "--kv-disk", f"1GB:{tmp_path / 'kv'}")
+    with little_room(1024):
+        said = refused("prefill", *common, code=3)
+    assert said.endswith("of them kept before; not all can be kept: make room, or name another folder with --kv-disk")
 
 
 def test_what_is_kept_is_listed_verified_and_cleared(cli: Any, tmp_path: Path) -> None:

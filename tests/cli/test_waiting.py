@@ -17,8 +17,10 @@ class Terminal(io.StringIO):
 
 
 def until(said: io.StringIO, text: str) -> None:
-    while text not in said.getvalue():
+    give_up_s = time.monotonic() + 60
+    while text not in said.getvalue() and time.monotonic() < give_up_s:
         time.sleep(0.001)
+    assert text in said.getvalue()
 
 
 def test_a_pipe_gets_a_line_and_later_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,14 +35,32 @@ def test_a_pipe_gets_a_line_and_later_what_is_new(monkeypatch: pytest.MonkeyPatc
     assert said.getvalue().splitlines() == ["loading a model", "reading 3 of 8 tokens"]
 
 
-def test_displays_that_follow_each_other_are_silent_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = io.StringIO()
+def pipe_silent_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Return what a pipe gets, where nothing was printed for an hour and a display has just ended."""
+    said, now_s = io.StringIO(), time.monotonic()
     monkeypatch.setattr(sys, "stderr", said)
-    monkeypatch.setattr(waiting, "SILENT_S", 0.5)
-    for text in ("opening", "loading", "reading", "writing") * 3:
-        with Waiting(text):
-            time.sleep(0.1)
-    assert 1 <= len(said.getvalue().splitlines()) <= 4
+    monkeypatch.setattr(waiting, "SILENT_S", 3600.0)
+    monkeypatch.setattr(Waiting, "_silent_since_s", now_s - 3601)
+    monkeypatch.setattr(Waiting, "_ended_s", now_s)
+    return said
+
+
+def test_displays_that_follow_each_other_share_one_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = pipe_silent_for_an_hour(monkeypatch)
+    with Waiting("loading"):
+        until(said, "loading")
+    with Waiting("reading"):
+        time.sleep(0.3)  # in which a line that does not wait would be there
+    assert said.getvalue() == "loading\n"
+
+
+def test_an_answer_that_is_printed_ends_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = pipe_silent_for_an_hour(monkeypatch)
+    llm = LLM("shipped", draft="none")
+    Answering(llm, 5).end()
+    with Waiting("reading"):
+        time.sleep(0.3)
+    assert said.getvalue() == ""
 
 
 def test_what_is_soon_over_says_nothing_in_a_pipe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import nullcontext
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
     from forerun.types import StepReport
 
 SILENT_S = 1.8  # between two lines, where there is no terminal
+LOOK_S = 0.1  # between two looks whether the text is new
 OPENING_S = 0.8  # before a terminal shows that a model is opened, which rarely takes long
 
 
 class Waiting:
     """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
 
-    Elsewhere a new text is printed as a line once the last line is SILENT_S seconds old, also where another display
-    printed it. after_s: the seconds before a terminal shows the first text.
+    Elsewhere a new text is printed as a line after SILENT_S seconds of silence. Displays that follow each other, as of
+    opening, loading and reading, share one silence. after_s: the seconds before a terminal shows the first text.
     """
 
-    _said_s = _ended_s = 0.0  # when a line was printed last, and when the last display ended
+    _silent_since_s = _ended_s = -math.inf  # since when nothing was printed, and when the last display ended
 
     def __init__(self, text: str, after_s: float = 0.0) -> None:
         self._after_s, self._lock = after_s, threading.Lock()
@@ -59,7 +61,7 @@ class Waiting:
     def __enter__(self) -> Self:
         now_s = time.monotonic()
         if now_s > Waiting._ended_s + SILENT_S:
-            Waiting._said_s = now_s
+            Waiting._silent_since_s = now_s
         show = self._print_lines if self._status is None else self._start_status
         if self._status is not None and not self._after_s:
             show()
@@ -77,11 +79,12 @@ class Waiting:
                 self._status.start()
 
     def _print_lines(self) -> None:
-        while not self._over.wait(max(0.0, Waiting._said_s + SILENT_S - time.monotonic())):
-            if self._text != self._told:
-                note(self._text)
-            self._told = self._text
-            Waiting._said_s = time.monotonic()
+        while not self._over.wait(max(LOOK_S, Waiting._silent_since_s + SILENT_S - time.monotonic())):
+            with self._lock:  # no line comes behind the end
+                if not self._over.is_set() and self._text != self._told:
+                    note(self._text)
+                    self._told = self._text
+                    Waiting._silent_since_s = time.monotonic()
 
 
 class Answering(Waiting):
@@ -102,6 +105,7 @@ class Answering(Waiting):
         if not self._over.is_set():
             self._unlisten()
         super().end()
+        Waiting._ended_s = -math.inf  # the answer is printed now, which ends the silence
 
     def _see(self, report: StepReport) -> None:
         self._num_read += report.num_prefill_tokens
