@@ -1,16 +1,22 @@
 """`forerun bench latency`: the numbers that are made of measurements, on measurements whose numbers are known."""
 
+import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from forerun import registry
 from forerun.bench import latency
 from forerun.bench.latency import WORKLOADS, EncoderClock, ForwardClock, planned, run_once
 from forerun.bench.plans import LatencyPlan
 from forerun.bench.results import Tally, Variant, line_of, plain_pass_s_of
+from forerun.config import EngineConfig
 from forerun.engine.llm import LLM
+from forerun.engine.opened import Opened
 from forerun.errors import BadOption, InternalError
 from forerun.theory import formulas
 from forerun.types import SamplingParams, StepReport
@@ -137,6 +143,14 @@ def test_drafts_are_timed_and_one_that_fails_ends_the_measurement(monkeypatch: p
         monkeypatch.setattr(runner, "run_ahead", lambda *given, **more: 1 // 0)
         monkeypatch.setattr(runner, "forward", lambda *given, **more: 1 // 0)
         assert "ZeroDivisionError" in refusal(InternalError, tallied, {MODEL: llm}, ["def f("], plan)
+
+
+def test_drafters_that_a_model_cannot_have_are_left_out_and_named(tiny: Path) -> None:
+    console, config = Console(file=(printed := io.StringIO()), width=200), EngineConfig(target=str(tiny))
+    llms = latency.engines(Opened.of(config).load(), config, LatencyPlan(), console)
+    left_out = re.findall("^left out: (.+), for .+:", printed.getvalue(), re.MULTILINE)
+    assert {"eagle", "model"} <= set(left_out)
+    assert sorted([*left_out, *(variant.draft for variant in llms)]) == sorted(registry.names("forerun.drafters"))
 
 
 def test_each_prompt_begins_with_another_variant(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,13 @@ def test_the_command_compares_whole_requests(tiny: Path, tmp_path: Path) -> None
     assert {line["name"] for line in record["lines_behind_first"]} == {PLAIN, AGAIN, "lookup", "auto"}
 
 
+def test_a_template_without_tools_is_refused(tiny: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, LINES["bfcl"])
+    done = CliRunner().invoke(app, ["suite", "bfcl", "--target", str(tiny), "--prompt-file", str(file)])
+    assert isinstance(done.exception, BadOption)
+    assert "has tools, which this model's template does not know: name another" in str(done.exception)
+
+
 def test_a_turn_follows_the_answer_before_it(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, ids = list[Any](), bench.conversation_ids
 

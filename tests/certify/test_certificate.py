@@ -223,6 +223,15 @@ def test_all_tests_are_judged_as_one_family() -> None:
     assert failed.tests[0].detects(40) > failed.tests[0].detects(1)
 
 
+def test_a_part_that_takes_longer_tells_no_more_than_its_share() -> None:
+    shares = list[float]()
+    clock = Clock(1e-9, lambda what, share: shares.append(share))
+    for until in (0.25, 0.5):
+        clock.part("checks", until)
+        assert not clock.look()
+    assert shares == pytest.approx([0.25, 0.25, 0.5, 0.5], abs=0.01)
+
+
 def test_a_check_without_samples_is_neither_passed_nor_failed() -> None:
     empty = Check("one", "pair", "", "", ran=False)
     assert empty.passed is None

@@ -63,6 +63,7 @@ CASES = {
     "model_of_batch": (("batch", "--target", "./nowhere", "in.jsonl", "out.jsonl"), "in.jsonl"),
     "model_and_no_output": (("batch", "in.jsonl", "--target", "llama"), "Missing argument 'OUT.JSONL'"),
     "model_twice": (("batch", "--target", "llama", "in.jsonl", "out.jsonl", "llama"), "The model is named twice"),
+    "no_tokens": (("demo", "--max-tokens", "0"), "'--max-tokens': it must be greater than or equal to 1"),
     "batch_of_a_pipe": (("batch", "-", "out.jsonl"), "batch reads a file"),
     "model_to_quantize": (("quantize", "--target", "./nowhere", "out"), "there is no folder nowhere"),
     "not_utf8": (("generate", "--target", "llama", "caf\udce9"), "is not valid UTF-8 at character 3"),

@@ -15,7 +15,7 @@ from forerun import drafters
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Program: its arguments, what is typed, what it prints.
 RUNS = {
-    "chat": (["shipped"], "class A:\ndef f(\n\n", "tokens per pass of the model]"),
+    "chat": (["shipped"], "class A:\ndef f(\n", "tokens per pass of the model]"),
     "stream": (["shipped"], "", "the same text beside another request: True"),
     "add_drafter": (["shipped"], "", "the distribution is plain decoding's: True"),
     "transformers_one_line": ([], "", "the same tokens: True"),

@@ -117,7 +117,7 @@ def _without_flag(args: list[str], flag: str) -> tuple[list[str], list[str]]:
         value = next(rest, "-") if word == flag else word.removeprefix(f"{flag}=")
         if word == flag and value.startswith("-"):
             raise UsageError(f"Option '{flag}' requires an argument.")
-        (words if value is word else values).append(value)
+        (words if value == word else values).append(value)
     return [*words, *args[end:]], values
 
 

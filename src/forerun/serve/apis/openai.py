@@ -346,7 +346,7 @@ class ChatStream(CompletionStream):
         """Return the first chunk of each choice: the role, and the prompt's token ids if the body asks for them."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         of_prompt = {"prompt_token_ids": list(self._prompts[0])} if self._job.token_ids else {}
-        self._begun = [True] * self._num_choices
+        self._begun = [True] * self._num_choices  # the prompt's ids are in these chunks, and in no later one
         return b"".join(
             self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}], more=of_prompt)
             for i in range(self._num_choices)
