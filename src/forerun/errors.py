@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))  # numbers of errors that mean: there is no room
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # of torch
@@ -139,19 +140,26 @@ class InternalError(ForerunError):
 
 
 @contextmanager
-def raising_os_errors() -> Iterator[None]:
-    """Raise the OSError that tokenizers, safetensors or torch hide in another exception when a write fails."""
+def raising_os_errors(path: Path) -> Iterator[None]:
+    """Raise the OSError that tokenizers, safetensors or torch hide in another exception when a write to `path` fails.
+
+    An OSError that names no file gets the name of `path`.
+    """
     handled = sys.exception()  # the context of every error in the block, where it has no other
     try:
         yield
-    except (OSError, ForerunError):
+    except ForerunError:
         raise
     except Exception as error:
-        if isinstance(error.__context__, OSError) and error.__context__ is not handled:
-            raise error.__context__ from None
-        if (match := _OS_ERROR.search(str(error))) is None:
+        reason: BaseException | None = error
+        if match := _OS_ERROR.search(str(error)):
+            reason = OSError(int(match[1]), os.strerror(int(match[1])))
+        elif not isinstance(error, OSError) and error.__context__ is not handled:
+            reason = error.__context__
+        if not isinstance(reason, OSError):
             raise
-        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
+        reason.filename = reason.filename or str(path)
+        raise reason from None
 
 
 def pip(arguments: str) -> str:

@@ -247,10 +247,11 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_no_room_is_an_os_error_in_every_library(tmp_path: Path, write: Callable[[Path], object]) -> None:
-    """The command line and the caches tell these in one sentence."""
-    with pytest.raises(OSError, match=r".") as error, little_room(4096), raising_os_errors():
-        write(tmp_path / "file")
-    assert error.value.strerror == "File too large"
+    """The command line and the caches tell these in one sentence, which names the file."""
+    file = tmp_path / "file"
+    with pytest.raises(OSError, match=r".") as error, little_room(4096), raising_os_errors(file):
+        write(file)
+    assert (error.value.strerror, error.value.filename) == ("File too large", str(file))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("something else"), UnsupportedModel("something else")])
@@ -258,7 +259,7 @@ def test_other_errors_stay_as_they_are(error: Exception) -> None:
     """Also while an error of the system is handled, as where a folder could not be written and another is tried."""
 
     def fail() -> None:
-        with pytest.raises(type(error), match="something else"), raising_os_errors():
+        with pytest.raises(type(error), match="something else"), raising_os_errors(Path("file")):
             raise error
 
     fail()
@@ -275,5 +276,5 @@ def test_a_reason_of_ours_counts_more_than_an_error_of_the_system() -> None:
         except OSError:
             raise UnsupportedModel("its tokenizer is missing") from None
 
-    with pytest.raises(UnsupportedModel), raising_os_errors():
+    with pytest.raises(UnsupportedModel), raising_os_errors(Path("file")):
         fail()

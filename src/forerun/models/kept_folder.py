@@ -52,7 +52,7 @@ def _written(folder: Path, files: Collection[str], write: Callable[[Path], None]
     folder.parent.mkdir(parents=True, exist_ok=True)
     started = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        with raising_os_errors():
+        with raising_os_errors(started):
             write(started)
         started.chmod(0o755)
         try:

@@ -225,7 +225,7 @@ def save_state(run: Run) -> None:
         "rng": torch.get_rng_state(),
     }
     partial = run.config.out / "state.pt.partial"
-    with raising_os_errors(), partial.open("wb") as file:
+    with raising_os_errors(partial), partial.open("wb") as file:
         torch.save(state, file)
     partial.replace(run.config.out / "state.pt")
 

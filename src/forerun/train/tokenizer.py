@@ -56,7 +56,7 @@ def save_tokenizer(
     special: the tokens that a text begins and ends with, by the names that transformers gives to them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with raising_os_errors():
+    with raising_os_errors(folder / "tokenizer.json"):
         tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

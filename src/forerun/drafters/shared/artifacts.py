@@ -35,7 +35,7 @@ def save(path: Path, kind: str, arrays: Arrays, tokenizer: str, facts: Mapping[s
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {**(facts or {}), "forerun": kind, "tokenizer": tokenizer}
-    with raising_os_errors():
+    with raising_os_errors(path):
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path, metadata=metadata)
 
 

@@ -40,7 +40,7 @@ def convert_head(folder: Path, out: Path) -> int:
                 if name in tensors:
                     raise UnsupportedModel(f"{file} has the tensor {shown(name)} of another file, too: take one away")
                 tensors[name] = tensor.contiguous().clone()  # names that share memory cannot be saved
-        with raising_os_errors():
+        with raising_os_errors(out / WEIGHTS):
             save_file(tensors, out / WEIGHTS, {"format": "pt"})
         shutil.copyfile(folder / CONFIG, out / CONFIG)
         return len(tensors)
