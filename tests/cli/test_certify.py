@@ -32,7 +32,7 @@ def test_a_wrong_version_has_exit_code_1(cli):
     ("arguments", "message"),
     [
         (("certify", "./nowhere"), "there is no folder nowhere"),
-        ((*PAIR, "--minutes", "0"), "minutes=0 is not possible: it must be above 0"),
+        ((*PAIR, "--minutes", "0"), "--minutes 0 is not possible: it must be above 0"),
         ((*PAIR, "--json", "no/folder/file.json"), "cannot be written: name a file in a folder"),
         ((*PAIR, "--part", "text"), "there is no part 'text' (did you mean 'texts'?)"),
         ((*PAIR, "--mutant", "m99"), "there is no mutant 'm99'"),

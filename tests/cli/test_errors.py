@@ -26,8 +26,8 @@ CASES = {
     "unknown_option": ((*LLAMA, "--temprature", "1"), "--temprature"),
     "not_a_number": ((*LLAMA, "--top-k", "many"), "Invalid value for '--top-k': it must be a valid integer: see"),
     "port": (("serve", "--port", "99999"), "Invalid value for '--port': it must be less than or equal to 65535: see"),
-    "temperature": ((*LLAMA, "--temperature", "-1"), "temperature=-1.0 is not possible: it must be 0"),
-    "top_p": ((*LLAMA, "--top-p", "2"), r"top_p=2.0 is not possible: it must be in (0, 1]"),
+    "temperature": ((*LLAMA, "--temperature", "-1"), "--temperature -1.0 is not possible: it must be 0"),
+    "top_p": ((*LLAMA, "--top-p", "2"), r"--top-p 2.0 is not possible: it must be in (0, 1]"),
     "spec_length": ((*LLAMA, "--spec-length", "0"), "it must be in 1 .. 64"),
     "dtype": ((*LLAMA, "--dtype", "float3"), "there is no dtype called 'float3' (did you mean 'float32'?)"),
     "command": (("generat", "x"), "Did you mean 'generate'? forerun --help lists all"),
@@ -39,11 +39,11 @@ CASES = {
     "target_file": (("generate", "--target", "./nowhere.gguf", "x"), "there is no file nowhere.gguf"),
     "target_name": (("generate", "--target", "smollm", "x"), "there is no folder smollm (did you mean smollm2?)"),
     "target_case": (("generate", "--target", "SmolLM2", "x"), "there is no folder SmolLM2 (did you mean smollm2?)"),
-    "target_empty": (("generate", "--target", "", "x"), "target='' names nothing: leave target out"),
-    "draft_empty": ((*LLAMA, "--draft", ""), "draft='' names nothing: leave draft out"),
+    "target_empty": (("generate", "--target", "", "x"), "--target '' names nothing: leave target out"),
+    "draft_empty": ((*LLAMA, "--draft", ""), "--draft '' names nothing: leave draft out"),
     "draft_folder": ((*LLAMA, "--draft", "./nowhere"), "there is no folder"),
     "draft_file": ((*LLAMA, "--draft", "nowhere.gguf"), "there is no file 'nowhere.gguf'"),
-    "draft_auto": ((*LLAMA, "--draft", "auto:x=1"), "draft='auto:x=1' is not possible: 'auto' has no options"),
+    "draft_auto": ((*LLAMA, "--draft", "auto:x=1"), "--draft 'auto:x=1' is not possible: 'auto' has no options"),
     "no_tokenizer": (("generate", "--target", "bare", "x"), "bare"),
     "prompt_file": (("generate", "--target", "llama", "--prompt-file", "no.txt"), "the prompt file 'no.txt' cannot be"),
     "no_prompt": (("generate", "--target", "llama"), "there is no prompt: write it as an argument"),
@@ -67,11 +67,11 @@ CASES = {
     "batch_of_a_pipe": (("batch", "-", "out.jsonl"), "batch reads a file"),
     "model_to_quantize": (("quantize", "--target", "./nowhere", "out"), "there is no folder nowhere"),
     "not_utf8": (("generate", "--target", "llama", "caf\udce9"), "is not valid UTF-8 at character 3"),
-    "stop_not_utf8": ((*LLAMA, "--stop", "\udce9"), "stop=['\\udce9'] is not possible"),
-    "bias": ((*LLAMA, "--logit-bias", "5"), "logit_bias='5' is not possible: write ID=VALUE"),
+    "stop_not_utf8": ((*LLAMA, "--stop", "\udce9"), "--stop ['\\udce9'] is not possible"),
+    "bias": ((*LLAMA, "--logit-bias", "5"), "--logit-bias '5' is not possible: write ID=VALUE"),
     "bias_id": ((*LLAMA, "--logit-bias", "x=5"), "'x' is no token id"),
     "logprobs": ((*LLAMA, "--logprobs", "2"), "logprobs are printed with --json only"),
-    "max_batch_size": ((*LLAMA, "--max-batch-size", "0"), "max_batch_size=0 is not possible"),
+    "max_batch_size": ((*LLAMA, "--max-batch-size", "0"), "--max-batch-size 0 is not possible"),
     "config": ((*LLAMA, "--config", "no.toml"), "the config file 'no.toml' does not exist"),
     "shape": (("bench", "widen", "llama", "out", "--shape", "2b"), "there is no shape '2b'"),
     "shrink": (("bench", "widen", "llama", "out", "--hidden-size", "16"), "widening cannot shrink it"),
@@ -153,7 +153,7 @@ def test_a_context_that_the_model_does_not_have_is_not_asked_for(refused: Any) -
 def test_a_cache_that_no_memory_can_hold(refused: Any) -> None:
     assert re.match(
         r"there is no memory for this engine: It does not fit: [\d.]+ GB \([\d.]+ GiB\) are needed of [\d.]+ GB "
-        r"\([\d.]+ GiB\)\. It would fit with kv_cache_tokens=\d+",
+        r"\([\d.]+ GiB\)\. It would fit with --kv-cache-tokens \d+",
         refused(*LLAMA, "--kv-cache-tokens", "1000000000000", "--max-tokens", "2", code=3),
     )
 
@@ -162,7 +162,7 @@ def test_extra_drafts_are_refused_before_anything_is_loaded(refused: Any) -> Non
     """One that no memory can hold is named, as is one that has another vocabulary or does not exist."""
     big = ("--kv-cache-tokens", "1000000000000")
     for extra, code, sentence in (
-        ("./draft", 3, "Weights and KV cache of extra_drafts='./draft' are "),
+        ("./draft", 3, "Weights and KV cache of --extra-drafts './draft' are "),
         ("lookup;./stranger", 2, "stranger"),
         ("./nowhere", 2, "nowhere"),
         ("eagle", 2, "eagle"),

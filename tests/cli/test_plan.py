@@ -218,24 +218,30 @@ def test_without_memory_the_machine_is_asked(cli: Any) -> None:
 
 
 REFUSED = {
-    "no number": (("--memory", "lots"), "memory='lots' is not possible: write a number of bytes as 16GB, 16GiB or 8e9"),
-    "an unknown unit": (("--memory", "16G"), "memory='16G' is not possible"),
-    "nothing": (("--memory", "0GB"), "memory='0GB' is not possible"),
-    "a shape without a draft": (("--draft", "none", "--draft-shape", "demo"), "draft_shape='demo' needs a draft model"),
+    "no number": (
+        ("--memory", "lots"),
+        "--memory 'lots' is not possible: write a number of bytes as 16GB",
+    ),
+    "an unknown unit": (("--memory", "16G"), "--memory '16G' is not possible"),
+    "nothing": (("--memory", "0GB"), "--memory '0GB' is not possible"),
+    "a shape without a draft": (
+        ("--draft", "none", "--draft-shape", "demo"),
+        "--draft-shape 'demo' needs a draft model, and --draft 'none' has none",
+    ),
     "an unknown shape": (("--shape", "llama-3.2-2b"), "did you mean 'llama-3.2-"),
     "an unknown drafter": (("--draft", "lokup"), "there is no drafter 'lokup' (did you mean 'lookup'?)"),
     "an unknown extra drafter": (("--extra-drafts", "lookup; lokup"), "there is no drafter 'lokup'"),
     "an extra model without a name": (("--target", "llama", "--extra-drafts", "model"), "needs a draft model"),
     "a wrong option": (("--draft", "lookup:max_n=0"), "lookup:max_n=0 is not possible"),
     "no draft model": (("--target", "llama", "--draft", "model"), "the drafter 'model' needs a draft model"),
-    "too long": (("--max-seq-len", "100000"), "max_seq_len=100000 is not possible: the model has 2048 positions"),
+    "too long": (("--max-seq-len", "100000"), "--max-seq-len 100000 is not possible: the model has 2048 positions"),
     "less than a block": (
         ("--kv-cache-backend", "contiguous", "--kv-cache-tokens", "100"),
-        "kv_cache_tokens=100 is less than one block of 2048 tokens",
+        "--kv-cache-tokens 100 is less than one block of 2048 tokens",
     ),
     "operators of another device": (
         ("--device", "cuda", "--ops", "native", "--memory", "9GB"),
-        "ops='native' computes on the CPU and contradicts device='cuda'",
+        "--ops 'native' computes on the CPU and contradicts --device 'cuda'",
     ),
     "no checkpoint": (("--target", "./nowhere"), "there is no folder nowhere"),
 }

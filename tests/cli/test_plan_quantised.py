@@ -160,7 +160,7 @@ def test_widened_shapes_and_refusals(cli: Any, refused: Any) -> None:
     assert found / dense == pytest.approx(8.5 / 16, rel=0.001)
     asked = ("--quantization", "int4:group=128", "--target", str(SHIPPED_DRAFT))
     assert "groups of 128 do not divide the 192 inputs of " in refused("plan", *asked)
-    assert "quantization='int3' is not possible" in refused("plan", "--quantization", "int3", "--target", "shipped")
+    assert "--quantization 'int3' is not possible" in refused("plan", "--quantization", "int3", "--target", "shipped")
 
 
 def test_an_engine_is_refused_by_the_bytes_of_its_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -519,7 +519,7 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
     try:
         code = commands(arguments, prog_name=name, standalone_mode=False)
     except ForerunError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(_as_typed(str(error), arguments), error.exit_code)
     except BrokenPipeError:
         raise
     except ModuleNotFoundError as error:
@@ -550,6 +550,14 @@ def _run(arguments: list[str], commands: App = app, name: str = "forerun") -> in
         more = f" {command} --help lists all" if said.endswith("?") else f": see {command} --help"
         return _fail(there or said + more, 2)
     return code if isinstance(code, int) else 0
+
+
+def _as_typed(message: str, arguments: Seq[str]) -> str:
+    """Return an error message. Where it says `option=value` of a typed option, it now says `--option value`."""
+    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        option = flag[2:].replace("-", "_")
+        message = re.sub(rf"(?<![\w:]){re.escape(option)}=(?=\S)", f"{flag} ", message) if option else message
+    return message
 
 
 def _fail(message: str, code: int) -> int:
