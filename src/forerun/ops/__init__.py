@@ -4,11 +4,11 @@ Backends are found by a scan of the folder, and are listed nowhere else. The fil
 
     NAME                                        the backend's name in the option `ops`
     RANK                                        its rank: auto prefers high ranks; 0 = auto never takes it
-    DEVICE                                      the device that it computes on, "cpu" or "cuda"; left out = both
+    DEVICE                                      the only device to compute on, "cpu" or "cuda"; left out = both
     NEEDS = "torch"                             given where the file imports torch; left out = numpy is enough
-    usable(device) -> reason or None            why it cannot run on a device, as words that follow its name
-    supports(spec) -> reason or None            why it does not compute a model
-    row_invariant                               whether the bits of an output row depend on that row alone
+    usable(device) -> reason or None            why the backend cannot run on a device, worded to follow NAME
+    supports(spec) -> reason or None            why the backend does not compute a model
+    row_invariant                               whether a row's result has the same bits in every batch
     KV_DTYPES                                   the values of kv_cache_dtype; left out = the model's own dtype
     make() -> operators                         the operators, see operators.py
     load(spec, weights, operators, ...)         a model; see `load_model`
@@ -61,18 +61,18 @@ class Backend(Protocol):
 
 @cache
 def files() -> Mapping[str, str]:
-    """Return each backend's module name by backend name, the one that `auto` prefers first. Imports no backend."""
+    """Map each backend's name to its module's name, sorted by RANK from high to low. Imports no backend."""
     names, ranks = stated(__name__, "NAME"), stated(__name__, "RANK")
     return {names[file]: file for file in sorted(names, key=lambda file: -int(ranks[file]))}
 
 
 def backends() -> Mapping[str, Backend]:
-    """Return the backends that can be imported on this machine (most need torch), by name, in the order of `files`."""
+    """Map each backend's name to the backend, in the order of `files`. Backends without their library are left out."""
     return {name: backend(name) for name in files() if why_no_import(name) is None}
 
 
 def backend(name: str) -> Backend:
-    """Return a backend by name. Raises BadOption for an unknown name, and where the backend's library is missing."""
+    """Return a backend by name. Raises BadOption for an unknown name, and if the backend needs a missing library."""
     if name not in files():
         raise BadOption(unknown("backend", name, ["auto", *files()]))
     if (reason := why_no_import(name)) is not None:
@@ -82,13 +82,13 @@ def backend(name: str) -> Backend:
 
 @cache
 def why_no_import(name: str) -> str | None:
-    """Return why a backend's file cannot be imported, as words that follow the backend's name; None where it can."""
+    """Return None if a backend's file can be imported, otherwise the reason, worded to follow the backend's name."""
     is_missing = _states(name, "NEEDS") == "torch" and native.torch_version() is None
     return f"is not possible: {native.needs_torch('it')}" if is_missing else None
 
 
 def refuse_without_torch(device: str) -> None:
-    """Raise BadOption for a device that only torch can reach, where torch is missing."""
+    """Raise BadOption if `device` is "cuda" and torch, the only way to a CUDA device, is missing."""
     if device == "cuda" and native.torch_version() is None:
         raise BadOption(f"device='cuda' is not possible: {native.needs_torch('a CUDA device', 'cuda')}")
 
@@ -99,7 +99,7 @@ def _states(name: str, constant: str) -> str | None:
 
 
 def resolve(name: str, device: str, spec: Spec | None = None) -> str:
-    """Resolve "auto" to the name of a backend on a device; return any other name as it is.
+    """Resolve "auto" to the name of a backend on a device; return any other name unchanged.
 
     spec: the spec of the model to compute, if known. Raises BadOption for a backend that cannot run on the device, and
     UnsupportedModel for a backend that does not compute the model.
@@ -123,8 +123,9 @@ def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -
     """Return the name of the backend that computes a draft model. Raises the errors of `resolve`.
 
     name: the option `ops`. Any value but "auto" names the backend of all models. target: the name of the backend that
-    runs the target model. "auto" takes the best backend for each model, with one exception. Where the target runs on
-    another backend than "auto" would choose for it, the draft model runs on that one too, if it can be computed there.
+    runs the target model. "auto" takes the best backend for each model, with one exception. If the target runs on a
+    backend that "auto" would not choose for the target, the draft model runs on the target's backend too, provided that
+    this backend can compute the draft model.
     """
     if name == "auto" and target != resolve("auto", device, target_spec) and why_not(target, device, spec) is None:
         return target
@@ -132,7 +133,7 @@ def beside(name: str, target: str, device: str, target_spec: Spec, spec: Spec) -
 
 
 def why_not(name: str, device: str, spec: Spec | None) -> str | None:
-    """Return why a backend cannot compute a model on a device; None where it can."""
+    """Return None if a backend can compute a model on a device, otherwise the reason. spec: None = any model."""
     if (reason := why_no_import(name)) is not None:
         return reason
     module = backend(name)
@@ -141,7 +142,7 @@ def why_not(name: str, device: str, spec: Spec | None) -> str | None:
 
 
 def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
-    """Yield each backend that `auto` prefers to this one but that cannot compute the model, with the reason."""
+    """Yield (backend, reason) for each backend that `auto` ranks above `name` but that cannot compute the model."""
     ranked = list(_ranked(device))
     for other in ranked[: ranked.index(name)] if name in ranked else ():
         if (reason := why_not(other, device, spec)) is not None:
@@ -149,14 +150,14 @@ def faster(name: str, device: str, spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 def _ranked(device: str) -> Iterator[str]:
-    """Yield the backends that `auto` may choose on a device, the fastest first."""
+    """Yield the names of the backends that `auto` may choose on a device, sorted by RANK from high to low."""
     for name in files():
         if _states(name, "RANK") != "0" and (_states(name, "DEVICE") or device) == device:
             yield name
 
 
 def make(name: str, device: str, spec: Spec | None = None) -> Operators:
-    """Return the operators of a backend, the same object at every call. Raises the errors of `resolve`."""
+    """Return a backend's operators. Every call returns the same object. Raises the errors of `resolve`."""
     return backend(resolve(name, device, spec)).make()
 
 
@@ -168,8 +169,8 @@ def kv_dtype(option: str, model: Model, *, must: bool = True) -> str:
 def kept_dtype(option: str, name: str, shape: CacheShape, model_dtype: str, *, must: bool = True) -> str:
     """Return the dtype of a KV cache of this shape under the option kv_cache_dtype.
 
-    name: the backend that computes the model. model_dtype: the model's own cache dtype. must: whether to raise
-    BadOption where the backend cannot keep the cache in the wanted dtype, instead of returning `model_dtype`.
+    name: the backend that computes the model. model_dtype: the model's own cache dtype. must: what to do if the backend
+    cannot keep the cache in the wanted dtype. True = raise BadOption; False = return `model_dtype`.
     """
     if option in ("auto", model_dtype):
         return model_dtype
@@ -201,12 +202,12 @@ def load_model(
 ) -> LoadedModel:
     """Make a model from a spec and its weights, for these operators to compute.
 
-    weights: a tensor for every name of `blocks.weights(spec)`, in the shape that is given there. They are host tensors
-    of one dtype, or torch tensors on one device. Each weight is looked up only once, so a later change to a weight must
-    be made in place. device: "cpu" or "cuda". consume: whether a backend that packs weights may free the tensors while
-    it packs them, so that no weight is in memory twice. If so, the caller must not use the mapping again. lent: for a
-    draft head, the parts that it borrows from its target, which must have the same operators. Raises UnsupportedModel
-    for a spec that the backend does not compute.
+    weights: a tensor for every name of `blocks.weights(spec)`, in the shape that `blocks.weights` gives. They are host
+    tensors of one dtype, or torch tensors on one device. Each weight is looked up only once, so a later change to a
+    weight must be made in place. device: "cpu" or "cuda". consume: whether a backend that packs weights may free the
+    tensors while it packs them, so that no weight is in memory twice. If so, the caller must not use the mapping again.
+    lent: for a draft head, the parts that it borrows from its target. The target must use the same operators. Raises
+    UnsupportedModel for a spec that the backend does not compute.
     """
     if operators.name in files() and (reason := backend(operators.name).supports(spec)) is not None:
         raise UnsupportedModel(f"model_type={spec.model_type!r} cannot run on ops={operators.name!r}: {reason}")

@@ -30,9 +30,9 @@ BLOCK_BYTES = 8 << 20  # of a file that are read at a time, and in memory meanwh
 class Beside:
     """The weights of a trained draft head that is loaded beside a model, as the headers of its files describe them.
 
-    matrices: the shape (outputs, inputs) of each matrix, and the scheme to which it is rounded; None = it is not
-    rounded. num_looked_up: the number of embedding weights, which take the dtype of the model's weights. num_floats:
-    the number of weights that are kept in float32, such as norms.
+    matrices: the shape (outputs, inputs) of each matrix, and the scheme to which the matrix is rounded; None = the
+    matrix is not rounded. num_looked_up: the number of embedding weights, which are kept in the dtype of the model's
+    weights. num_floats: the number of weights that are kept in float32, such as norms.
     """
 
     matrices: tuple[tuple[tuple[int, int], Scheme | None], ...]
@@ -58,10 +58,11 @@ class MemoryPart:
 class Pass:
     """The largest forward pass of a model. name: "target", "draft", or the name of an extra draft model.
 
-    num_rows: the number of new tokens. longest_run: the most new tokens of one sequence. num_masked: the number of rows
-    that need a mask, because their sequence has several new tokens. context: the most cached and new tokens that one
-    row may see. num_read: the number of cached and new tokens of all sequences together. num_logits: the number of rows
-    whose logits are wanted. num_taps: the number of inner layers whose rows the pass returns.
+    num_rows: the number of new tokens. longest_run: the largest number of new tokens of one sequence. num_masked: the
+    number of rows that need a mask, because their sequence has several new tokens. context: the largest number of
+    cached and new tokens that one row may see. num_read: the number of cached and new tokens of all sequences together.
+    num_logits: the number of rows whose logits are wanted. num_taps: the number of inner layers whose rows the pass
+    returns.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Pass:
 
     @property
     def taps_said(self) -> str:
-        """The words about rows of inner layers, for the end of `MemoryPart.how`; empty where there are no such rows."""
+        """The text about the rows of inner layers that ends `MemoryPart.how`; "" if the pass returns no such rows."""
         rows = f"{self.num_taps} x {self.num_rows:,} rows of inner layers, {self.tap_bytes / 1e6:,.1f} MB"
         return f"; {rows}" if self.num_taps else ""
 
@@ -165,7 +166,7 @@ class Widths:
 
 
 def matrix_shapes(spec: Spec) -> set[tuple[int, int]]:
-    """Return the shapes (outputs, inputs) of all matrices in layers; matrices that share an input count as one."""
+    """Return the shapes (outputs, inputs) of all matrices in layers, after matrices with one input are joined."""
     groups = products(weights(spec)).items()
     return {(sum(w.shape[0] for w in group), group[0].shape[1]) for n, group in groups if n not in OUTER}
 

@@ -121,7 +121,7 @@ class Model(Protocol):
         """Compute float32 logits: hidden [R, H] -> [R, V], or [R, num_ids] for the first `num_ids` token ids."""
 
     def wait(self) -> None:
-        """Wait until everything launched is computed. A clock that is read before this measures only the launches."""
+        """Wait until all launched work is computed. A time that is taken without this wait covers only the launches."""
 
 
 class LoadedModel(Model, Protocol):
@@ -150,7 +150,7 @@ class FindsBest(Protocol):
 
 @runtime_checkable
 class KeepsCache(Protocol):
-    """A model that reads a cache of its own, not a BlockCache."""
+    """A model that reads its own class of cache instead of a BlockCache."""
 
     def own_cache(self) -> KVCache:
         """Make the cache that this model reads."""
@@ -175,8 +175,8 @@ class DrawsRows(Protocol):
 class RunsAhead(Protocol):
     """A model that continues each sequence of a batch by several tokens in one call.
 
-    tells_confidence: whether `run_ahead` takes the argument `stops`. draws_ahead: whether it takes the argument
-    `draws`.
+    tells_confidence: whether `run_ahead` takes the argument `stops`. draws_ahead: whether `run_ahead` takes the
+    argument `draws`.
     """
 
     tells_confidence: bool
@@ -195,4 +195,4 @@ class RunsAhead(Protocol):
         layer_rows: Seq[Any] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each sequence; see CpuModel.run_ahead. Returns None where a largest logit is not finite."""
+        """Continue each sequence; see CpuModel.run_ahead. Returns None if a row's largest logit is not finite."""

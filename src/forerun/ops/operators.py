@@ -29,7 +29,7 @@ class HostRows:
         return rows[list(places)]
 
     def from_host(self, rows: Array) -> Array:
-        """Return the rows as they are: this model's rows lie on the host, too."""
+        """Return the rows unchanged, because this model's rows are numpy arrays on the host, too."""
         return rows
 
     def top(self, logits: Array, num: int) -> npt.NDArray[np.int64]:
@@ -37,15 +37,16 @@ class HostRows:
         return top(logits, num)[0]
 
     def to_host(self, rows: Array) -> Array:
-        """Return the rows as they are, a numpy array."""
+        """Return the rows unchanged, because they are a numpy array already."""
         return rows
 
 
 class Operators:
     """The operators of a backend, which compute its models.
 
-    row_invariant: whether the bits of an output row depend on that row alone; tests check this. extra_row: the usual
-    cost of one more row, as a share of the cost of a one-row pass. The actual cost is measured on each machine.
+    row_invariant: whether the bits of an output row depend on that row alone, and not on the rest of the batch; tests
+    check this. extra_row: the usual cost of one more row, as a share of the cost of a one-row pass. The actual cost is
+    measured on each machine.
     """
 
     name = ""
@@ -71,7 +72,7 @@ class Operators:
         return nullcontext()
 
     def auto_dtype(self, device: str, stored: str) -> str:
-        """Return the dtype that dtype="auto" means for weights that are stored in this dtype."""
+        """Return the dtype that the option dtype="auto" selects on a device, for weights stored in dtype `stored`."""
         return stored
 
     def rows_dtype(self, weights: str) -> str:
@@ -84,7 +85,7 @@ class Operators:
         return None
 
     def multiplier(self, model: Any, matrix: HostTensor, bias: HostTensor | None = None) -> Callable[[Any], Any]:
-        """Return a function that multiplies a model's rows [T, I] by a matrix [O, I] in the model's dtype -> [T, O]."""
+        """Return a function that multiplies rows [T, I] by `matrix` [O, I] in the model's dtype and adds `bias` [O]."""
         raise InternalError(f"the operators {self.name} have no products by themselves")
 
     def packs_scheme(self, scheme: Scheme) -> bool:

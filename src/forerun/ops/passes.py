@@ -18,9 +18,9 @@ from forerun.types import Probs, RaggedBatch
 
 @dataclass(frozen=True)
 class Lent:
-    """The parts that a draft head borrows from its target: the embedding, and the LM head if it has none of its own.
+    """The parts that a draft head borrows from its target: the embedding, and the LM head if the draft head has none.
 
-    ids: the target's token id for each id that the draft head can draft.
+    target: the target model. ids: the target's token id for each id that the draft head can draft.
     """
 
     target: Any
@@ -77,9 +77,9 @@ def check_rows(tensors: Iterable[Any], batch: RaggedBatch, width: int) -> None:
 
 
 def float_rows(x: npt.ArrayLike, width: int, num: int | None = None) -> Floats:
-    """Return rows of this width in the form that native operators read: contiguous float32.
+    """Return x [num, width] as contiguous float32, the form that native operators read.
 
-    num: how many rows there must be; None = any number. Raises InternalError for any other shape.
+    num: the number of rows that x must have; None = any number. Raises InternalError for any other shape.
     """
     x = np.asarray(x)
     if x.ndim != 2 or x.shape[1] != width:

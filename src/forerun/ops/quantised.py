@@ -26,17 +26,18 @@ TABLE_ZERO = 128  # the 8-bit code for 0, where table codes were turned into 8-b
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a matrix is quantised.
+    """The quantisation scheme of a matrix.
 
     bits: the bits of a code, 2 to 6, or 8 (codes 0 to 255). group: the number of consecutive weights of a row that
     share a scale; it divides the length of a row. offset: what each group subtracts, "zero" (an integer, subtracted
     from the codes before the scale is applied) or "minimum" (a number, subtracted after the scale is applied).
     scale_dtype: the dtype of scales and minimums; where `super_group` is not 0, the dtype of their factors.
-    super_group: the number of consecutive weights whose scales, and whose minimums, are integers with one common
-    factor, as in K-quants; 0 = there are no such factors. zero: the zero point, if all groups of all matrices of this
-    scheme share it; otherwise None. table: the 16 integers from -127 to 127 that the codes of 4 bits stand for; the
-    zero point is 0 then. () = codes stand for themselves. powers: whether every scale is 0 or a power of two. floats:
-    whether codes are the bits of floats of 8 bits (e4m3, without infinities); the zero point is 0 then.
+    super_group: as in K-quants, the number of consecutive weights whose scales are integers times one common factor;
+    another common factor multiplies their minimums. 0 = scales and minimums have no factors. zero: the zero point, if
+    all groups of all matrices of this scheme share it; otherwise None. table: the 16 integers from -127 to 127 that the
+    codes of 4 bits stand for; the zero point is 0 then. () = codes stand for themselves. powers: whether every scale is
+    0 or a power of two. floats: whether codes are the bits of floats of 8 bits (e4m3, without infinities); the zero
+    point is 0 then.
     """
 
     bits: int
@@ -92,7 +93,7 @@ class QuantisedRows:
         return len(self.codes)
 
     def dequantise(self) -> Floats:
-        """Return the weights [R, I], computed and rounded in the order of operations of GGUF's own package."""
+        """Return the weights, float32 [R, I], computed with the order of operations of GGUF's own package."""
         scales = _expanded(self.scales, self.super_scales, self.scheme)
         numbers = self._integers().reshape(len(self.codes), -1, self.scheme.group)
         if self.zeros is not None:
@@ -195,10 +196,10 @@ class StoredRows:
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """A quantised weight [num_out, num_in]. Its rows are only read when it is packed, some at a time, in order.
+    """A quantised weight [num_out, num_in]. The rows are read in order, some at a time, when the matrix is packed.
 
     blocks(): yields the rows. stored: the location of the rows in a file. Kernels that know the file's format can read
-    the rows from there, many times as fast as `blocks` yields them. None = the rows are in no such file.
+    the rows from there, many times as fast as `blocks` yields them. None = only `blocks` can read the rows.
     """
 
     scheme: Scheme
@@ -208,14 +209,14 @@ class QuantisedMatrix:
 
 
 def dequantised(matrix: QuantisedMatrix, dtype: str = "bfloat16") -> HostTensor:
-    """Return a whole matrix dequantised, for a product whose other matrices are dense."""
+    """Return a whole matrix as dense numbers, for a product that joins the matrix with dense matrices."""
     return HostTensor.joined([HostTensor.of(rows.dequantise()).to(dtype) for rows in matrix.blocks()])
 
 
 def _expanded(numbers: HostTensor, factors: HostTensor | None, scheme: Scheme) -> Floats:
     """Return each group's value, such as its scale, float32 [R, I / group, 1].
 
-    numbers: the stored values. factors: the factors by which these are multiplied; None = there are none.
+    numbers: the stored values. factors: the factors of the stored values, one for each super group; None = no factors.
     """
     floats = numbers.float32()
     if factors is None:

@@ -1,7 +1,7 @@
 """Rounding of dense weights to 4 or 8 bits, to the nearest integers of each group, without calibration text.
 
-8-bit codes are symmetric around a zero point of 128. 4-bit codes have a zero point within the group's range. Several
-scales are tried for such a group, and the one with the least squared error is taken, because a scale that clips the
+8-bit codes are symmetric around a zero point of 128. 4-bit codes have a zero point within the group's range. For each
+4-bit group, several scales are tried, and the scale with the least squared error is taken. A scale that clips the
 largest weight a little rounds all other weights more finely. The search is like the search of GGUF's K-quants, with
 fewer steps.
 """
@@ -33,7 +33,7 @@ def scheme_of(bits: int, group: int) -> Scheme:
 
 
 def quantise(rows: Floats, scheme: Scheme) -> QuantisedRows:
-    """Round finite weights [R, I] to a scheme that `scheme_of` made; its group size must divide I.
+    """Round finite weights [R, I] to a scheme from `scheme_of`. The scheme's group size must divide I.
 
     The native kernels do the operations of `rounded_by_numpy` in the same order, some ten times as fast.
     """
@@ -88,7 +88,7 @@ def _four_bits(groups: Floats) -> tuple[Floats, HostTensor, Floats]:
 
 
 def _sum(numbers: Floats) -> Floats:
-    """Sum the last dimension in the kernels' order, because the order can decide between two close errors."""
+    """Sum the last dimension in the native kernels' order, which can decide which of two close errors is smaller."""
     if numbers.shape[-1] % LANES == 0:
         lanes = numbers.reshape(*numbers.shape[:-1], -1, LANES)
         numbers = lanes[..., 0, :]
@@ -111,7 +111,7 @@ def _positive(scales: Floats) -> HostTensor:
 def scheme_for(weight: Weight, quantization: Quantization) -> Scheme:
     """Return the scheme to which a weight is rounded; only for weights that `is_rounded` accepts.
 
-    Raises BadOption where the group size does not divide the length of the weight's rows.
+    Raises BadOption if the group size does not divide the length of the weight's rows.
     """
     num_in = weight.shape[1]
     bits = quantization.bits if quantization.again else max(quantization.bits, weight.least_bits)
@@ -139,7 +139,7 @@ class RoundedWeights(Mapping[str, HostTensor | QuantisedMatrix]):
 
     The module `models.quantising` does the same for weights in files. weights: the weights of the spec. read(name,
     rows): returns rows of a matrix. vector(name): returns a norm or a bias. as_tensors: the dtype in which all weights
-    are returned, with rounded matrices dequantised; None = rounded matrices stay quantised. Raises BadOption where the
+    are returned, with rounded matrices dequantised; None = rounded matrices stay quantised. Raises BadOption if the
     group size does not divide the length of a row.
     """
 

@@ -1,9 +1,9 @@
 """The reference operators, in torch, on any device.
 
-They have two modes. *Fast* gives whole batches to torch's libraries, whose kernels round differently for different
-batch shapes. *row_by_row* copies each row to a fresh buffer and computes it alone, with attention over exactly the keys
-that it sees. The bits of a row then depend on that row alone, not on the rest of the batch. This mode is slow; bitwise
-tests compare with it.
+The operators have two modes. *Fast* gives whole batches to torch's libraries, whose kernels round differently for
+different batch shapes. *row_by_row* copies each row to a fresh buffer and computes the row alone, with attention over
+exactly the keys that the row sees. The bits of a row then depend on that row alone, not on the rest of the batch. This
+mode is slow; bitwise tests compare with it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Rows = slice | Tensor
 class Plan(CacheView):
     """A cache view with the data that attention derives from it once per pass instead of once per layer.
 
-    writes: the cache rows to write. reads[b]: the cache rows of the keys of run b (the new tokens of one sequence).
-    Consecutive rows are a slice, which needs no copy. masks: by run and window, float32 [n, keys of the run], 0 or
-    -inf; None = no mask is needed.
+    writes: the cache rows to write. reads[b]: the cache rows of the keys of run b (the new tokens of one sequence). A
+    slice stands for consecutive rows, which can be read without a copy. masks: the masks by run and window, float32 [n,
+    keys of the run], 0 or -inf; None = no mask is needed.
     """
 
     writes: Rows = field(default_factory=lambda: slice(0, 0))
@@ -52,7 +52,7 @@ class Plan(CacheView):
     device: torch.device | str = "cpu"
 
     def mask(self, b: int, window: int | None) -> Tensor | None:
-        """Return the mask of run b; None where the run's only row sees everything."""
+        """Return the mask of run b for a sliding window, or None if the run has one row and this row sees every key."""
         if (b, window) not in self.masks:
             sees_all = len(self.batch.run(b)) == 1 and window is None and not self.batch.is_tree(b)
             self.masks[b, window] = None if sees_all else run_mask(self, b, window).to(self.device)
@@ -61,7 +61,8 @@ class Plan(CacheView):
     def positions(self, b: int) -> Tensor:
         """Return the logical position of each cache row that run b reads, [rows]. The run's own rows come last.
 
-        A pending row (not committed yet) that no row of the run sees gets its index as position, which is never used.
+        A pending row (not committed yet) that no row of the run sees gets its index as a placeholder, because no row
+        uses its position.
         """
         places = list(range(self.batch.end(b)))
         if self.batch.is_tree(b):
@@ -94,7 +95,7 @@ class Scoring:
         return self.softcap is None and self.sinks is None and self.buckets is None
 
     def bias(self, distances: Tensor) -> Tensor | None:
-        """Return the bias [heads, n, m] for distances [n, m] from rows back to keys; None where there is no bias.
+        """Return the bias [heads, n, m] for distances [n, m] from rows back to keys; None if this scoring has no bias.
 
         The distance to a later key is negative.
         """
@@ -108,7 +109,7 @@ PLAIN = Scoring()
 
 @dataclass(frozen=True)
 class Gated:
-    """The operands of the gated delta rule, which updates the states of all heads, for each token.
+    """The operands of the gated delta rule for each token. The rule updates a state [key_dim, value_dim] for each head.
 
     q, k: [T, heads, key_dim]. v: [T, heads, value_dim]. beta, decay: [T, heads]; decay multiplies the state.
     """
@@ -266,7 +267,7 @@ class ReferenceOps(Operators):
         """Receive a router's scores [T, experts] and the chosen experts [T, chosen]; do nothing by default."""
 
     def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Plan:
-        """Return a view with the data that attention needs, computed once per forward pass."""
+        """Return the view as a Plan, with data for attention on `device` that is computed once per forward pass."""
         reads = [_on_device(rows, device) for rows in view.read_rows]
         if len(reads) == 1 and isinstance(reads[0], slice):
             writes: Rows = slice(reads[0].stop - len(view.write_rows), reads[0].stop)
@@ -287,8 +288,8 @@ class ReferenceOps(Operators):
     ) -> Tensor:
         """Write k, v [T, kv_heads, D] into a layer's pool, then attend: q [T, heads, D] -> [T, heads, D].
 
-        view: the rows of the pool to write and to read. k, v: None where another layer has written them. pool: None
-        where k and v are all keys and values, in the order of the view. A row sees the cached tokens of its slot, its
+        view: the rows of the pool to write and to read. k, v: None = the pool holds the keys and values already. pool:
+        None = k and v are all keys and values, in the order of the view. A row sees the cached tokens of its slot, its
         pending and new ancestors, and itself. With a sliding `window`, a row sees only the last `window` logical
         positions, its own included.
         """
@@ -399,9 +400,9 @@ def run_mask(view: CacheView, b: int, window: int | None) -> Tensor:
 
 
 def both_ways_mask(num_rows: int, num_keys: int, window: int) -> Tensor:
-    """Return the mask of rows that see `window` keys to either side, their own included: float32 [n, keys], 0 or -inf.
+    """Return the mask, float32 [n, keys], 0 or -inf, of rows that see `window` keys in each direction.
 
-    The rows' own keys are the last n keys.
+    The number `window` includes the row's own key. The rows' own keys are the last n keys.
     """
     hidden = torch.full((num_rows, num_keys), -torch.inf)
     first = num_keys - num_rows
@@ -409,7 +410,7 @@ def both_ways_mask(num_rows: int, num_keys: int, window: int) -> Tensor:
 
 
 def _on_device(rows: npt.NDArray[np.int64], device: torch.device | str) -> Rows:
-    """Return cache rows as indices on a device, or as a slice where they are consecutive."""
+    """Return cache rows as indices on a device, or as a slice if the rows are consecutive."""
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return torch.from_numpy(rows).to(device)
@@ -514,7 +515,7 @@ ACTIVATIONS: Mapping[Act, Callable[[Tensor], Tensor]] = {
 
 @cache
 def _constant(value: float, device: torch.device) -> Tensor:
-    """Return a number as a tensor that is made only once, because torch wraps a Python number anew at every call."""
+    """Return a number as a cached tensor, because torch would wrap a Python number anew at every call."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
 

@@ -66,18 +66,18 @@ def sinusoids(num: int, width: int) -> Singles:
 
 
 def turned(rope: Rope, head_dim: int) -> int:
-    """Return the number of a head's dimensions that a table of rotations covers; some of them may turn by 0."""
+    """Return the number of a head's dimensions in a table of rotations. Some of these dimensions may rotate by 0."""
     return head_dim if rope.kind == "proportional" else rope.dims or head_dim
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Singles:
-    """Return the angle by which each turned pair of dimensions turns from one position to the next, [pairs].
+    """Return the angle in radians by which each rotated pair of dimensions turns per position, float32 [pairs].
 
     "llama3" blends scaled and unscaled frequencies by wavelength (Llama 3.1 release), and "yarn" by dimension (Peng et
     al. 2023, section 3.2). "longrope" divides frequencies by one set of factors for sequences within the training
     length, and by another for longer sequences (Ding et al. 2024). "proportional" gives the first dims / 2 pairs of a
-    head the angles that they would have if the whole head turned. The steps are in float32, as in published code, and
-    each is rounded correctly.
+    head the angles for a rotation of the whole head, and the other pairs the angle 0. The steps are in float32, as in
+    published code, and each is rounded correctly.
     """
     dims = rope.dims or head_dim
     whole = head_dim if rope.kind == "proportional" else dims
@@ -125,7 +125,7 @@ def _yarn(rope: Rope, dims: int, inv_freq: Singles) -> Singles:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Return the factor by which cos and sin are multiplied, so that yarn and longrope rescale attention scores."""
+    """Return the factor that multiplies cos and sin. Through it, yarn and longrope rescale attention scores."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.kind == "longrope" and rope.factor > 1:
@@ -145,9 +145,9 @@ def _magnitude(factor: float, mscale: float) -> float:
 def buckets_of_distances(buckets: Buckets) -> Ints:
     """Return the bucket of each distance from a row back to a key, from -max_distance to max_distance.
 
-    The buckets follow Raffel et al. 2020. Distances beyond the ends have the buckets of the ends. Half of the
-    buckets hold one distance each. The other buckets grow by a constant factor up to the largest distance, and are
-    computed in float32, as in published code.
+    The buckets follow Raffel et al. 2020. A caller clamps a larger distance to max_distance. In each direction, half of
+    the buckets hold one distance each. The other half hold ranges that grow by a constant factor up to max_distance.
+    The computation is in float32, as in published code.
     """
     num = buckets.num
     distances = np.arange(-buckets.max_distance, buckets.max_distance + 1)

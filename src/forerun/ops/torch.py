@@ -1,7 +1,7 @@
-"""Models in torch: every block that blocks.py can describe, on any device, with gradients, fast or row by row.
+"""Models in torch. They compute every block that blocks.py can describe, on any device, with gradients if wanted.
 
-The operators of a model (reference.py, or others with the same interface) compute it block by block. Model families
-that no other backend computes run here.
+A model runs block by block on its operators (reference.py, or others with the same interface), whole batches at once or
+row by row. Model families that no other backend computes run here.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ Turn = tuple[Rope, int]  # a rope and the size of the heads that it rotates
 
 
 def usable(device: str) -> str | None:
-    """Return None: torch runs on every device that it sees."""
+    """Return None, because torch computes on every device that torch can find."""
     return None
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why this backend cannot compute a model, as a sentence without a full stop; None where it can."""
+    """Return None if this backend can compute a model, otherwise the reason as a sentence without a full stop."""
     if spec.encoder is not None and (why_not := supports(spec.encoder)) is not None:
         return why_not
     return None
@@ -114,11 +114,12 @@ class Step:
     """The data that all blocks of a pass share.
 
     positions: [T]. rotations: cos and sin of the rows, by rope and head size. views: for each kind of layers, the cache
-    rows to write and to read. Without a cache, the list holds one view of the pass's own rows if rows see all of their
-    run; otherwise the list is empty. sources: the cache rows of each run's encoder input; None where no block reads
-    them. layer_inputs [T, layers, size]: the second inputs of blocks, see blocks.LayerInput; None where no block has
-    one. num_experts: for each block with experts that has run, the number of experts that were chosen for at least one
-    row. batch: the batch of the pass. states: which states and rows recurrent blocks read and write for each run.
+    rows to write and to read. Without a cache, `views` holds one view of the pass's own rows if rows see all of their
+    run; otherwise `views` is empty. sources: the cache rows of each run's encoder input; None = no block reads an
+    encoder's input. layer_inputs [T, layers, size]: the second inputs of blocks, see blocks.LayerInput; None = no block
+    has a second input. num_experts: for each block with experts that has run, the number of experts that were chosen
+    for at least one row. batch: the batch of the pass. states: for each run, the states and rows that recurrent blocks
+    read and write.
     """
 
     positions: Tensor
@@ -380,9 +381,9 @@ class TorchFeatures:
         return made if self.spec.act is None else made + ops.activated(self.spec.act, acted[0])
 
     def begun(self, ops: ReferenceOps, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the first block's input [T, H], and the rows [T, 2 H] that attention reads in place of this input.
+        """Return the first block's input x [T, H], and the rows [T, 2 H] that attention reads instead of x.
 
-        None in place of the rows = attention reads the block's input.
+        None in place of the rows = attention reads x.
         """
         sides = [normed(norm, ops, x) for norm, x in zip(self.side_norms, (embedded, features), strict=True)]
         both = torch.cat(sides, -1)
@@ -468,9 +469,9 @@ class TorchModel:
 
     weights: a tensor for every name of `blocks.weights(spec)`; see ops.load_model. weight_dtype: the dtype of the
     weights. activation_dtype: the dtype of input and output rows. cache_dtype: the dtype of a KV cache for this model.
-    The reference operators have one dtype for all three. join: the function that makes a Projections of matrices which
-    share an input; None = Projections.of, which leaves them where they are, for the reference operators only. lent: for
-    a draft head, the parts that it borrows from its target.
+    The reference operators have one dtype for all three. join: the function that joins matrices with a common input
+    into a Projections. None = Projections.of, which does not move the matrices in memory; only the reference operators
+    can use this form. lent: for a draft head, the parts that it borrows from its target.
     """
 
     feeds_itself = False  # whether it has a `run_ahead` that takes a head's own rows as features
@@ -529,7 +530,7 @@ class TorchModel:
         return TorchModel(spec, weights, self.ops, join)
 
     def stored(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yield each weight with its name, as it is in memory. Raises BadOption where `join` took the weights over."""
+        """Yield each weight with its name, as it is in memory. Raises BadOption if `join` took over the weights."""
         if self._packed is not None:
             raise BadOption("kv_disk is not built for these operators: leave it out")
         yield from ((name, host_of(weight)) for name, weight in self.weights.items())
@@ -614,7 +615,7 @@ class TorchModel:
                 cache.pools[i].write(places, *attention.of_source(self.ops, rows))
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None) -> Seq[StateRun]:
-        """Return, for each run, which states and rows recurrent blocks read and write; empty without such blocks."""
+        """Return, for each run, the states and rows that recurrent blocks read and write; () without such blocks."""
         if not self.config.has_states:
             return ()
         return runs_alone(batch) if cache is None or cache.states is None else cache.states.plan(batch)
@@ -626,9 +627,9 @@ class TorchModel:
     def _begun(
         self, tokens: Tensor, positions: Tensor, hidden: Tensor | None, chosen: Seq[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the first layer's input [T, H], and the rows that attention reads in place of this input.
+        """Return the first layer's input x [T, H], and the rows that attention reads instead of x.
 
-        None in place of the rows = attention reads the layer's input.
+        None in place of the rows = attention reads x.
         """
         is_first = len(chosen) > 0 and chosen[0] == 0
         if self._features is None or not is_first or self._features.spec.input in ("features", "context"):
@@ -695,20 +696,20 @@ class TorchModel:
         return x * torch.tensor(self.config.embed_scale, dtype=x.dtype)  # rounded to the type, as published code does
 
     def _entered(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Make the first layer's input: embeddings plus positions, normed. Steps that the spec lacks are left out."""
+        """Make the first layer's input: x [T, H] plus position embeddings, normed. A spec may leave out either step."""
         if self._positions is not None and self.config.positions is not None:
             x = x + F.embedding(positions + self.config.positions.offset, self._positions)
         return normed(self._embed_norm, self.ops, x)
 
     def wait(self) -> None:
-        """Wait until everything that was launched is computed; on a CPU, it already is."""
+        """Wait until the device has computed all launched work. On a CPU, nothing is pending, so return at once."""
         if self.device == "cuda":
             torch.cuda.synchronize(self.place)
 
     def rounded(self, quantization: Quantization) -> TorchModel:
         """Return a second model with all matrices rounded and then dequantised; this model stays as it is.
 
-        Raises BadOption where the group size does not divide a row.
+        Raises BadOption if the group size does not divide the length of a row.
         """
         weights = RoundedWeights(
             blocks.weights(self.config),
@@ -779,14 +780,14 @@ def empty_weights(spec: Spec, dtype: torch.dtype, device: torch.device | str) ->
 
 
 def _sources_of(batch: RaggedBatch, cache: BlockCache) -> CacheView:
-    """Return the cache rows of each run's encoder input. Raises InternalError for a run without one."""
+    """Return the cache rows of each run's encoder input. Raises InternalError for a run without an encoder input."""
     check_sources(batch)
     reads = [cache.rows(source.slot, 0, source.num_tokens) for source in batch.sources]
     return CacheView(batch, np.empty(0, np.int64), reads)
 
 
 def _of_itself(batch: RaggedBatch) -> CacheView:
-    """Return a view for rows that are in no cache, in which each run sees its own rows alone."""
+    """Return a view of a pass without a cache: each run sees only its own rows."""
     rows = np.arange(batch.run_starts[-1])
     return CacheView(batch, rows, [rows[batch.run(b).start : batch.run(b).stop] for b in range(len(batch.slots))])
 

@@ -66,7 +66,7 @@ class ReferenceSizes:
         return parts
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return the memory of the largest pass, and as much again in reserve."""
+        """Return the memory of the largest pass, and a reserve of the same size."""
         parts = []
         for run in passes:
             layers, attention, logits = self._pass_bytes(run)

@@ -14,7 +14,7 @@ from forerun.ops.reference import ReferenceOps
 
 
 class Join(Protocol):
-    """A function that makes one Projections of the matrices with these names, which share their input."""
+    """A function that joins the matrices with these names into one Projections. The matrices share their input."""
 
     def __call__(self, weights: Mapping[str, Tensor], names: list[str]) -> Projections: ...
 
@@ -23,8 +23,8 @@ class Join(Protocol):
 class Parts:
     """The material from which blocks are built: weights by name, a function that joins matrices, and a dtype.
 
-    dtype: the dtype of rows and norms. apart: whether attention multiplies by three separate Projections: for queries,
-    for their gate, and for keys and values together. made: every Projections that `product` has returned.
+    dtype: the dtype of rows and norms. apart: whether attention has three separate Projections: one for queries, one
+    for the gate, and one for keys and values. made: every Projections that `product` has returned.
     """
 
     weights: Mapping[str, Tensor]
@@ -38,7 +38,7 @@ class Parts:
         return self.weights[name].to(self.dtype)
 
     def product(self, *names: str) -> Projections:
-        """Make one Projections of the matrices with these names, which share their input."""
+        """Join the matrices with these names, which share their input, into one Projections, and return it."""
         self.made.append(self.join(self.weights, list(names)))
         return self.made[-1]
 
@@ -53,7 +53,7 @@ class Normed:
 
     @classmethod
     def of(cls, parts: Parts, at: str, norm: Norm | None) -> Normed | None:
-        """Return a norm with its weights; None where there is no norm. at: the prefix of the weights' names."""
+        """Return a norm with its weights, or None if `norm` is None. at: the prefix of the weights' names."""
         if norm is None:
             return None
         weight = parts.vector(f"{at}.weight") if norm.weight else None
@@ -73,7 +73,7 @@ class Normed:
 
 
 def normed(norm: Normed | None, ops: ReferenceOps, x: Tensor) -> Tensor:
-    """Return rows after a norm, or unchanged where there is no norm."""
+    """Apply a norm to rows x. Return x unchanged if `norm` is None."""
     return x if norm is None else norm.apply(ops, x)
 
 
@@ -81,8 +81,8 @@ def normed(norm: Normed | None, ops: ReferenceOps, x: Tensor) -> Tensor:
 class Projections:
     """Matrices that share one input.
 
-    parts: the weight and bias of each matrix. sizes: the number of outputs of each matrix. joined: all matrices as one,
-    and its bias, where the matrices lie back to back in memory; otherwise None.
+    parts: the weight and bias of each matrix. sizes: the number of outputs of each matrix. joined: if the matrices lie
+    back to back in memory, all of them as one matrix, and its bias; otherwise None.
     """
 
     parts: list[tuple[Any, Tensor | None]]
@@ -111,7 +111,7 @@ class Projections:
 
 
 def _back_to_back(weights: list[Tensor]) -> Tensor | None:
-    """Return all weights as one matrix, if they lie back to back in one storage and none is trained; otherwise None."""
+    """Return weights that lie back to back in one storage as one matrix; None for others, and for trained weights."""
     first, end = weights[0], weights[0].storage_offset()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

@@ -24,11 +24,11 @@ LENGTH_EPS = 1e-6  # added to the squared lengths of q and k, as in published co
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens over which a run's recurrence steps: committed and pending tokens after its first state, then its own.
+    """The tokens over which a run's recurrence steps: tokens kept after the run's first state, then the run's new ones.
 
-    inputs [conv - 1 + tokens, width]: the last inputs before these tokens, which are stored with the state, then the
-    tokens' inputs. gates: [tokens, gates]. first_own: the index of the run's own first token. parents: see
-    ReferenceOps.convolved.
+    Kept tokens are committed or pending. inputs [conv - 1 + tokens, width]: the last inputs before all these tokens,
+    which are stored with the state, then the tokens' inputs. gates: [tokens, gates]. first_own: the index of the run's
+    first new token. parents: see ReferenceOps.convolved.
     """
 
     inputs: Tensor

@@ -21,7 +21,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def tensor_of(numbers: HostTensor | np.ndarray[Any, Any], device: str | torch.device = "cpu") -> Tensor:
-    """Return a host tensor or numpy array as a torch tensor, which shares its memory if `device` is a CPU."""
+    """Return a host tensor or numpy array as a torch tensor. If `device` is a CPU, both share one memory."""
     if not isinstance(numbers, HostTensor):
         numbers = HostTensor.of(numbers)
     values = numbers.values
@@ -68,7 +68,8 @@ class TorchRows:
     def top(self, logits: Tensor, num: int) -> np.ndarray[Any, Any]:
         """Return the token ids of each row's `num` largest logits, the best first: a numpy array [R, num].
 
-        On a CPU, the lowest of equally good ids comes first; on another device, any of them may.
+        On a CPU, the lowest of equally good ids comes first. On another device, the order of equally good ids is
+        undefined.
         """
         if logits.device.type == "cpu":
             return top(logits.detach().float().numpy(), num)[0]
@@ -77,7 +78,7 @@ class TorchRows:
     def to_host(self, rows: Tensor) -> np.ndarray[Any, Any]:
         """Return the rows as a numpy array, whose values are valid only after `TorchModel.wait`.
 
-        Rows on another device come in one copy. bfloat16 rows come as float32, because numpy has no bfloat16.
+        Rows on another device are copied once. bfloat16 rows become float32, because numpy has no bfloat16.
         """
         rows = rows.detach()
         if rows.dtype == torch.bfloat16:
@@ -130,8 +131,8 @@ def dtype_of(weights: Mapping[str, Any]) -> str:
 def as_tensors(weights: Mapping[str, Any], empty: Callable[[], dict[str, Tensor]]) -> Mapping[str, Tensor]:
     """Return weights as a dictionary of tensors. A dictionary of tensors is returned as it is.
 
-    The weights of any other mapping are read into the tensors of `empty()`. Where the mapping has a method
-    `blocks(name)`, each weight is read some rows at a time.
+    The weights of any other mapping are read into the tensors of `empty()`. If the mapping has a method `blocks(name)`,
+    each weight is read some rows at a time.
     """
     if isinstance(weights, dict) and all(isinstance(weight, Tensor) for weight in weights.values()):
         return weights

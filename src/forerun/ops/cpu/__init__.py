@@ -25,7 +25,7 @@ row_invariant = True
 
 
 def usable(device: str) -> str | None:
-    """Return why these kernels cannot run on a device, as words that follow the backend's name; None where they can."""
+    """Return None if these kernels run on a device, otherwise the reason, worded to follow the backend's name."""
     if device != "cpu":
         return f"computes on the CPU and contradicts device={device!r}: drop one of them"
     if native.isa() == "reference":
@@ -34,7 +34,7 @@ def usable(device: str) -> str | None:
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why this backend cannot compute a model, as a sentence without a full stop; None where it can."""
+    """Return None if this backend can compute a model, otherwise the reason as a sentence without a full stop."""
     extension = native.extension()
     return "the native extension is not there" if extension is None else extension.refusal(spec)
 

@@ -1,13 +1,13 @@
 """Memory of the native operators: packed weights to the byte, and an upper bound of the buffers of a pass.
 
 The extension computes the bytes of a packed matrix, of an allocated buffer, and of all buffers of a pass. Pass buffers
-grow to the size that the largest pass needs, and keep it. No kernel is compiled at run time, so memory does not grow
-later.
+grow to the size that the largest pass needs, and never shrink. No kernel is compiled at run time, so memory does not
+grow later.
 
-Quantised matrices are packed as they are where all other weights are bfloat16. Where the other weights are float32,
+If all other weights are bfloat16, quantised matrices are packed in quantised form. If the other weights are float32,
 quantised matrices are dequantised. The bytes of packed quantised matrices follow from their schemes, with one
-exception. Where a file's 16-bit scales do not fit into float16, each scale and minimum takes 2 bytes more. The header
-of a file does not say whether its scales fit.
+exception: if a file's 16-bit scales do not fit into float16, each scale and minimum takes 2 bytes more. The header of a
+file does not say whether its scales fit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NativeSizes:
         """Return one MemoryPart for each model, then one for each draft head.
 
         The part of a model covers its packed matrices with their biases, its float32 norms, and an untied embedding,
-        which is packed only if it is quantised. `allocated_bytes` says how many bytes a matrix takes.
+        which is packed only if it is quantised. `allocated_bytes` rounds up the bytes of each packed matrix.
         """
         parts = []
         for name, model in models.items():
@@ -96,7 +96,7 @@ class NativeSizes:
         return parts
 
     def activations(self, passes: list[Pass]) -> list[MemoryPart]:
-        """Return every model's buffers, the largest pass's results, and the freed memory that the allocator keeps."""
+        """Return one part each for all models' buffers, the largest pass's results, and freed memory that is kept."""
         kept = sum(self._buffer_bytes(run) for run in passes)
         rows = " and ".join(f"{run.num_rows:,} rows of the {run.name}" for run in passes)
         parts = []
@@ -123,16 +123,17 @@ class NativeSizes:
     def loading_bytes(self, model: Spec) -> int:
         """Return the larger of two sizes in bytes: file blocks, or the part of a tensor that is in memory twice.
 
-        Two blocks of a file are in memory at once. Where quantised matrices are packed, these two count as four,
-        because blocks that are unpacked or rounded take several times their bytes. While a tensor is packed, at most
-        GIVE_BACK_BYTES of it are in memory twice, because the memory of its source is freed piece by piece.
+        Two blocks of a file are in memory at once. If quantised matrices are packed, the two blocks count as four,
+        because a block that is unpacked or rounded takes several times its bytes. While a tensor is packed, at most
+        GIVE_BACK_BYTES of the tensor are in memory twice, because the memory of the source tensor is freed piece by
+        piece.
         """
         num_blocks = 4 if any(map(self._packed_schemes, self.schemes)) else 2
         packed = max(packed_matrix_bytes(model, self.dtype))
         return max(num_blocks * block_bytes(model), min(int(native.extension().GIVE_BACK_BYTES), packed))
 
     def _packed_schemes(self, name: str) -> Schemes:
-        """Return the schemes of this model's quantised matrices that are packed as they are, not dequantised."""
+        """Return the schemes of this model's matrices that are packed in quantised form, without dequantisation."""
         if self.cache_dtype_of(name) != "bfloat16":
             return {}
         return {weight: scheme for weight, scheme in self.schemes.get(name, {}).items() if packs(scheme)}
@@ -163,7 +164,7 @@ class NativeSizes:
 
 
 def _looked_up(model: Spec, schemes: Schemes) -> Iterator[int]:
-    """Yield the number of weights of each table that is kept unpacked because its rows are looked up.
+    """Yield the number of weights of each lookup table that stays unpacked.
 
     Such tables are position embeddings, and dense embeddings that are not tied to the LM head.
     """
@@ -198,7 +199,7 @@ def quantised_bytes(parts: Seq[QuantisedMatrix], *, paired: bool = False) -> int
 def packed_matrix_bytes(c: Spec, dtype: str, schemes: Schemes | None = None) -> Iterator[int]:
     """Yield the bytes of every packed matrix of a decoder. The LM head and a quantised embedding come last.
 
-    schemes: by weight name, the schemes of the quantised matrices that are packed as they are.
+    schemes: by weight name, the schemes of the matrices that are packed in quantised form.
     """
     schemes, groups = schemes or {}, products(weights(c))
     embedding = groups.pop("embedding")
@@ -226,7 +227,7 @@ def _of(shape: tuple[int, int], scheme: Scheme) -> QuantisedMatrix:
 def allocated_bytes(num_bytes: int) -> int:
     """Return the bytes that the system allocates for a buffer of this size.
 
-    A buffer of at least the size of a huge page takes whole pages of the usual size.
+    A buffer at least as large as a huge page is rounded up to whole pages of the usual size, a smaller one to 64 bytes.
     """
     return int(native.extension().allocated_bytes(num_bytes))
 

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 def _probs_of(token: int, distribution: tuple[Any, Any] | None) -> Probs:
     """Return the distribution from which a token was drawn.
 
-    distribution: a pair of ids and probabilities. Where the ids are None, the probabilities are for all ids. Where the
-    whole pair is None, the likeliest token was taken without a draw.
+    distribution: a pair of ids and probabilities. If the ids are None, the probabilities are for all ids. If the whole
+    pair is None, the likeliest token was taken without a draw.
     """
     if distribution is None:
         return Probs.of_point(token)
@@ -272,7 +272,7 @@ class CpuModel:
         return Passed(out, inner, num_experts)
 
     def _cached(self, batch: RaggedBatch, cache: BlockCache | None) -> tuple[list[list[int]], Any]:
-        """Encode the runs of a pass as integers, one list for each kind of layers. Return the lists and the KV pools.
+        """Encode a pass's runs as integers, one list for each of CacheShape.kinds. Return the lists and the KV pools.
 
         Without a cache, there is one list, and the pools keep no rows.
         """
@@ -285,7 +285,7 @@ class CpuModel:
         return [run_numbers(batch, tables)], pools
 
     def _states(self, batch: RaggedBatch, cache: BlockCache | None, counts: Seq[int] | None = None) -> list[int]:
-        """Encode as integers which states and rows recurrent blocks read and write for each run.
+        """Encode the states and rows that recurrent blocks read and write as integers, run by run.
 
         The list is empty without recurrent blocks. counts: see `StateTables.plan`.
         """
@@ -359,7 +359,7 @@ class CpuModel:
                 cache.pools[i].write(places, pairs[:, 0], pairs[:, 1])
 
     def _sources(self, batch: RaggedBatch, cache: BlockCache) -> list[int]:
-        """Encode as integers where the cache holds the encoder input of each run; empty without an encoder."""
+        """Encode the cache rows of each run's encoder input as integers; the list is empty without an encoder."""
         if self._encoder is None:
             return []
         check_sources(batch)
@@ -378,13 +378,13 @@ class CpuModel:
         layer_rows: Seq[Floats] = (),
         draws: Seq[Draw] = (),
     ) -> RanAhead | None:
-        """Continue each run b by lengths[b] token ids in one call. Returns None where a largest logit is not finite.
+        """Continue each run b by lengths[b] token ids in one call. Returns None if a row's largest logit is not finite.
 
         batch: runs of committed tokens, one for each sequence. Cache rows are reserved for these tokens and for
         lengths[b] - 1 more ids, which are fed one by one. layers: the layers to compute; None = all. The final norm
         follows the last of these layers. ids[b][i] is chosen from the first `num_ids` logits after the run's tokens and
-        ids[b][:i]. draws: for each run, how its ids are drawn; () = the likeliest ids are taken. stops: for each run,
-        when it ends early; () = no run ends early.
+        ids[b][:i]. draws: for each run, the settings with which ids are drawn; () = the likeliest ids are taken. stops:
+        for each run, the rule that ends the run early; () = no run ends early.
 
         A draft head takes one of two inputs. hidden [T, H] is the tokens' features. layer_rows are the target's hidden
         states [T, size] after each layer that the head reads. For an id that is fed, the features are the head's own
@@ -434,13 +434,13 @@ class CpuModel:
         return RanAhead(ids, confidences if stops else (), probs)
 
     def wait(self) -> None:
-        """Do nothing: everything is computed when a call returns."""
+        """Do nothing, because every call of this model returns only after its results are computed."""
 
     def rounded(self, quantization: Quantization) -> CpuModel:
         """Return a second model of these weights with every matrix rounded; this model stays as it is.
 
-        Raises BadOption where a matrix already has no more bits than asked for, or the group size does not divide a
-        row.
+        Raises BadOption if some matrix already has at most `quantization.bits` bits, or if the group size does not
+        divide the length of a row.
         """
         if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
@@ -505,7 +505,7 @@ class CpuModel:
     def vector(self, name: str) -> HostTensor:
         """Return a norm or a bias by its name in a checkpoint, float32.
 
-        Where only some matrices of a product have a bias, the bias of the others is 0.
+        If only some matrices of a product have a bias, the other matrices have a bias of 0.
         """
         if name in self._vectors:
             return HostTensor.of(self._vectors[name])

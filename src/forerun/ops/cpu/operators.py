@@ -39,7 +39,7 @@ class CpuOps(Operators):
     """The kernels of one instruction set, run by their own team of threads. Rows are numpy arrays.
 
     isa: avx512, avx_vnni, avx2 or baseline; None = FORERUN_ISA if it is set, otherwise the best that this processor
-    has. num_threads: None = forerun.native.num_threads(). Raises InternalError where the extension was not built.
+    has. num_threads: None = forerun.native.num_threads(). Raises InternalError if the extension was not built.
     """
 
     name, row_invariant = "native", True
@@ -68,8 +68,8 @@ class CpuOps(Operators):
     def alone(self) -> Iterator[None]:
         """Return a context in which torch, if it is imported, computes on the calling thread alone.
 
-        Threads that torch wakes for an operator keep spinning for milliseconds after it, on the processors that the
-        next pass needs. With these threads, a verification step at temperature 1 took 1.3 times as long.
+        Threads that torch wakes for an operator spin for milliseconds after the operator, on processors that the next
+        pass needs. With these threads, a verification step at temperature 1 took 1.3 times as long.
         """
         torch = sys.modules.get("torch")
         # Another thread may still be importing torch; then these functions are missing.
@@ -109,11 +109,11 @@ class CpuOps(Operators):
         """Pack weights [O, I] for the kernels; several parts are joined into one matrix along their outputs.
 
         paired: whether the parts are gate and up; see PackedMatrix. consume: whether the parts' memory is given back to
-        the system while they are packed; if so, the caller must not read them again. Raises CapacityError where there
-        is not enough memory, and InternalError for dtypes other than float32 and bfloat16.
+        the system while the parts are packed. If so, the caller must not read the parts again. Raises CapacityError if
+        there is not enough memory, and InternalError for dtypes other than float32 and bfloat16.
 
-        Quantised parts are read while they are packed, and keep exactly the weights of their file. Where parts with
-        different schemes share a panel of 32 outputs, all of them are packed with the most bits and the smallest groups
+        Quantised parts are read while they are packed, and keep exactly the weights of their file. If parts with
+        different schemes share a panel of 32 outputs, all parts are packed with the most bits and the smallest groups
         among their schemes.
         """
         given = [parts] if isinstance(parts, HostTensor | QuantisedMatrix) else list(parts)
@@ -151,7 +151,7 @@ class CpuOps(Operators):
         return PackedMatrix(handle, num_out, num_in, "bfloat16", paired, bits, bias)
 
     def _fill(self, handle: Any, sections: list[list[QuantisedMatrix]], formats: list[Format]) -> int | None:
-        """Read all rows into a packed matrix. Returns the index of a section whose scales need float32.
+        """Read all rows into a packed matrix. Returns the index of the first section whose scales need float32.
 
         None = the scales of all sections fit the packed format.
         """
@@ -199,7 +199,7 @@ class CpuOps(Operators):
         return partial(self.linear, weight=self.pack(matrix.to(model.weight_dtype), bias))
 
     def linear(self, x: Floats, weight: PackedMatrix) -> Floats:
-        """Multiply: x [T, I], weight packed [O, I] (its bias packed with it) -> [T, O]."""
+        """Multiply x [T, I] by a packed weight [O, I], and add the bias that is packed with the weight -> [T, O]."""
         if weight.paired:
             raise InternalError("gate and up are no product by themselves")
         x, out = float_rows(x, weight.num_in), np.empty((len(x), weight.num_out), np.float32)

@@ -43,7 +43,7 @@ class PackedMatrix:
 
     @property
     def stored(self) -> HostTensor:
-        """The bytes in memory, uint8 [nbytes]; they stay valid as long as the matrix lives."""
+        """The matrix's memory as a tensor, uint8 [nbytes]. The tensor is valid only as long as the matrix lives."""
         buffer = (ctypes.c_uint8 * self.nbytes).from_address(self.handle.address)
         return HostTensor.of(np.ctypeslib.as_array(buffer))
 
@@ -70,7 +70,7 @@ TABLE_CODES = 16  # the number of entries of a table, one for each code
 
 @dataclass(frozen=True)
 class Format:
-    """How the kernels pack rows of a quantised matrix: the fields of Format in csrc/kernels.h that Python code chooses.
+    """The packing of a quantised matrix's rows: the fields of Format in csrc/kernels.h that Python code chooses.
 
     number_bytes: the bytes of each scale and each subtracted number: 4 = float32, 2 = float16, 1 = a power of two.
     """
@@ -88,7 +88,7 @@ class Format:
     def of(cls, schemes: Seq[Scheme]) -> Format:
         """Return the format for rows of these schemes.
 
-        Where the schemes differ, the format has the most bits and the smallest groups among them, and table codes are
+        If the schemes differ, the format has the most bits and the smallest groups among them, and table codes are
         packed as 8-bit codes (`Scheme.looked_up`). Scales that are powers of two take one byte each, unless the schemes
         differ. Other scales and subtracted numbers are float32 in two cases: where a scheme has float32 numbers, and
         where each number is a product of two numbers, as for K-quants that are packed together with other schemes. In
@@ -135,7 +135,7 @@ class Format:
 def packs(scheme: Scheme) -> bool:
     """Tell whether the kernels can read matrices of this scheme.
 
-    They read integer codes in groups of 16, or in groups of a multiple of 32.
+    The kernels read integer codes of 2 to 6 or 8 bits, in groups of 16, or in groups of a multiple of 32.
     """
     return scheme.bits in BITS and not scheme.floats and (scheme.group == UNIT // 2 or scheme.group % UNIT == 0)
 
@@ -143,8 +143,8 @@ def packs(scheme: Scheme) -> bool:
 def sections_of(parts: list[QuantisedMatrix], paired: bool) -> list[list[QuantisedMatrix]]:
     """Divide the parts of a packed matrix into sections; all rows of a section are packed in one format.
 
-    Consecutive parts with one scheme form a section, if each section ends at the end of a panel and the parts are not
-    paired. Otherwise all parts form one section.
+    Consecutive parts with one scheme form a section, if each section but the last ends at the end of a panel and the
+    parts are not paired. Otherwise all parts form one section.
     """
     panel = native.extension().PANEL  # outputs that the kernels compute side by side, which are packed alike
     runs = [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.scheme)]
@@ -178,7 +178,7 @@ def source_numbers(batch: RaggedBatch, tables: list[list[int]]) -> list[int]:
 
 
 def state_numbers(runs: Seq[StateRun]) -> list[int]:
-    """Encode as integers which states and rows recurrent layers read and write, for csrc/bind_model.cpp."""
+    """Encode the states and rows that recurrent layers read and write as integers, for csrc/bind_model.cpp."""
     numbers = list[int]()
     for run in runs:
         numbers += (run.first, len(run.before), len(run.pending), len(run.saves), *run.before, *run.pending, *run.rows)

@@ -33,7 +33,7 @@ COMPILERS = ("gcc", "clang", "cc")
 
 
 def usable(device: str) -> str | None:
-    """Return why these kernels cannot run on a device, as words that follow the backend's name; None where they can."""
+    """Return None if these kernels run on a device, otherwise the reason, worded to follow the backend's name."""
     if interprets():
         return _without_triton()
     if device != "cuda":
@@ -49,13 +49,13 @@ def usable(device: str) -> str | None:
 
 
 def card() -> str | None:
-    """Return the name of the first GPU that torch sees; None where torch sees no GPU."""
+    """Return the name of the first GPU that torch sees, or None if torch sees no GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 @cache
 def _without_triton() -> str | None:
-    """Return why Triton cannot be imported; None where it can."""
+    """Return None if Triton can be imported, otherwise the reason, worded to follow the backend's name."""
     try:
         importlib.import_module("triton.language")
     except ImportError as error:
@@ -67,7 +67,7 @@ LARGEST_HEAD = 512
 
 
 def supports(spec: Spec) -> str | None:
-    """Return why this backend cannot compute a model, as a sentence without a full stop; None where it can."""
+    """Return None if this backend can compute a model, otherwise the reason as a sentence without a full stop."""
     if (reason := in_torch.supports(spec)) is not None:
         return reason
     if spec.has_states:

@@ -1,4 +1,4 @@
-"""The kernels of mixtures of experts, in Triton. Which experts are chosen does not change what is launched.
+"""The kernels of mixtures of experts, in Triton. Their launches do not depend on the experts that are chosen.
 
 A pair is a row together with one of the experts that were chosen for it; choice c of a row is pair row * CHOSEN + c.
 Pairs are grouped by expert into tiles of a few pairs, so that a pass of a few rows reads each chosen expert once.
@@ -27,8 +27,8 @@ def routed(
 
     parts: the partial sums, [SPLITS, num_rows, num_experts]. ids, shares: the chosen experts and their weights,
     [num_rows, CHOSEN]. live [num_rows]: 0 = the row is padding, and its ids are -1. counts [2]: set to 0. ALONE:
-    whether there is only one row. If so, this kernel also writes what `grouped` would write to order, tiles and counts.
-    CHOICES: a power of two, no less than CHOSEN. BLOCK: a power of two, no less than num_experts.
+    whether there is only one row. If so, this kernel also writes order, tiles and counts, in place of `grouped`.
+    CHOICES: a power of two, at least CHOSEN. BLOCK: a power of two, at least num_experts.
     """
     _begun(EARLY)
     row = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on a CUDA device. Which experts are chosen does not change what is launched.
+"""Mixtures of experts on a CUDA device. The launches of a pass do not depend on the experts that are chosen.
 
 So one CUDA graph serves every choice. The bits of a row depend on that row alone; see ops/cuda/expert_kernels.py.
 """
@@ -37,7 +37,7 @@ class ExpertCounts:
     def fetch(self, to: list[int], layers: list[int]) -> None:
         """Copy this pass's counts to the host.
 
-        to: a list. For each of these layers, `append_counts` will append the number of chosen experts to it.
+        to: the list to which `append_counts` will append the number of chosen experts of each layer in `layers`.
         """
         self._host.copy_(self.counts, non_blocking=True)
         self._awaited = to, layers
@@ -296,7 +296,7 @@ def _mlp(ops: CudaOps, mlp: TorchMlp, y: Tensor, dtype: torch.dtype) -> PartialS
 def on_device(ops: CudaOps, blocks: Seq[TorchBlock], dtype: torch.dtype) -> ExpertCounts | None:
     """Make the mixtures of experts of all blocks choose their experts on the device.
 
-    Returns the ExpertCounts that the mixtures share; None where no block has experts.
+    Returns the ExpertCounts that the mixtures share, or None if no block has experts.
     """
     mixtures = [(block, block.experts) for block in blocks if block.experts is not None]
     if not mixtures:

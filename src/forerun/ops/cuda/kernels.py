@@ -1,10 +1,10 @@
 """The kernels of the CUDA backend, in Triton. Each also runs under Triton's interpreter on a CPU.
 
-Three rules fix the bits of a row. First, a product runs over tiles of 16, 32 or 64 rows. Where there are fewer rows, a
+Three rules fix the bits of a row. First, a product runs over tiles of 16, 32 or 64 rows. If there are fewer rows, a
 tile is padded, so that every row takes the same instructions. The dimension over which a product sums (K) is cut into
 parts. The number of parts depends on the matrix alone, and the parts are added in order. Second, attention walks the
 keys of a row in the order of their logical positions, in parts that begin at multiples of SPLIT_KEYS, and adds the
-parts in order. Where a key lies in the cache does not matter. Third, everything else is computed row by row. Sums are
+parts in order. The place of a key in the cache does not matter. Third, everything else is computed row by row. Sums are
 float32.
 """
 
@@ -667,7 +667,7 @@ def written(rows, new_keys, new_values, keys, values, WIDTH: tl.constexpr, BLOCK
 
 @triton.jit
 def _seen(lengths, places, row, window, WINDOW: tl.constexpr, SEES_ALL: tl.constexpr):
-    """Return the indices of a row's own key and of the first key that it sees, and the end of the keys that it sees."""
+    """Return three key indices: a row's own key, the first key that the row sees, and the end of the keys it sees."""
     length = tl.load(lengths + row)
     own, lowest = length - 1, 0
     if SEES_ALL:
@@ -691,11 +691,11 @@ def attended(
 
     Row t sees the first lengths[t] keys. If i is below seen[t], the block table of the row's run gives the place of key
     i. Otherwise key i lies in cache row tails[t, i - seen[t]]. SEES_ALL: whether a row also sees later keys than its
-    own. If so, its own key has the index places[t]; otherwise its own key is the last that it sees. biases [HEADS, 2
-    reach + 1]: the biases of distances from a row back to a key, from -reach to reach. Distances beyond this range have
-    the biases of its ends. parts [T, HEADS, splits, DIM] receives the weighted sums of values. stats [T, HEADS, splits,
-    2] receives the largest scores and the sums of weights. DIRECT: whether there is only one part; if so, the result is
-    written to `out`.
+    own key. If so, row t's own key has the index places[t]. Otherwise row t's own key is the last key that it sees.
+    biases [HEADS, 2 reach + 1]: the biases of distances from a row back to a key, from -reach to reach. Distances
+    beyond this range have the biases of its ends. parts [T, HEADS, splits, DIM] receives the weighted sums of values.
+    stats [T, HEADS, splits, 2] receives the largest scores and the sums of weights. DIRECT: whether there is only one
+    part; if so, the result is written to `out`.
     """
     _begun(EARLY)
     row = tl.program_id(0)

@@ -1,8 +1,8 @@
 """Models of the CUDA backend: a pass of a few rows is one CUDA graph, with one copy to the device before it.
 
 Blocks like Llama's or Gemma's run on fused kernels: two for the products of attention, two for the products of the
-feed-forward part, and further ones that do everything between two products. Experts may take the place of the
-feed-forward part (ops/cuda/experts.py). Other blocks run operator by operator, as in ops/torch.py, in the same graph.
+feed-forward part, and further kernels for all work between two products. Experts may take the place of the feed-forward
+part (ops/cuda/experts.py). Other blocks run operator by operator, as in ops/torch.py, in the same graph.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ WeightedNorm = tuple[Norm, Tensor | None, Tensor | None]  # a norm with its weig
 
 @dataclass
 class _ResidualStream:
-    """The residual stream x [T, H] between two parts of blocks, and the branch that is still to be added to x.
+    """The residual stream x [T, H] inside a pass, and the branch that is still to be added to x.
 
-    post: the norm of the branch; with at_sum, the norm of the sum. scale: the factor of the branch.
+    post: the norm of the branch or, with at_sum, of the sum. scale: the factor by which the branch is multiplied.
     """
 
     x: Tensor
@@ -190,7 +190,7 @@ def can_fuse(block: TorchBlock) -> bool:
 
 
 def _same_biases(product: Any) -> bool:
-    """Tell whether all matrices of a product have a bias, or none has."""
+    """Return whether a product has a bias for all of its matrices or for none, as opposed to only some."""
     return len({bias is None for _, bias in product.parts}) == 1
 
 
@@ -408,7 +408,7 @@ class CudaModel(TorchModel):
         layout: Layout,
         wanted: tuple[tuple[int, ...], bool, bool, tuple[int, ...]],
     ) -> _Graph:
-        """Return the graph for a pass like this one, and send the pass's description to the device.
+        """Return the graph that serves a pass of this shape, and send the plan of the pass (Rows) to the device.
 
         If there is no such graph yet, it is captured first.
         """
@@ -444,7 +444,7 @@ class CudaModel(TorchModel):
         return Rows(batch, NO_ROWS, [], buffer.device, layout, cache.block_tokens, num_keys)
 
     def _rows_of_sources(self, batch: RaggedBatch, cache: BlockCache) -> Rows | None:
-        """Return the plan of a pass in which each row sees the cached encoder input of its run; None without one."""
+        """Return a plan by which each row sees the cached encoder input of its run, or None if there is no encoder."""
         if self.encoder is None:
             return None
         check_sources(batch)
@@ -455,8 +455,8 @@ class CudaModel(TorchModel):
     def _sent_sources(self, batch: RaggedBatch, cache: BlockCache, rows: int, runs: int) -> tuple[Rows | None, Any]:
         """Copy the plan of `_rows_of_sources` to the device, padded to the size of a graph.
 
-        rows, runs: the size of the graph. Returns the plan, and the part of the graph's key that depends on it. If
-        there is no encoder, both are None.
+        rows, runs: the size of the graph. Returns the plan, and the part of the graph's key that depends on the plan.
+        If there is no encoder, both are None.
         """
         if self.encoder is None:
             return None, None
@@ -651,7 +651,7 @@ class CudaModel(TorchModel):
         first_ids: Tensor,
         distributions: _DrawnDistributions,
     ) -> list[list[int]] | None:
-        """Continue each run after its first id, and return all ids by run; None where a largest logit is not finite.
+        """Continue each run after its first id. Return all ids by run, or None if a row's largest logit is not finite.
 
         first_ids: the first id of each run. Each pass replays a graph that ends with the choice of the next ids.
         """
@@ -757,8 +757,8 @@ class CudaModel(TorchModel):
     def rounded(self, quantization: Quantization) -> CudaModel:
         """Return a second model of these weights with every matrix rounded; this model stays as it is.
 
-        Raises BadOption where a matrix already has no more bits than asked for, or the group size does not divide a
-        row.
+        Raises BadOption if some matrix already has at most `quantization.bits` bits, or if the group size does not
+        divide the length of a row.
         """
         if self.weight_bits and self.weight_bits[0] <= quantization.bits:
             raise BadOption(
@@ -797,7 +797,7 @@ def _afar(draw: Draw, id_: int, chances: Mapping[int, float], fetch: Callable[[]
 class _DrawnDistributions:
     """The probabilities of the ids that `run_ahead` draws, and whole distributions where verification may need them.
 
-    Verification does not need them where the drafter shares the noise of its target, because a rejected token is then
+    Verification needs no whole distributions if the drafter shares the noise of its target. A rejected token is then
     replaced without a look at the draft's distributions.
     """
 

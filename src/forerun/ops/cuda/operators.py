@@ -48,7 +48,7 @@ def interprets() -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut into tiles.
+    """The division of a product into tiles.
 
     outs, ins: the numbers of outputs and inputs of a tile of weights. splits: the number of parts into which the inputs
     are cut. part: the number of inputs of each part, a multiple of `ins`.
@@ -64,10 +64,10 @@ class Tiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, itemsize: int, times: int = 1) -> Tiles:
-        """Return how to cut a matrix into tiles. This does not depend on the number of rows of a pass.
+        """Return how to cut a matrix into tiles. The result does not depend on the number of rows of a pass.
 
-        times: how many matrices of this size each row is multiplied by in one call, such as one for each of its
-        experts.
+        times: the number of matrices of this size by which each row is multiplied in one call, such as one for each of
+        the row's experts.
         """
         ins = 128 if itemsize == 2 else 64
         while ins > 16 and ins >= 2 * num_in:
@@ -85,7 +85,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class CodeTiles:
-    """How a product of packed codes is cut.
+    """The division of a product of packed codes into parts.
 
     steps: the number of all steps, with STEP inputs each. splits: the number of parts into which the steps are divided.
     part: the number of steps of each part.
@@ -100,7 +100,7 @@ class CodeTiles:
     @classmethod
     @cache
     def of(cls, num_out: int, num_in: int, times: int = 1) -> CodeTiles:
-        """Return the tiles of a matrix. They do not depend on the number of rows of a pass. times: see Tiles.of."""
+        """Return the tiles of a matrix, which do not depend on the number of rows of a pass. times: see Tiles.of."""
         tiles, steps = -(-num_out // TILE), -(-num_in // STEP)
         # Three programs or more for each processor of a large card, as long as a part has two steps.
         splits = 1
@@ -124,7 +124,7 @@ class PartialSums:
 
 
 class CudaOps(ReferenceOps):
-    """The operators of ReferenceOps as Triton kernels. Dense weights are tensors on the device, with one of DTYPES."""
+    """The operators of ReferenceOps as Triton kernels. Dense weights are tensors on the device in one of DTYPES."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,9 +211,9 @@ class CudaOps(ReferenceOps):
         return PartialSums(sums, None if adds_bias else bias)
 
     def stages(self, most: int, num_bytes: int) -> int:
-        """Return how many steps of a product are in flight at once. Each takes `num_bytes` of shared memory.
+        """Return how many steps of a product are in flight at once, `most` at most.
 
-        The number does not change the result.
+        Each step takes `num_bytes` of shared memory. The number does not change the product.
         """
         return max(1, min(most, self.shared_bytes // num_bytes))
 
@@ -267,7 +267,7 @@ class CudaOps(ReferenceOps):
         """Return the number of rows and the number of outputs of a tile, for a pass of `num` rows.
 
         outs: the number of outputs of a tile in a pass of few rows. Neither of the two returned numbers changes the
-        bits of the product's rows. Only the fields of Tiles change them.
+        bits of the product's rows. The bits depend on how Tiles cuts the inputs.
         """
         rows = next((rows for rows in ROWS if num <= rows), ROWS[-1])
         return rows, max(outs, 64) if rows == ROWS[-1] else outs
@@ -434,7 +434,7 @@ class CudaOps(ReferenceOps):
     # ------------------------------------------------------------------------------------------------ attention
 
     def plan(self, view: CacheView, device: torch.device | str = "cpu") -> Any:
-        """Return a pass's plan on the device: where in the cache the keys of each row lie."""
+        """Return the plan of a pass on the device, which lists the cache rows of the keys that each row sees."""
         return rows_of_view(view, torch.device(device))
 
     def attention(
@@ -574,7 +574,7 @@ class CudaOps(ReferenceOps):
             )
 
     def _by_distance(self, scoring: Scoring) -> Tensor | None:
-        """Return the biases of the distances from a row back to a key; None where there are no biases.
+        """Return the biases of the distances from a row back to a key, or None if `scoring` has no biases.
 
         The biases are float32 [heads, 2 reach + 1], for distances from -reach to reach.
         """
@@ -592,7 +592,7 @@ class CudaOps(ReferenceOps):
 def _shared_bytes() -> int:
     """Return the bytes of shared memory that one program may have on this card.
 
-    Without a card, return what the smallest cards have.
+    Without a card, return LEAST_SHARED_BYTES, the number for the smallest cards.
     """
     if interprets() or not torch.cuda.is_available():
         return LEAST_SHARED_BYTES
@@ -601,12 +601,12 @@ def _shared_bytes() -> int:
 
 
 def _power(n: int) -> int:
-    """Return the least power of two that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return Triton's name for the precision with which a dtype is multiplied; float32 is not multiplied as TF32."""
+    """Return the PRECISION of kernels that multiply a dtype (see kernels._dot). float32 is not multiplied as TF32."""
     if interprets():
         return "widened"
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -301,7 +301,7 @@ class CudaWeights(Mapping[str, Any]):
         return known[0].name, tensor
 
     def _packed(self, parts: Seq[tuple[Weight, Tensor | QuantisedMatrix]], device: torch.device) -> bool:
-        """Pack matrices that share an input, if they also share one scheme. Returns whether they do."""
+        """Pack matrices that share an input, if they also share one scheme. Returns whether they were packed."""
         matrices = [part for _, part in parts if isinstance(part, QuantisedMatrix)]
         if len(matrices) < len(parts) or len({part.scheme for part in matrices}) > 1:
             return False
@@ -314,7 +314,7 @@ class CudaWeights(Mapping[str, Any]):
         return True
 
     def of_encoder(self, weights: Mapping[str, Any]) -> CudaWeights:
-        """Return the encoder's weights as CudaWeights. weights: the same by their names in the encoder's spec."""
+        """Return an encoder's weights as CudaWeights. weights: the encoder's weights by their names in its own spec."""
         encoder = CudaWeights.__new__(CudaWeights)
         names = {blocks.of_encoder(name): name for name in weights}
         encoder._by_name = dict(weights)
@@ -354,7 +354,7 @@ def _dense(part: Tensor | QuantisedMatrix, some: Tensor) -> Tensor:
 
 
 def _side_by_side(spec: Spec, known: Seq[Weight], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors in which matrices that share an input share a storage; matrices that lie apart are copied."""
+    """Return tensors in which matrices with one input share a storage. If some do not yet, all tensors are copied."""
     groups = [group for group in blocks.products(known).values() if len(group) > 1]
     pairs = [(tensors[a.name], tensors[b.name]) for group in groups for a, b in itertools.pairwise(group)]
     if all(a.is_contiguous() and b.data_ptr() == a.data_ptr() + a.nbytes for a, b in pairs):

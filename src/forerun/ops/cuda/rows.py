@@ -1,4 +1,4 @@
-"""The rows of one pass of the CUDA backend: where each row is written, and where the keys that it sees lie."""
+"""The rows of one pass of the CUDA backend: for each row, the cache row to write and the cache rows of its keys."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def rows_alike(
 
 
 def rows_of_themselves(batch: RaggedBatch, device: torch.device) -> Rows:
-    """Return the plan of an encoder's pass. Its rows are in no cache, and each row sees all rows of its run."""
+    """Return the plan of an encoder's pass, which uses no cache. Each row sees all rows of its run."""
     runs = [batch.run(b) for b in range(len(batch.slots))]
     return rows_alike(batch, runs, 1, [len(run) for run in runs], device)
 

@@ -1,7 +1,7 @@
-"""Draws on the device, where logits become distributions and token ids, with the same bits as in forerun.sampling.
+"""Draws of token ids from logits on the device, with the same bits as the draws of forerun.sampling on the host.
 
-A verification step then copies a few ids and probabilities to the host instead of whole rows. Where a token was
-rejected, verification fetches the whole row (`types.Probs`).
+A verification step then copies a few ids and probabilities to the host instead of whole rows. If a token is rejected,
+verification fetches the whole row (`types.Probs`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Sampler:
         """Draw a token id for each row of logits [R, V], float32. settings: int64 [fields, R], see Field.
 
         depths: int32 [R]; the token of row r is at its draw's position plus depths[r]. The launches do not depend on
-        what the rows contain, so that a graph can hold them.
+        the values in the rows, so a CUDA graph can hold the launches.
         """
         num, width = logits.shape
         values, largest_ids = self.largest(logits, self.part_ids)

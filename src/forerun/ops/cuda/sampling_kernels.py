@@ -104,7 +104,7 @@ def _top(values, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _scaled(logits, values, settings, row, part, width, num_rows, num_parts, PART: tl.constexpr, PARTS: tl.constexpr):
-    """Return a part's scaled logits, their sort keys, and which ids lie within the row.
+    """Return a part's scaled logits, their sort keys, and a mask of the ids that lie within the row.
 
     Scaled logits are logits less the row's largest, divided by the temperature. Sort keys are whole numbers that grow
     as logits fall.
@@ -176,7 +176,7 @@ def searched(
 def counted(
     logits, values, settings, cuts, sums, width, num_rows, num_parts, tick_bits, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Write three sums for each part: the ticks of the ids before the cut, their number, and the number at the cut.
+    """Write three sums for each part: the ticks of ids before the cut, the count of these ids, the count at the cut.
 
     sums: int64 [R, parts, 3]. cuts int64 [R, 2]: ids with sort keys below cuts[row, 0] stay. Of the ids whose key is
     equal to cuts[row, 0], the first cuts[row, 1] stay.
@@ -228,7 +228,7 @@ def goal_of_mass(settings, cuts, sums, goals, num_rows, num_parts, tick_bits, PA
 
 @triton.jit
 def cut_by_mass(settings, states, goals, cuts, num_rows, tick_bits):
-    """Set each row's cut from a search by mass. The likeliest ids stay, as few as are needed for the mass of top_p."""
+    """Set each row's cut from a search by mass: the fewest likeliest ids stay whose mass reaches the share top_p."""
     row = tl.program_id(0)
     at = (NIBBLES * num_rows + row) * 2
     key, below = tl.load(states + at), tl.load(states + at + 1)
@@ -253,7 +253,7 @@ def weighed(
     logits, values, settings, cuts, counts, probs, sums, width, num_rows, num_parts, tick_bits,
     HAS_CUT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights e^x of the ids that filters keep, and 0 for other ids: probs [R, V].
+    """Write probs [R, V]: for each id that the filters keep, e to the power of its scaled logit; for other ids, 0.
 
     sums int64 [R, parts, 2]: the ticks of the kept ids, and their number. counts: the sums that `counted` wrote for
     these cuts.
@@ -289,7 +289,7 @@ def _mass(sums, row, num_parts, tick_bits, PARTS: tl.constexpr):
 
 @triton.jit
 def _place_bits(settings, num, row, num_rows, tick_bits, width):
-    """Return how many bits the ticks of a draw have. Ticks are finer where filters keep only a short list of ids."""
+    """Return the number of tick bits (see _ticks) for a draw. A short list of ids that filters keep gets more bits."""
     is_listed = num <= _int_of(settings, MOST_LISTED, row, num_rows)
     is_cut = (
         (_int_of(settings, TOP_K, row, num_rows) > 0)
