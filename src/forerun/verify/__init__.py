@@ -1,12 +1,13 @@
 """Verification rules decide which drafted tokens are kept. Each rule is one file, found by scanning this folder.
 
-A file `<name>.py` (the name is a value of SamplingParams.acceptance, `name:option=value` where it has options) holds
+A request selects a rule with SamplingParams.acceptance=`name`, or `name:option=value` to set options. The file
+`<name>.py` defines:
 
     Options          a frozen dataclass; each field with its meaning and range in `metadata`
     LOSSLESS         whether the output has exactly the target's distribution
     SHAPES           the shapes of drafts that the rule can judge: "chain", "tree"
     DRAWS            the ways in which siblings of such drafts may be drawn (forerun.drafters.Drafter)
-    NEEDS_ALL_ROWS   whether the rule reads the target's distribution after tokens that it may yet reject
+    NEEDS_ALL_ROWS   whether the rule reads the target's distribution after tokens that it may still reject
     READS_SOFT_ROWS  optional, True: rows of greedy requests have the distribution at temperature 1, too (Probs.soft)
     rule             judges one sequence: rule(draft, b, target_probs, coins, options) -> Ruling
 
@@ -15,10 +16,9 @@ distribution after one token, and callers compute each row when the rule reads i
 reads only the row after the last committed token and the rows after accepted nodes. No rule reads the row after a token
 of probability 0, because masks may allow no token there.
 
-Where no distribution can be made for a row, the row is a point at an id below 0. This id stands for one more token,
-which no drafter proposes. So rules stay exact, and need no case for such a row. Where a round ends at such a row,
-`ruling` makes the last accepted token the next token. If the output goes on after that token, the next round fails as
-plain decoding would.
+If no distribution can be computed for a row, the row is a point mass at an id below 0, which no drafter proposes. So
+rules stay exact, and need no special case for such a row. If a round ends at such a row, `ruling` makes the last
+accepted token the next token. If the output goes on after that token, the next round fails as plain decoding would.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Rule:
         return bool(getattr(self.module, "READS_SOFT_ROWS", False))
 
     def judges(self, shape: str, draws: str) -> bool:
-        """Return whether the rule can judge drafts of this shape, whose siblings are drawn in this way."""
+        """Return whether the rule can judge drafts of this shape with siblings that are drawn in the way `draws`."""
         return shape in self.module.SHAPES and draws in self.module.DRAWS
 
     def check(self, draft: str, shape: str, draws: str) -> None:
-        """Raise BadOption where this rule cannot judge a drafter. draft: its name. draws: how it picks tokens."""
+        """Raise BadOption if this rule cannot judge a drafter. draft: its name. shape, draws: as in `judges`."""
         if not self.judges(shape, draws):
             others = [find(name) for name in rules()]
             fitting = [f"acceptance={rule.name!r}" for rule in others if rule.is_lossless and rule.judges(shape, draws)]
@@ -82,7 +82,7 @@ def rules() -> tuple[str, ...]:
 
 @functools.lru_cache(64)  # requests say what rule they want, and options have any number of values
 def find(spec: str) -> Rule:
-    """Return the rule of `name[:option=value,...]`. Raises BadOption with the names that exist."""
+    """Return the rule of `name[:option=value,...]`. Raises BadOption for an unknown rule or a wrong option."""
     name, options = parse_spec(spec)
     module = load(__name__, name, "acceptance rule")
     return Rule(name, module, make_options(module.Options, options, name))
@@ -111,7 +111,7 @@ def _ended(draft: Draft, ruling: Ruling) -> Ruling:
 
 
 def collected(rulings: Seq[Ruling]) -> Verdict:
-    """Put the rulings on all sequences together into one verdict."""
+    """Combine the rulings on all sequences into one Verdict."""
     return Verdict(
         [path for path, _, _ in rulings], [token for _, token, _ in rulings], [tests for _, _, tests in rulings]
     )

@@ -20,15 +20,16 @@ def acceptance(target_prob: float, draft_prob: float) -> float:
 
 
 def residual(p: Probs, q: Probs) -> Probs:
-    """Return the distribution norm(max(0, p - q)); p itself where max(0, p - q) is all zero."""
+    """Return the distribution norm(max(0, p - q)), or p if max(0, p - q) is 0 for every token."""
     return excess(p, q)[0]
 
 
 def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
     """Return the distribution norm(max(0, share p - q)), and the mass sum max(0, share p - q). share: in [0, 1].
 
-    If the mass is 0, the returned distribution is p. With a share of 1 this happens only by rounding, because a token
-    drawn from q = p is always accepted. p is the right distribution then (docs/exactness.md).
+    If the mass is 0, the returned distribution is p. With a share of 1, no rule needs the residual of q = p, because a
+    token drawn from q = p is always accepted. Only rounding can make the mass 0 then, and p is the right distribution
+    (docs/exactness.md).
     """
     if p.point is not None:
         return p, max(0.0, share - q.at(p.point))
@@ -37,7 +38,7 @@ def excess(p: Probs, q: Probs, share: float = 1.0) -> tuple[Probs, float]:
 
 
 def normalised(p: Probs, rest: Row) -> tuple[Probs, float]:
-    """Return norm(max(0, rest)) in the form of p, and the mass of max(0, rest); p itself where this mass is 0.
+    """Return norm(max(0, rest)) in the form of p, or p if max(0, rest) has mass 0. Also return this mass.
 
     p must not be a point. rest [n]: weights of the ids of p; changed in place.
     """

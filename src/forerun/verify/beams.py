@@ -1,4 +1,4 @@
-"""Beam search: one step of it, and the pool of finished texts. Pure functions of scores; no model, no cache, no clock.
+"""Beam search: one search step, and the pool of finished texts. Pure functions of scores; no model, no cache, no clock.
 
 A step is a deterministic function of the beams (the texts that are not finished), their scores and the scores of their
 next tokens. So steps can be replayed over texts that were guessed and scored together (docs/methods/beam.md). The rules
@@ -24,7 +24,7 @@ Nexts = Callable[[int, int], tuple[Seq[int], Seq[float]]]
 
 
 class Candidate(NamedTuple):
-    """A beam with one more token. score: the sum of the log-probabilities of all its tokens."""
+    """A beam with one more token. score: the sum of the log-probabilities of the beam's tokens and of `token`."""
 
     score: float
     beam: int
@@ -68,8 +68,8 @@ def step(
     """Return the `width` best candidates that go on, and the candidates that end.
 
     A candidate that ends is returned only if it is among the `width` best of all candidates. Both lists are best first.
-    Fewer candidates are returned where masks leave fewer tokens. ends(beam, token): whether a beam ends with that
-    token. is_last: whether every candidate ends in this step. num: as in `best_first`.
+    Fewer candidates are returned if masks leave fewer tokens. ends(beam, token): whether a beam ends with that token.
+    is_last: whether every candidate ends in this step. num: as in `best_first`.
     """
     live, ended = list[Candidate](), list[Candidate]()
     for rank, candidate in enumerate(best_first(scores, nexts, num)):
@@ -84,7 +84,7 @@ def step(
 
 
 class Finished(NamedTuple):
-    """A finished text, down to `node`. score: the sum of its log-probabilities. penalised: score / length^penalty."""
+    """A finished text, up to its last node. score: its sum of log-probabilities. penalised: score / length^penalty."""
 
     penalised: float
     score: float
@@ -109,10 +109,10 @@ class Pool:
 
         length: the number of tokens of each beam. best: the score of the best beam; None = there are no beams.
 
-        A search with beams goes on until the pool of finished texts is full. With early_stopping True, the search
-        ends then. Otherwise it ends when the best beam would be no better than the worst text of the pool. The beam
-        is compared at its present length; with early_stopping "never" and a penalty that favours length, at the
-        longest possible length.
+        A search with beams goes on until the pool of finished texts is full. With early_stopping True, the search ends
+        then. Otherwise the search ends when the best beam's penalised score is no better than the worst in the pool.
+        The penalised score is computed for the beam's present length or, with early_stopping "never" and a penalty that
+        favours length, for the longest possible length.
         """
         if best is None:
             return True

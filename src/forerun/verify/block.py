@@ -1,4 +1,4 @@
-"""Block verification: the tokens of a chain are judged together, which keeps more of them than one after the other.
+"""Block verification: the tokens of a chain are judged together, which keeps more than judging them one by one.
 
 Sun et al. 2024, arXiv 2403.10444, Algorithm 2. Let p_i be the target's distribution for the i-th drafted token x_i, and
 q_i the distribution that x_i was drawn from:
@@ -21,9 +21,9 @@ output goes on with p_i. As the rule is exact, the outputs in which the rule has
 p_i, too. Hence A_i <= A_(i-1) p_i(x_i). A_i is also at most the draft's probability of x_1 .. x_i. Divided by this
 probability, these two bounds of A_i become the two bounds of P_i.
 
-Where hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is exact and has no state, it is this rule. That
-method caps r_i, the product of p / q, by the largest product so far: r_i / max(r_0, ..., r_i) = P_i. It accepts with
-the ratio of the excess R_i to the deficit sum_x (q_(i+1)(x) - P_i p_(i+1)(x))+ = R_i + 1 - P_i.
+The exact and stateless form of hierarchical verification (Zhou et al. 2026, arXiv 2601.05724) is this rule. That method
+caps r_i, the product of p / q, by the largest product so far: r_i / max(r_0, ..., r_i) = P_i. Its acceptance
+probability is the ratio of the excess R_i to the deficit sum_x (q_(i+1)(x) - P_i p_(i+1)(x))+ = R_i + 1 - P_i.
 tests/verify/test_hierarchical.py compares the two rules.
 """
 
@@ -75,7 +75,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 
 def remaining_share(share: float, room: float) -> float:
-    """Return h = R / (R + 1 - P), the share that a prefix keeps if every longer prefix is rejected; 1 where P = 1.
+    """Return h = R / (R + 1 - P), the share that a prefix keeps if every longer prefix is rejected; 1 if P = 1.
 
     The symbols are explained at the top of the file. The arguments are P (share) and R (room).
     """

@@ -10,7 +10,7 @@ The token x is accepted with probability min(q, p / rho)(x) (1 - (1 - beta)^K) /
 p(x) that is missing. A smaller rho would make the residual negative (mutant m14). With one draw this is the ratio rule.
 Siblings that were drawn from different distributions are judged in groups with equal distributions. Each group is
 judged with the residual of p after the groups before it, as `ratio` judges sibling by sibling. Once a token is
-accepted, the children of all its draws are judged.
+accepted, the children of all draws of this token are judged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _try(
 ) -> tuple[int | None, Probs]:
     """Test the children of a node, and append the tests to `tests`.
 
-    Returns the accepted child, or None where all are rejected, and the distribution p after the rejections.
+    Returns the accepted child, or None if all children are rejected, and the distribution p after the rejections.
     """
     lanes = itertools.count()
     for q, group in _groups(draft, siblings):
@@ -96,7 +96,7 @@ def _equal(a: Probs, b: Probs) -> bool:
 
 
 def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
-    """Return rho*, in [1, num_draws], rounded up; 1 where p is a point, because no other id can be emitted then."""
+    """Return rho* in [1, num_draws], rounded up; 1 if p is a point, because only this id can be emitted then."""
     low, high = 1.0, float(num_draws)
     if num_draws <= 1 or p.point is not None:
         return low
@@ -115,7 +115,7 @@ def ratio_of(p: Probs, q: Probs, num_draws: int) -> float:
 
 
 def left_by(p: Probs, q: Probs, num_draws: int, rho: float) -> Probs:
-    """Return the distribution that the emitted token has where none of `num_draws` draws from q was accepted."""
+    """Return the distribution of the emitted token if none of `num_draws` draws from q was accepted."""
     if num_draws == 1 or p.point is not None:
         return residual(p, q)
     target_probs = p.weights.astype(np.float64, copy=False)

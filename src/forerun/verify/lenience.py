@@ -1,16 +1,17 @@
-"""Lenience: more drafted tokens are accepted than the target's distribution allows. LOSSY, only where asked for.
+"""Lenience: more drafted tokens are accepted than the target's distribution allows. LOSSY, only on request.
 
 Leviathan et al. 2023, arXiv 2211.17192, appendix A.5. With l in (0, 1], at a temperature above 0:
 
     accept x with probability min(1, p(x) / (l q(x)));  else emit norm((p - q)+)
 
 The emitted token is then at most 1 / l times as likely as in p. The total variation between its distribution and p is
-exactly alpha_l - alpha_1, where alpha_l = sum_x min(q(x), p(x) / l). This is the price. Its mean over the tested tokens
-is reported as tv_price. No other residual makes the price lower. Over N tokens the bound is 1 / l^N. Nothing bounds the
-probability of a text from below.
+exactly alpha_l - alpha_1, where alpha_l = sum_x min(q(x), p(x) / l). This difference is the price. The mean price of
+the tested tokens is reported as tv_price. No other residual has a lower price. A text of N tokens is at most 1 / l^N
+times as likely as in plain decoding. Nothing bounds the probability of a text from below.
 
-The paper does not say what a correction is drawn from. correction=target draws it from p, as code without the residual
-does. Likely tokens then become likelier, even at l = 1, and the price says by how much.
+The paper does not say from which distribution a correction is drawn. The option correction=target draws the correction
+from p, as code without the residual does. Likely tokens then become likelier, even at l = 1, and the price says by how
+much.
 
 For greedy requests p is the target's distribution at temperature 1. A drafted token is kept if p(x) >= l max p;
 otherwise the argmax is emitted. (The paper prints "p(x) <= l max p", which accepts everything at l = 1 and less for
@@ -73,7 +74,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 
 def _price(p: Probs, q: Probs, lenient: Probs, anew: bool) -> float:
-    """Return the total variation between p and what the rule emits. anew: whether a correction is drawn from p."""
+    """Return the total variation between p and the emitted token's distribution. anew: whether p gives corrections."""
     if anew and p.point is None:
         kept = np.minimum(aligned(q, lenient), lenient.weights)
         target_probs = p.weights.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Match verification: the target draws with the noise of the position, and a drafted token is kept if it is the draw.
+"""Match verification: the target draws a token with the position's noise, and an equal drafted token is accepted.
 
 The draw at absolute index t is a function of the history and of noise(t) alone (Gumbel-max). So plain decoding with the
 same seed yields the same output, token for token, whatever the drafter, the draft length or the batch (Daliri, Musco,

@@ -9,8 +9,8 @@ Then P(emit x) = min(p, q)(x) + (1 - beta) (p - min(p, q))(x) / (1 - beta) = p(x
 Several children of a node are tested in turn, each with the p that remains after the test before it (recursive
 rejection sampling; SpecInfer, Miao et al. 2023, Algorithm 2; without replacement Jeon et al. 2024). Where no child is
 accepted, the emitted token is drawn from the p that remains after the last test. A chain is a tree without siblings.
-Equal siblings are separate draws: the second of them is tested, too. It is always rejected, but its q is subtracted.
-Greedy decoding needs no case of its own, because p is a point mass then. docs/exactness.md has the edge cases.
+Equal siblings are separate draws, and each is tested. The second of two equal siblings is always rejected, but its q is
+subtracted. Greedy decoding needs no special case, because p is a point mass then. docs/exactness.md has the edge cases.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Traversal verification: the leaves of a tree are judged first, then their parents; on a chain it is `block`.
+"""Traversal verification: the leaves of a tree are judged first, then their parents; chains are judged as by `block`.
 
 Weng et al. 2025, arXiv 2505.12398. Each node has a share a: the share of the draft's mass that may stay on the path to
-the node. At the root a = 1. At a child with token x it is min(1, a p(x) / q(x)). Here a is the parent's share, p is the
-target's distribution after the parent, and q is the distribution that x was drawn from. The subtrees of a node are
-visited in the order of the draws. A subtree without an accepted node is removed, and its q is subtracted:
+the node. At the root a = 1. At a child with token x the share is min(1, a p(x) / q(x)). Here a is the parent's share, p
+is the target's distribution after the parent, and q is the distribution that x was drawn from. The subtrees of a node
+are visited in the order of the draws. A subtree without an accepted node is removed, and the q of the subtree's root is
+subtracted:
 
     r = (a p - q)+,  R = sum r;    p <- norm(r),  a <- R / (R + 1 - a)
 
@@ -37,12 +38,13 @@ class Options:
 def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: Options | None = None) -> Ruling:
     """Judge one sequence. Returns (accepted nodes, correction or bonus, acceptance tests).
 
-    The tests cover the accepted nodes, the siblings removed before each, and the removed children of the last one.
+    The tests cover the accepted nodes, the siblings removed before each accepted node, and the removed children of the
+    last accepted node.
     """
     first, lanes = draft.node_starts[b], _lanes(draft, b)
 
     def visit(node: int, share: float, depth: int) -> Ruling | None:
-        """Judge the subtree of a node. Returns None where no node of it is accepted. The root is -1, at depth 0."""
+        """Judge the subtree of a node (-1 = the root, at depth 0). Returns None if none of its nodes is accepted."""
         if share == 0:
             return None
         p = target_probs[node - first + 1 if node >= 0 else 0]
@@ -69,7 +71,7 @@ def rule(draft: Draft, b: int, target_probs: Seq[Probs], coins: Coins, options: 
 
 
 def _lanes(draft: Draft, b: int) -> dict[int, int]:
-    """Number the nodes of each depth, in draft order, so that each node tosses a coin of its own."""
+    """Map each node to its number among the nodes of its depth, in draft order, so that each node has its own coin."""
     depths = {-1: 0}
     lanes = dict[int, int]()
     counts = dict[int, int]()

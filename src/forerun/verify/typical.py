@@ -1,4 +1,4 @@
-"""Typical acceptance: a drafted token is kept if the target finds it likely enough. LOSSY, only where asked for.
+"""Typical acceptance: a drafted token is kept if the target finds it likely enough. LOSSY, only on request.
 
 Medusa, Cai et al. 2024, arXiv 2401.10774, section 3.3.1. Let p be the target's distribution after the path, at the
 request's temperature, and H(p) its entropy in nats. A token x is kept if
@@ -7,8 +7,8 @@ request's temperature, and H(p) its entropy in nats. A token x is kept if
 
 The longest path of kept tokens wins; of several longest paths, the likeliest. The next token is drawn from the p after
 this path. No coin is tossed, and nothing bounds how far the output's distribution is from the target's. For greedy
-requests p is a point, so only the argmax is kept and the output is exact. (Helper functions of the published code have
-the defaults of the two options exchanged; the defaults here follow its models.)
+requests p is a point, so only the argmax is kept and the output is exact. (Helper functions of the published code
+exchange the defaults of the two options. The defaults here follow the models of that code.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEEDS_ALL_ROWS = True
 
 @dataclass(frozen=True)
 class Options:
-    """How likely a token has to be, so that it is kept."""
+    """The two limits on a token's probability. A token above either limit is kept."""
 
     epsilon: float = option(0.09, "probability above which a token is always kept", min=0.0, max=1.0)
     delta: float = option(0.3, "share of exp(-entropy) above which it is kept, too", min=0.0, max=1.0)
