@@ -1,6 +1,6 @@
 """Proofs for verification rules. A proof enumerates all outcomes of a rule's coins, and must refuse wrong rules.
 
-This proves a rule of your own, `rule(draft, b, target_probs, coins) -> (path, next token, acceptance tests)`:
+The next lines prove a rule `rule(draft, b, target_probs, coins) -> (path, next token, acceptance tests)`:
 
     target, near = tables(3, seed=1), tables(3, seed=2)
     said = emitted(rule, target, drawn_tree((-1, -1, 0), near, "independent"), horizon=3)
@@ -12,7 +12,7 @@ target, has the distribution of the target alone, because rounds compose. `MUTAN
 or of its input. A proof must refuse them.
 
 `forerun.testing.engines` proves a whole engine on a toy model in this way. `forerun.testing.wrong` switches the mutants
-m1 ... m19 into the code of the package. The tests and `forerun certify` share both.
+m1 ... m19 into the code of the package. The tests and `forerun certify` use both modules.
 """
 
 from forerun.testing.coins import Branching, enumerate_outcomes

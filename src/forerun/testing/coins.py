@@ -35,8 +35,8 @@ class Branching:
 
     `enumerate_outcomes` makes these coins. `at(position)` returns the coins of a round that begins at that absolute
     index. A production coin is a function of (purpose, depth, lane), so a rule that asks for the same coin twice in a
-    round gets the same random number twice. Here that raises an AssertionError, because enumeration would count the two
-    uses as independent.
+    round gets the same random number twice. Branching raises an AssertionError instead, because enumeration would count
+    the two uses as independent.
 
     The noise of the rule "match" at one index is one random object, however often it is used (by a drafter and the
     verifier, or in two rounds). So `pick` takes each outcome that is possible after the earlier picks at that index,
@@ -142,7 +142,7 @@ class Reused(Branching):
 def spelled_out(probs: Probs) -> npt.NDArray[Any]:
     """Return the weights of all token ids up to the last id in `probs`, with 0 for ids that `probs` does not list.
 
-    Raises InternalError where `probs` is no distribution.
+    Raises InternalError if `probs` is no distribution.
     """
     if probs.point is not None:
         return np.asarray(np.eye(1, probs.point + 1, probs.point)[0])

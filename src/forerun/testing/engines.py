@@ -67,7 +67,7 @@ letters = functools.cache(Letters)  # cached, because a grammar is compiled once
 
 @dataclass(frozen=True)
 class Case:
-    """One engine and one request.
+    """The description of one engine and one request.
 
     params: the request's parameters; a choice of texts is written in the letters of `Letters`. options: the drafter's
     options. near: the draft model, for drafters that need one; None = resembling(target). prompt: the request's prompt;
@@ -213,14 +213,15 @@ def engine_for(case: Case, coins: Callable[[Sequence], Coins]) -> Engine:
 
 
 def _letters_of(case: Case) -> Any:
-    """Return the tokenizer of a case with a choice; None for other cases, which have only ids."""
+    """Return the tokenizer of a case with a choice; None for any other case, which needs only ids."""
     return letters(case.target.config.vocab_size, case.end_ids) if case.params.choice else None
 
 
 def generate(case: Case, coins: Callable[[Sequence], Coins]) -> tuple[tuple[int, ...], list[StepReport]]:
     """Run one request to its end on a new engine. Return the output, and the reports of the steps that decoded.
 
-    Raises the error of a failed request, and InternalError where the drafter failed and the engine went on without it.
+    Raises the error of a failed request, and InternalError if the drafter failed and the engine went on without a
+    drafter.
     """
     engine = engine_for(case, coins)
     drafter = engine.drafter.first

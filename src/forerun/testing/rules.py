@@ -39,7 +39,7 @@ def tables(num_ids: int, seed: int, *, zero_share: float = 0.0, near: Table | No
 
 
 def dense(weights: Floats) -> Probs:
-    """Return weights as the Probs that a rule sees."""
+    """Return weights as Probs, the form in which a rule reads distributions."""
     return Probs(dense=np.array(weights, dtype=np.float64))
 
 
@@ -48,8 +48,8 @@ def drawn_tree(parents: Seq[int], table: Table, draws: str) -> Callable[[Coins],
 
     parents: the parent of each node, -1 = the root. draws: "independent" = siblings are drawn with replacement.
     "distinct" = siblings are drawn without replacement, and the draft distribution of each sibling excludes the earlier
-    siblings. "point" = siblings are the most likely tokens, as point masses. Where no token remains for a node, the
-    node and its descendants are not drafted.
+    siblings. "point" = siblings are the most likely tokens, as point masses. If no token remains for a node, the node
+    and its descendants are not drafted.
     """
 
     def draft(coins: Coins) -> Draft:

@@ -1,4 +1,4 @@
-"""Wrong versions of the package, m1 ... m19, each with the toy case in which it must show.
+"""Wrong versions of the package, m1 ... m19, each with the toy case that must detect the version.
 
 A proof is worth something only if it can fail. `WRONG[name].switched_in()` changes the code that runs, in this process,
 until the block ends. `WRONG[name].error()` is the error of the case. It must be above CAUGHT with the mutant, and below
@@ -71,7 +71,7 @@ class Wrong:
 
 
 def find(name: str) -> Wrong:
-    """Return a wrong version by its name, such as m1. Raises BadOption."""
+    """Return a wrong version by its name, such as m1. Raises BadOption for an unknown name."""
     if name not in WRONG:
         raise BadOption(unknown("mutant", name, WRONG))
     return WRONG[name]
@@ -119,7 +119,7 @@ def _on_chains(wrong: RuleFunction, right: RuleFunction) -> RuleFunction:
 
 
 def _soft_greedy() -> AbstractContextManager[None]:
-    """Judge greedy requests by softmax vectors although tokens are argmaxes, a mistake found in the wild."""
+    """Judge greedy requests by softmax vectors although their tokens are argmaxes. Published code has this mistake."""
     right_probs, right_rule = sampling.probs, ratio.rule
 
     def probs(logits: Row, params: SamplingParams, history: Any = None, soft: bool = False) -> Probs:
@@ -194,7 +194,7 @@ def _stale_draft_cache() -> AbstractContextManager[None]:
 def cache_errors(case: Case) -> int:
     """Count the cache rows of target and draft model that differ from the committed tokens, summed over all steps.
 
-    A cache row of the toy model is an id and a position. So the committed tokens say what each row must be. See
+    A cache row of the toy model is an id and a position. So the committed tokens determine what each row must be. See
     docs/development/journey.md.
     """
     engine = engines.engine_for(case, lambda seq: PhiloxCoins(seq.seed, len(seq.tokens), seq.round))
@@ -219,16 +219,16 @@ def _wrong_rows(cache: Any, slot: int, tokens: list[int]) -> int:
 
 
 def _purpose(name: str, other: str) -> Switch:
-    """Return a switch that makes one purpose of random numbers, such as acceptance, use another's counter word."""
+    """Return a switch that gives one purpose of random numbers, such as acceptance, the counter word of another one."""
     return lambda: replaced((rng, name, getattr(rng, other)))
 
 
 def coin_error() -> float:
-    """Return the total variation between the target's distribution and what `ratio` emits with production coins.
+    """Return the total variation between the target's distribution and the tokens of `ratio` with production coins.
 
-    Each round has a seed of its own and drafts two tokens. First tokens are counted, and so are tokens after an
-    accepted first token. The larger total variation of these two counts is returned. A total variation counts as 0
-    where a G-test has a p-value of CHANCE or more.
+    Each round has its own seed and drafts two tokens. One count is of first tokens, another of tokens after an accepted
+    first token. The larger total variation of these two counts is returned. A total variation counts as 0 if a G-test
+    gives a p-value of CHANCE or more.
     """
     target, drafted = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.4, 0.1, 0.2])
     p, q = (Probs(dense=probs.astype(np.float32)) for probs in (target, drafted))
@@ -244,7 +244,7 @@ def coin_error() -> float:
 
 
 def _off(tokens: Seq[int], probs: Floats) -> float:
-    """Return the total variation between counts of tokens and their probabilities [V]; 0 where it may be chance."""
+    """Return the total variation between counts of tokens and `probs` [V], or 0 if the difference may be chance."""
     counts = np.bincount(tokens, minlength=len(probs))
     is_chance = g_test(counts, probs).p_value >= CHANCE
     return 0.0 if is_chance else float(np.abs(counts / counts.sum() - probs).sum() / 2)
