@@ -8,7 +8,7 @@ ABORTED = 130  # what a shell reports for a process that SIGINT ended
 
 
 def main() -> None:
-    """Run the command line and exit. Ctrl-C ends it quietly, even while its modules are still being loaded."""
+    """Run the command line and exit. Ctrl-C ends the command quietly, even while modules are still being loaded."""
     try:
         from forerun.cli.main import main as run
 

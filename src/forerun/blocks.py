@@ -54,8 +54,8 @@ class Rope:
     ("half"), or 2i with 2i + 1 ("adjacent"). factor: the factor by which the context is stretched, for all kinds but
     default. original_max_positions: the length of the longest text in training, for llama3, yarn and longrope.
 
-    The other fields belong to single kinds. llama3: low_freq_factor and high_freq_factor. yarn: beta_fast, beta_slow,
-    mscale, mscale_all_dim, truncate and attention_factor. longrope: short_factor, long_factor, far and
+    Each of the other fields belongs to one or two kinds. llama3: low_freq_factor and high_freq_factor. yarn: beta_fast,
+    beta_slow, mscale, mscale_all_dim, truncate and attention_factor. longrope: short_factor, long_factor, far and
     attention_factor. far: whether all positions use long_factor, which is made for texts longer than in training.
     """
 
@@ -99,12 +99,12 @@ class Attention:
     c with which scores become c tanh(score / c). sinks: whether each head has a learned score without a value, which
     takes its share of the softmax. gate: whether the output is multiplied by the sigmoid of a projection. sees: the
     rows that a row attends to: earlier rows, all rows, or the encoder's rows. reads: the width of the rows that are
-    projected; in encoder attention, only of the rows that are projected to keys and values. None = the hidden size.
-    k_is_v: whether the values are the keys before the norm of keys. position_scale: (beta, length); q is scaled by 1 +
-    beta log(1 + floor(position / length)). bias: the bias of relative positions; a number is the index of the block
-    whose bias this block shares. shares_kv_of: the index of the block whose keys and values this block reads; None =
-    its own keys and values. A block with its own index in this field reads keys and values that another model keeps
-    (kv/lent.py).
+    projected to queries, keys and values; in encoder attention, only of the rows that are projected to keys and values.
+    None = the hidden size. k_is_v: whether the values are the keys before the norm of keys. position_scale: (beta,
+    length); q is scaled by 1 + beta log(1 + floor(position / length)). bias: the bias of relative positions; a number
+    is the index of the block whose bias this block shares. shares_kv_of: the index of the block whose keys and values
+    this block reads; None = its own keys and values. A block with its own index in this field reads keys and values
+    that another model keeps (kv/lent.py).
     """
 
     heads: int
@@ -187,11 +187,11 @@ STATE_TOKENS = 16  # a state is written after every so many tokens, as a block o
 
 @dataclass(frozen=True)
 class StateShape:
-    """The sizes of what a cache keeps for a recurrent layer: states, and inputs of the tokens after the last state.
+    """The sizes of the states, and of the token inputs after the last state, that a cache keeps for a recurrent layer.
 
-    conv: the number of inputs that a convolution reads, the token's own included. width, num_gates: how many numbers of
-    a token's input are convolved, and how many are not. heads, key_dim, value_dim: the sizes of a state; 0 = there is
-    no state, and only the last inputs are kept.
+    conv: the number of inputs that a convolution reads, the token's own included. width: how many numbers of a token's
+    input are convolved. num_gates: how many numbers of a token's input are not convolved. heads, key_dim, value_dim:
+    the sizes of a state; 0 = there is no state, and only the last inputs are kept.
     """
 
     conv: int
@@ -275,12 +275,12 @@ class LayerInput:
 class Block:
     """One layer: attention or a recurrence, then a feed-forward part, experts, both or neither.
 
-    pre_*, post_*: the norms before and after a part. Where experts run beside a feed-forward part, the feed-forward
-    part has the norms pre_mlp and post_dense, the experts have pre_experts and post_experts, and the sum of both has
+    pre_*, post_*: the norms before and after a part. If experts run beside a feed-forward part, the feed-forward part
+    has the norms pre_mlp and post_dense, the experts have pre_experts and post_experts, and the sum of both has
     post_mlp. norm_at: whether a post-norm applies to a part's output before it is added to the stream, or to the sum.
-    parallel: whether both parts read the same rows. branch_scale: the factor of a part's output. out_scale: whether the
-    block's output is multiplied by a stored number. per_layer_input: the input that the block reads beside the residual
-    stream.
+    parallel: whether attention and the feed-forward part read the same rows. branch_scale: the factor of a part's
+    output. out_scale: whether the block's output is multiplied by a stored number. per_layer_input: the input that the
+    block reads beside the residual stream.
     """
 
     pre_attention: Norm | None = None
@@ -318,14 +318,14 @@ class Positions:
 class Features:
     """The features that a trained drafting head reads beside a token's embedding.
 
-    They are made from hidden states of the target, and after drafted tokens from the head's own hidden states.
+    The features are computed from hidden states of the target and, after drafted tokens, from the head's hidden states.
 
     num_ids: the number of input ids, which are the target's ids. num: the number of the target's hidden states that are
     read for a token. size: the width of these hidden states. joined: whether a matrix turns these hidden states into
     features; if not, there is one hidden state, and it is used as the features. act: the activation with which features
-    are fc(rows) + act(fc_act(rows)); None = they are fc(rows). row_norms: whether each hidden state has a norm before
-    the matrix. whole_norm: whether all hidden states of a token, side by side, have a common norm. side_norms: whether
-    the embedding and the features have a norm each.
+    are fc(rows) + act(fc_act(rows)); None = the features are fc(rows). row_norms: whether each hidden state has a norm
+    before the matrix. whole_norm: whether all hidden states of a token, side by side, have a common norm. side_norms:
+    whether the embedding and the features have a norm each.
 
     input: how the residual stream begins. "product": with a matrix product of embedding and features. "read": with the
     features; the first block's attention reads embedding and features in place of the stream. "features": with the
@@ -333,9 +333,9 @@ class Features:
     features, after context_norm. normed_stream: for "read", whether the stream begins with the normed features.
 
     feeds: the head's hidden states that are the features of the next step. "stream": the residual stream. "normed": the
-    rows after the final norm. "projected": these rows times a matrix that makes them as wide as the target's. eps: the
-    eps of row_norms, whole_norm and side_norms, which are RMS norms. largest: the limit to which the target's hidden
-    states are clipped, because an infinity would turn all later values into NaN.
+    rows after the final norm. "projected": the normed rows times a matrix, as wide as the target's hidden states. eps:
+    the eps of row_norms, whole_norm and side_norms, which are RMS norms. largest: the limit to which the target's
+    hidden states are clipped, because an infinity would turn all later values into NaN.
     """
 
     num_ids: int
@@ -402,7 +402,7 @@ class Spec:
 
     @property
     def num_slots(self) -> int:
-        """The number of cache slots of one sequence: 1, or 2 in an encoder-decoder, whose encoder input has its own."""
+        """The number of cache slots of one sequence: one for its text, and one more for its encoder input, if any."""
         return 1 if self.encoder is None else 2
 
     @property
@@ -427,7 +427,7 @@ class Spec:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """The sizes of a token in the KV cache. Raises UnsupportedModel where a block keeps nothing in the cache."""
+        """The sizes of a token in the KV cache. Raises UnsupportedModel for a block with no attention or recurrence."""
         if not self.blocks:
             return CacheShape(0, 1, 1)
         if any(block.attention is None and block.recurrence is None for block in self.blocks):
@@ -458,7 +458,7 @@ class Spec:
     def only(self, layers: Seq[int]) -> Spec:
         """Return the spec of a model that has only these layers. layers: their indices, ascending.
 
-        Where a layer read the keys and values of a layer that is left out, it gets keys and values of its own.
+        If a remaining layer read the keys and values of a layer that is left out, it now has its own keys and values.
         """
         place = {layer: i for i, layer in enumerate(layers)}
 
@@ -472,7 +472,7 @@ class Spec:
 
     @property
     def layer_input(self) -> LayerInput | None:
-        """The second input of all blocks; None where they have none. Raises UnsupportedModel where blocks differ."""
+        """The second input of all blocks, or None if blocks have none. Raises UnsupportedModel if the blocks differ."""
         inputs = {block.per_layer_input for block in self.blocks}
         if len(inputs) > 1:
             raise UnsupportedModel(f"model_type={self.model_type!r} has blocks that read different inputs of their own")
@@ -480,7 +480,7 @@ class Spec:
 
 
 def _cached_windows(attentions: Seq[Attention | None]) -> tuple[int | None, ...]:
-    """Return how far back each layer's keys are read, by that layer or by another one; None = to the beginning."""
+    """Return how far back any layer reads each layer's keys, in positions; None = to the beginning of the text."""
     windows = [None if a is None or a.sees != "past" else a.window for a in attentions]
     for a, window in zip(attentions, list(windows), strict=True):
         if a is not None and a.shares_kv_of is not None:
@@ -490,12 +490,12 @@ def _cached_windows(attentions: Seq[Attention | None]) -> tuple[int | None, ...]
 
 
 def reaching(spec: Spec, num_tokens: int | None) -> Spec:
-    """Return the spec for texts of at most `num_tokens` tokens; None = as many as longrope's short factors serve.
+    """Return the spec for texts of at most `num_tokens` tokens; None = as many as longrope's short factors allow.
 
     Published code uses longrope's short factors until a text is longer than the texts of training. Then it uses the
     long factors, and computes the whole text again. forerun uses one list of factors for all texts of a model, because
-    the bits of a row may not depend on the tokens that follow it. The list is the short one where no text can be longer
-    than the texts of training, else the long one.
+    the bits of a row may not depend on the tokens that follow it. The model uses the short factors if no text can be
+    longer than the texts of training, otherwise the long factors.
     """
     lengths = {rope.original_max_positions for rope in _ropes(spec) if rope.kind == "longrope"}
     if not lengths:

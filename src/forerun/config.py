@@ -41,7 +41,7 @@ AUTO = "auto"  # in place of a draft model's quantization: the one that pays for
 
 @dataclass(frozen=True)
 class Quantization:
-    """Weights of `bits` bits, in groups of `group` weights that share a scale. `parse` reads what `str` returns.
+    """Weights of `bits` bits, in groups of `group` weights that share a scale. `parse` reads the texts of `str`.
 
     again: whether every matrix with more bits is rounded, even the embedding, the LM head and a matrix that a file has
     quantised already. This is for draft models only, because their guesses need no exactness.
@@ -288,7 +288,7 @@ class EngineConfig:
 
     @property
     def pacing_spec(self) -> str:
-        """The spec of the pacing policy: the option `pacing`, else fixed where spec_length is given, else auto."""
+        """The spec of the pacing policy: `pacing` if given, otherwise fixed if spec_length is given, otherwise auto."""
         return self.pacing or ("auto" if self.spec_length is None else "fixed")
 
     @classmethod
@@ -329,8 +329,8 @@ class EngineConfig:
         """Make one configuration per engine, from the sources of `from_sources`.
 
         There is an engine for each of `targets`, or for each table [models.NAME] of the file. The result for a table is
-        a pair: NAME and the configuration. The rest of the file holds for all engines, and a table overrides it.
-        Without targets and tables there is one engine, and other sources name its target. Raises BadOption and
+        a pair: NAME and the configuration. Options outside of the tables hold for all engines, and a table overrides
+        them. Without targets and tables there is one engine, and other sources name its target. Raises BadOption and
         NotFound.
         """
         given, file, variables = _read_sources(flags, config_file)
@@ -389,7 +389,7 @@ def _no_option(name: str, value: object) -> str:
 
 
 def hub_id_of(text: str) -> str:
-    """Return the hub id for the address of a model on the hub; any other text stays as it is.
+    """Return the hub id for the address of a model on the hub; return any other text unchanged.
 
     https://huggingface.co/org/name/tree/main is org/name@main, .../blob/main/FILE.gguf is org/name@main:FILE.gguf.
     """
@@ -463,9 +463,9 @@ def _resolve_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(config: Any) -> dict[str, Any]:
-    """Return speculative_config as options. Raises BadOption.
+    """Return speculative_config as options. Raises BadOption if it is no dictionary or contradicts itself.
 
-    The option `draft` is the config's model, or its method where it names no model. vLLM's options of the methods
+    The option `draft` is the config's model, or the config's method if there is no model. vLLM's options of the methods
     lookup and suffix become options of the drafter.
     """
     if not isinstance(config, Mapping):
@@ -489,7 +489,7 @@ def _flatten(config: Any) -> dict[str, Any]:
 
 
 def _with_own_options(method: str, options: dict[str, Any]) -> str:
-    """Return `method` with its options, as in `draft`, and remove these from `options`. min_n alone also sets max_n."""
+    """Return `method` with its options as in `draft`, and delete these from `options`. min_n alone also sets max_n."""
     given = {ours: options.pop(theirs) for theirs, ours in _METHOD_OPTIONS[method].items() if theirs in options}
     if "min_n" in given:
         given = {"max_n": given["min_n"], **given}
@@ -515,9 +515,9 @@ def _read_sources(
 
 
 def _models_of(file: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the tables [models.NAME] of a file; None where the file has no `models`.
+    """Return the tables [models.NAME] of a file, or None if the file has no `models`.
 
-    Raises BadOption where `models` has no tables or holds anything else, and where a table has no target.
+    Raises BadOption if `models` has no tables or holds anything else, or if a table has no target.
     """
     if _MODELS not in file:
         return None
@@ -549,7 +549,7 @@ def _read_environment() -> dict[str, Any]:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """Return the options in a config file. Raises NotFound and BadOption."""
+    """Return the options in a config file. Raises NotFound for a missing file, BadOption for an unreadable one."""
     file = Path(path)
     form = "JSON" if file.suffix == ".json" else "TOML"
     try:

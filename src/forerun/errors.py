@@ -7,8 +7,8 @@
     │   ├── VocabularyMismatch   draft and target model do not share one id-to-token map
     │   ├── UnsupportedModel     a checkpoint that would be computed wrongly, so it is refused
     │   └── NotFound             a file or folder that is not there
-    ├── CapacityError        it would fit at another moment or on a larger machine: exit code 3, HTTP 429 or 503
-    └── InternalError        a broken promise of ours, please report it: exit code 1, HTTP 500
+    ├── CapacityError        something that does not fit now or on this machine: exit code 3, HTTP 429 or 503
+    └── InternalError        a fault in forerun itself, please report it: exit code 1, HTTP 500
 
 Each message says what is wrong, the value, and what would work, in one sentence.
 """
@@ -84,7 +84,7 @@ def echoing_json() -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """Return a caller's value as messages show it. A text always stands in Python's quotes."""
+    """Return a caller's value as messages show it. A text always gets Python's quotes."""
     words = _IN_PYTHON if isinstance(value, str) else _WORDS.get()
     text = " ".join(words.repr(value).splitlines())
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
@@ -172,9 +172,9 @@ def pip(arguments: str) -> str:
 def pip_for(extra: str) -> str:
     """Return the pip command that installs an extra of pyproject.toml, without building an installed forerun again.
 
-    Where no NVIDIA card is found, torch is to come from PyTorch's CPU builds, which are gigabytes smaller. Where
-    forerun is not installed, the command names its sources: it is on no package index yet, and anyone could take its
-    name there.
+    On Linux without an NVIDIA card, the command takes torch from PyTorch's CPU builds, which are gigabytes smaller,
+    unless `extra` is "cuda". If forerun is not installed, the command names forerun's sources, because forerun is on no
+    package index yet, and anyone could take its name there.
     """
     packages = _packages(extra)
     if not packages:
@@ -186,7 +186,7 @@ def pip_for(extra: str) -> str:
 
 
 def _packages(extra: str) -> list[str]:
-    """Return the requirements of an extra, as the installed forerun states them; empty where it is not installed."""
+    """Return the requirements of an extra, as the installed forerun states them; [] if forerun is not installed."""
     from importlib import metadata  # whose own imports take time
 
     try:

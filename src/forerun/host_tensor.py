@@ -1,7 +1,7 @@
 """Tensors on the host: numpy's arrays, with the names of the types that numpy does not know.
 
-bfloat16 is stored as uint16 and floats of 8 bits as uint8, with the name of the type beside the array. Where there is a
-native extension, large arrays lie in its memory, aligned and in huge pages.
+bfloat16 is stored as uint16 and floats of 8 bits as uint8, with the name of the type beside the array. If there is a
+native extension, large arrays lie in the extension's memory, aligned and in huge pages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ALIGNED_BYTES = 1 << 16  # from this size on, arrays lie in the extension's memo
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a type that is given by name, or as a type of torch or numpy."""
+    """Return the name of a dtype, which is given as a name, a torch dtype or a numpy dtype."""
     return dtype.removeprefix("torch.") if isinstance(dtype, str) else _name_of(dtype)
 
 
@@ -72,7 +72,7 @@ class HostTensor:
 
     @classmethod
     def empty(cls, shape: Seq[int], dtype: str) -> HostTensor:
-        """Return an uninitialised tensor. Raises MemoryError where there is not enough memory."""
+        """Return an uninitialised tensor. Raises MemoryError if there is not enough memory."""
         return cls(empty(shape, HELD_AS[dtype]), dtype)
 
     @classmethod
@@ -100,7 +100,7 @@ class HostTensor:
         return len(self.values)
 
     def __getitem__(self, index: Any) -> HostTensor:
-        """Return the part of the tensor at `index`, which is as in numpy."""
+        """Return the part of the tensor at `index`, an index as in numpy."""
         return replace(self, values=self.values[index])
 
     @property
@@ -109,11 +109,11 @@ class HostTensor:
         return replace(self, values=self.values.T)
 
     def reshape(self, *shape: int) -> HostTensor:
-        """Return the same numbers in other dimensions; one of them may be -1."""
+        """Return the same numbers in other dimensions; one of the dimensions may be -1."""
         return replace(self, values=self.values.reshape(shape))
 
     def contiguous(self) -> HostTensor:
-        """Return a tensor with the numbers back to back in memory; the tensor itself where they are so already."""
+        """Return a tensor with its numbers back to back in memory: this tensor if that holds, otherwise a copy."""
         return self if self.values.flags.c_contiguous else replace(self, values=np.ascontiguousarray(self.values))
 
     def copy(self) -> HostTensor:
@@ -156,9 +156,9 @@ class HostTensor:
 
 
 def empty(shape: Seq[int], dtype: npt.DTypeLike) -> Array:
-    """Return an uninitialised array. Raises MemoryError where there is not enough memory.
+    """Return an uninitialised array. Raises MemoryError if there is not enough memory.
 
-    Where there is an extension, a large array lies in the extension's memory.
+    If there is a native extension, an array of ALIGNED_BYTES or more lies in the extension's memory.
     """
     held, extension = np.dtype(dtype), native.extension()
     num_bytes = math.prod(shape) * held.itemsize
@@ -179,7 +179,7 @@ def address(values: Array | None) -> int:
 def _converted(tensor: HostTensor, dtype: str) -> Array:
     """Return floats as another type of floats.
 
-    Kernels convert them where there are kernels, else numpy. Both give the same bits.
+    The native kernels convert the floats if they can run, otherwise numpy does. Both give the same bits.
     """
     if dtype == "float8_e4m3fn":
         raise InternalError("numbers are not rounded to floats of 8 bits")
@@ -196,7 +196,7 @@ def _converted(tensor: HostTensor, dtype: str) -> Array:
 
 @cache
 def kernels(isa: str) -> Any:
-    """Return the kernels that convert and round weights. They use threads of their own, which sleep between tensors."""
+    """Return the kernels that convert and round weights. The kernels have their own threads, which sleep when idle."""
     return native.extension().Backend(isa, native.num_threads())
 
 

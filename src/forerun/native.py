@@ -1,4 +1,4 @@
-"""The native extension, or the reason why there is none, and its number of threads.
+"""Access to the native extension: the module or why it is missing, its instruction sets, and its number of threads.
 
 No other file imports forerun._native. This module reads the environment variables FORERUN_ISA, FORERUN_NUM_THREADS and
 FORERUN_CACHE_DIR. A further variable, FORERUN_REQUIRE_NATIVE, is read when forerun is installed (pyproject.toml).
@@ -36,7 +36,7 @@ def needs_torch(what: str, extra: str = "torch") -> str:
 
 
 def torch_version() -> str | None:
-    """Return the version of the installed torch, without importing it; None where torch is not installed."""
+    """Return the version of the installed torch without importing torch, or None if torch is not installed."""
     from importlib import metadata  # whose own imports take time, and most commands say nothing of torch
 
     try:
@@ -49,7 +49,7 @@ def torch_version() -> str | None:
 
 
 def extension() -> Any:
-    """Return the module forerun._native; None where it is missing (`why_not` returns the reason)."""
+    """Return the module forerun._native, or None if it is missing. `why_not` returns the reason."""
     return _load()[0]
 
 
@@ -57,9 +57,9 @@ def extension() -> Any:
 def isa() -> str:
     """Return the instruction set whose kernels run: the best one that was built and that the processor has.
 
-    "reference" means that no kernels run, and that torch computes. It is also the default where torch is installed and
-    only portable kernels were compiled, because these have not been tested on such processors yet. FORERUN_ISA
-    overrides the choice. Raises BadOption where its value is not possible here.
+    "reference" means that no kernels run, and that torch computes. "reference" is also the default if torch is
+    installed and only portable kernels were compiled, because portable kernels have not been tested on such processors
+    yet. FORERUN_ISA overrides the choice. Raises BadOption for a value of FORERUN_ISA that is not possible here.
     """
     possible = available_isas()
     wanted = os.environ.get("FORERUN_ISA")
@@ -74,7 +74,7 @@ def isa() -> str:
 
 
 def why_reference() -> str:
-    """Return why no kernels run where `isa` is "reference", worded as the end of a sentence."""
+    """Return why `isa` is "reference", so that no kernels run. The reason is worded as the end of a sentence."""
     if (reason := why_not()) is not None:
         return reason
     if os.environ.get("FORERUN_ISA") is not None:
@@ -105,18 +105,18 @@ def processor_isas() -> list[str]:
 
 
 def processor_name(root: Path = Path("/")) -> str:
-    """Return the processor's model name; empty where the system does not tell."""
+    """Return the processor's model name, or "" if /proc/cpuinfo does not state a name."""
     return _field("model name", root)
 
 
 def has_card(root: Path = Path("/")) -> bool:
-    """Return whether a driver of CUDA devices has made its device file. Asking torch would take a second."""
+    """Return whether the device file of a CUDA driver exists. This is quick; asking torch would take a second."""
     return any((root / "dev" / name).exists() for name in ("nvidiactl", "dxg"))  # the second under WSL
 
 
 @cache
 def why_not() -> str | None:
-    """Return why the extension is missing or does not match its sources, and what to do; None where it is fine."""
+    """Return why the extension is missing or differs from its sources, and what to do; None if there is no fault."""
     module, error = _load()
     if module is not None:
         return _why_stale(module)
@@ -146,7 +146,7 @@ def source_hash(folder: Path) -> str:
 def _load() -> tuple[Any, str | None]:
     """Return the extension, and the error from loading it. At least one of the two is None.
 
-    The error is the dynamic linker's message where a file exists but cannot be loaded. If there is no file, both are
+    The error is the dynamic linker's message, if a file exists but cannot be loaded. If there is no file, both are
     None.
     """
     try:
@@ -164,7 +164,7 @@ def _why_stale(module: Any) -> str | None:
 
 
 def _checkout() -> Path | None:
-    """Return the folder that contains csrc/; None where this package is not run from its sources."""
+    """Return the folder that contains csrc/, or None if this package does not run from its sources."""
     root = PACKAGE.parents[1]
     return root if (root / "csrc" / "CMakeLists.txt").is_file() else None
 
@@ -226,9 +226,9 @@ def cache_folder() -> Path:
 def num_threads() -> int:
     """Return the number of threads of the native kernels.
 
-    It is FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the number of usable cores. Raises BadOption for a
-    FORERUN_NUM_THREADS that is no number, or far above the number of processors. An OMP_NUM_THREADS that OpenMP itself
-    would not understand is ignored, as OpenMP ignores it.
+    The number is FORERUN_NUM_THREADS, else OMP_NUM_THREADS, else the number of usable cores. Raises BadOption for a
+    FORERUN_NUM_THREADS that is no number, or far above the number of processors. An OMP_NUM_THREADS that is no number
+    from 1 to MAX_THREADS is ignored, as OpenMP ignores wrong values.
     """
     wanted = os.environ.get("FORERUN_NUM_THREADS")
     if wanted is not None:

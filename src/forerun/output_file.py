@@ -1,4 +1,4 @@
-"""Files that a command writes: whole, or as they were before."""
+"""Atomic writes of output files: a write that fails leaves the old file unchanged."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FIXED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text to a file. Where that fails, the old file stays as it was. Raises OSError, which names the file.
+    """Write a text to a file. If this fails, the old file stays as it was. Raises OSError, which names the file.
 
-    A pipe, a device, and a file that can be written but not replaced are written as they stand.
+    A pipe, a device, and a file that can be written but not replaced are written in place, without this guarantee.
     """
     file = file.resolve()  # a link stays one
     try:

@@ -114,12 +114,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Thinking:
-    """A limit on the number of reasoning tokens. A chat gives it in place of a grammar.
+    """A limit on the number of reasoning tokens. A chat gives this limit in place of a grammar.
 
-    The tokens are counted, and no grammar rules are needed for that. opening: the token ids that begin the
-    reasoning; () where the prompt has begun it. closing: the token id that ends it. most: the largest number of tokens
-    between opening and closing. rules: a grammar for the output from the closing id on, and for an output without
-    reasoning; "" = any text.
+    The tokens are counted, and no grammar rules are needed for that. opening: the token ids that begin the reasoning;
+    () = the prompt has begun the reasoning. closing: the token id that ends the reasoning. most: the largest number of
+    tokens between opening and closing. rules: a grammar for the output from the closing id on, and for an output
+    without reasoning; "" = any text.
     """
 
     opening: tuple[int, ...]
@@ -173,8 +173,8 @@ BIASES = Kind(_biases, "a mapping from integers to numbers")
 class SamplingParams:
     """How one request is decoded. Every field works with speculation, which never changes the output distribution.
 
-    A field that takes one text or several holds a tuple of texts afterwards. Raises BadOption for a value that cannot
-    be honoured; the message names the field and the value.
+    A field that takes one text or several texts stores a tuple of texts. Raises BadOption for a value that cannot be
+    honoured; the message names the field and the value.
     """
 
     # A field says everything about a parameter: `forerun generate --help`, the server's schema, the API page and the
@@ -453,7 +453,7 @@ class SamplingParams:
     if not TYPE_CHECKING:  # checkers know the fields, and refuse other names themselves
 
         def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
-            """Raise BadOption for a name that is no field. The message gives the name used here, or the nearest one."""
+            """Raise BadOption for a name that is no field. The message gives forerun's name, or the nearest name."""
             for name in given.keys() - cls.__dataclass_fields__.keys():
                 raise BadOption(no_field(name))
             return super().__new__(cls)
@@ -481,7 +481,7 @@ class SamplingParams:
         _require(self.json_whitespace in kinds, "json_whitespace", self.json_whitespace, "free, compact or spaced")
 
     def _check_beams(self) -> None:
-        """Raise BadOption for options that a beam search cannot honour, and for its own options without a search."""
+        """Raise BadOption for options that a beam search cannot honour, and for its options without a beam search."""
         if not self.searches:
             for name, field in _FIELDS.items():
                 if field.metadata.get("of_beams") and (value := getattr(self, name)) != field.default:
@@ -525,12 +525,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True where the next token is the argmax."""
+        """Whether each next token is the argmax."""
         return self.temperature == 0
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """The grammar that the output must follow, as its kind and its text; None where the output may be any text.
+        """The grammar that the output must follow, as its kind and its text; None = any text.
 
         The kind is the name of the field, such as regex. For JSON, a colon and the kind of white space follow the name.
         """
@@ -548,17 +548,17 @@ class SamplingParams:
 
     @property
     def thinking(self) -> Thinking | None:
-        """The limit of the request's reasoning; None where there is no limit. A grammar applies after reasoning."""
+        """The limit on the request's reasoning; None = no limit. A grammar applies only after the reasoning."""
         return self.grammar if isinstance(self.grammar, Thinking) else None
 
     @property
     def is_held(self) -> bool:
-        """True where the tokens that may come next depend on the output so far."""
+        """Whether the output so far restricts the tokens that may come next."""
         return self.constraint is not None or self.thinking is not None
 
     @property
     def searches(self) -> bool:
-        """True where the output comes from a beam search: several beams, or a single beam with draft_beams given."""
+        """Whether the output comes from a beam search: several beams, or a single beam with draft_beams given."""
         return self.num_beams > 1 or self.draft_beams is not None
 
 
@@ -571,8 +571,8 @@ SamplingParams.__signature__ = Signature(list(signature(SamplingParams.__init__)
 def telling(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a JSON schema that restrict a text.
 
-    Formats that JSON Schema does not define are left out, and so are maxima that no text reaches. A minimum that no
-    text reaches becomes NO_LIMIT, because larger numbers could not be counted.
+    Formats that JSON Schema does not define are left out, and so are maxima of NO_LIMIT or more, which no text reaches.
+    A minimum above NO_LIMIT becomes NO_LIMIT, because larger numbers could not be counted.
     """
     kept = dict[str, Any]()
     for key, value in schema.items():

@@ -2,7 +2,7 @@
 
 The methods of one kind are the files of one package, which is called their room. A scan of the package's folder finds
 the files. `name:option=value,...` becomes the validated Options of a method. A field of an Options dataclass carries
-`metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). Where a caller gives an option by its name in
+`metadata={"help": ..., "min": ..., "max": ...}` (min and max optional). If a caller gives an option by its name in
 another engine, the error message gives forerun's name. These names come from data/peers.json. docs/coming-from.md shows
 them, and a test compares the two. This module does not import numpy.
 """
@@ -40,10 +40,10 @@ def option(default: Any, help: str, **about: Any) -> Any:
     """Return a field of a dataclass of options or results. help: the meaning of the field, in words.
 
     about: further metadata. Some say what values are allowed: the range, which applies to each entry if there are
-    several (`check_range`), and the unit of numbers. Others say how a command shows the option, where this does not
-    follow from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the help text), methods
-    (the room of the methods that the option names), is_written (the option names a file to write), usual (the default
-    as help shows it), everyday (`chat` and `lab` have the option), and measured (commands that measure have it).
+    several (`check_range`), and the unit of numbers. Others say how a command shows the option, if this does not follow
+    from the field (cli/signatures.py): flag, aliases, takes (a type), envvar, panel (of the help text), methods (the
+    room of the methods that the option names), is_written (the option names a file to write), usual (the default as
+    help shows it), everyday (`chat` and `lab` have the option), and measured (commands that measure have it).
     """
     return dataclasses.field(default=default, metadata={"help": help, **about})
 
@@ -149,7 +149,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def parse_list(text: str) -> list[str]:
-    """Parse '(lookup:max_n=8)+suffix' to ['lookup:max_n=8', 'suffix']. Raises BadOption where an entry is empty."""
+    """Parse '(lookup:max_n=8)+suffix' to ['lookup:max_n=8', 'suffix']. Raises BadOption if an entry is empty."""
     entries = [unwrapped(part) for part in _split(text, "+", text)]
     if not all(entries):
         raise BadOption(f"{shown(text)} is no list: write entries with + between them, as in a+(b:option=value)")
@@ -354,15 +354,15 @@ class Place:
 
 
 def normal(spelling: str) -> str:
-    """Return `--max-model-len`, `max-model-len` or `max_model_len` as `max_model_len`; short flags like `-md` stay."""
+    """Return `--max-model-len`, `max-model-len` or `max_model_len` as `max_model_len`; keep short flags like `-md`."""
     is_short = spelling.startswith("-") and not spelling.startswith("--")
     return spelling if is_short else spelling.removeprefix("--").replace("-", "_")
 
 
 def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
-    """Return a sentence: what another engine's option is called in forerun, or that forerun has no such option.
+    """Return a sentence that tells forerun's name for another engine's option, or that forerun has no such option.
 
-    Returns None where no other engine has an option of this name. find: returns the place of one of forerun's options,
+    Returns None if no other engine has an option of this name. find: returns the place of one of forerun's options,
     from its name or name=value. Engines with the same answer are named together.
     """
     agreeing: dict[tuple[tuple[str, ...], str], list[str]] = {}
@@ -382,7 +382,7 @@ def answer(spelling: str, find: Callable[[str], Place]) -> str | None:
 
 
 def by_name(name: str, known: Collection[str], home: str, variable_prefix: str = "") -> str | None:
-    """Return the sentence of `answer` for an unknown option name; None where no other engine has such an option.
+    """Return the sentence of `answer` for an unknown option name, or None if no other engine has such an option.
 
     known: the names that are possible where the unknown name was given. Forerun's other names belong to `home`.
     variable_prefix: the prefix of environment variables, which are written in capitals.
@@ -399,7 +399,7 @@ def by_name(name: str, known: Collection[str], home: str, variable_prefix: str =
 
 
 def by_value(name: str, value: str) -> str | None:
-    """Return the error message for an option's value that only other engines have; None where no engine has it."""
+    """Return the error message for an option's value that only other engines have, or None for any other value."""
     for option, pattern, text in peer_values():
         if option == name and re.fullmatch(pattern, value, re.IGNORECASE):
             return f"{name}={shown(value)} is not possible: {text.format(value=value)}"
@@ -407,7 +407,7 @@ def by_value(name: str, value: str) -> str | None:
 
 
 def _written(places: Seq[Place]) -> str:
-    """Return places as text. If all places have the same home, it is named once, at the end."""
+    """Return places as text. If all places have the same home, the text names the home once, at the end."""
     if len({place.home for place in places}) == 1:
         home = places[0].home
         return _joined([place.text for place in places]) + (f" of {home}" if home else "")
