@@ -1,13 +1,13 @@
 """The KV cache: `KVCache` is the engine's interface to a cache; kv/cache.py has the cache that ships.
 
-A sequence has a *slot*: a number that its owner chose. The slot holds one cache row for each token that was run. The
-*kept* rows come first, in order. Then come *pending* rows, which are written but not kept yet, such as the nodes of a
-tree that a drafter grows level by level. The rows of the *run* (the sequence's tokens in the current pass) come last: a
-model's forward pass writes each run after the rows that the slot already has. Afterwards the rows of the run are kept,
-made pending, or overwritten by the next run.
+Each sequence has a *slot*, a number that the caller of `open` chooses. The slot holds one cache row for each token that
+was run. The *kept* rows come first, in order. Then come *pending* rows, which are written but not kept yet, such as the
+nodes of a tree that a drafter grows level by level. The rows of the *run* (the sequence's tokens in the current pass)
+come last: a model's forward pass writes each run after the rows that the slot already has. Afterwards the rows of the
+run are kept, made pending, or overwritten by the next run.
 
-Sequences have slots from 0 on. The slots below 0 are SCRATCH_SLOT, for passes that measure, and two further slots for
-each sequence (`fetch_slot`, `source_slot`).
+Sequences have slots from 0 on. Slots below 0 are reserved: SCRATCH_SLOT is for passes that only measure, and each
+sequence has two further slots (`fetch_slot`, `source_slot`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ SCRATCH_SLOT = -1
 
 
 def fetch_slot(slot: int) -> int:
-    """Return the slot that holds a sequence's blocks while they are read from disk."""
+    """Return the slot that holds the blocks of the sequence in `slot` while their rows are read from disk."""
     return -2 - 2 * slot
 
 
 def source_slot(slot: int) -> int:
-    """Return the slot for the encoder's input of a sequence of an encoder-decoder; SCRATCH_SLOT has one, too."""
+    """Return the slot that holds the encoder's rows for the sequence in `slot`, which may be SCRATCH_SLOT.
+
+    Only sequences of encoder-decoder models have such a slot.
+    """
     return -5 - 2 * slot
 
 
@@ -32,8 +35,8 @@ class Room(NamedTuple):
     """The length of a slot, and its room for more rows.
 
     length: the number of kept tokens. slack: the number of free rows in the slot's own blocks, after its kept and
-    pending rows. It is below 0 where the slot must copy its last block before it may write. next_blocks: the number of
-    blocks that one more token takes.
+    pending rows. slack is negative if the slot must copy its last block before the next write. next_blocks: the number
+    of blocks that must be taken before one more token can be written.
     """
 
     length: int
@@ -45,7 +48,7 @@ class Held(NamedTuple):
     """Rows that stay pending while other rows are kept.
 
     rows: the ascending indices of these rows, numbered as in `KVCache.keep`. They come after the indices of the kept
-    rows. parents: the parent of each row, as an index into `rows`; -1 = the kept rows.
+    rows. parents: the parent of each row, as an index into `rows`; -1 = the row follows the kept rows.
     """
 
     rows: Seq[int]
@@ -53,7 +56,7 @@ class Held(NamedTuple):
 
 
 class KVCache(Protocol):
-    """The interface of a model's KV cache for Runner, Scheduler and drafters. The model itself uses other methods.
+    """The methods of a model's KV cache that Runner, Scheduler and drafters call. The model calls further methods.
 
     Memory is handed out in whole blocks. There are `num_blocks` blocks of `block_tokens` tokens.
     """
@@ -66,10 +69,10 @@ class KVCache(Protocol):
     # The life of a slot.
 
     def open(self, slot: int, tokens: Seq[int] = (), salt: str | None = None) -> int:
-        """Begin a sequence with the rows that other sequences have published for the beginning of `tokens`.
+        """Begin a sequence in `slot` with the rows that other sequences have published for a prefix of `tokens`.
 
-        Returns the number of these rows: less than len(tokens), and 0 where nothing is shared. tokens: the committed
-        tokens, from the beginning. salt: only rows that were published under the same salt are found.
+        Returns the number of these rows. It is less than len(tokens), and 0 if no such row is found. tokens: the
+        committed tokens, from the beginning. salt: only rows that were published under the same salt are found.
         """
 
     def fork(self, slot: int, new_slot: int) -> None:
@@ -79,13 +82,13 @@ class KVCache(Protocol):
         """
 
     def publish(self, slot: int, tokens: Seq[int]) -> None:
-        """Let later sequences find the kept rows of `tokens`. If sequences share no rows, this does nothing.
+        """Let later sequences find the kept rows of `tokens`. Does nothing if prefix caching is off.
 
         tokens: the committed tokens, from the beginning.
         """
 
     def release(self, slot: int) -> None:
-        """End a sequence and give its memory back; unknown slots are ignored."""
+        """End the sequence in `slot` and give its blocks back. Unknown slots are ignored."""
 
     # Lengths and room.
 
@@ -93,10 +96,10 @@ class KVCache(Protocol):
         """Return the number of kept tokens of the slot; 0 for a slot that is not open."""
 
     def pending(self, slot: int) -> Seq[int]:
-        """Return the parent of each pending row, as an index among the pending rows; -1 = the kept rows."""
+        """Return the parent of each pending row, as an index among pending rows; -1 = the row follows the kept rows."""
 
     def room(self, slot: int) -> Room:
-        """Return how much an open slot holds, and how much more it may take."""
+        """Return the length of an open slot, and its room for more rows."""
 
     def free_tokens(self, without: Collection[int] = ()) -> int:
         """Return how many tokens fit into the blocks that no slot uses. Slots in `without` count as released."""
@@ -113,18 +116,18 @@ class KVCache(Protocol):
     # After a pass.
 
     def keep(self, kept: Mapping[int, Seq[int]], held: Mapping[int, Held] = ...) -> list[int]:
-        """Keep the chosen rows of each slot. Drop its other pending rows, and the other rows of the run just written.
+        """In each slot, keep the chosen rows. Drop the other pending rows and the other rows of the run just written.
 
-        kept: the indices of a slot's rows to keep, ascending. The slot's pending rows are numbered first, and then the
-        rows of the run. held: the rows of a slot that stay pending, as beam searches need. Returns the slots that will
-        have new blocks to publish, when their tokens are committed.
+        kept: for each slot, the ascending indices of the rows to keep. Indices count the slot's pending rows first, and
+        then the rows of the run. held: for each slot, the rows that stay pending, as beam searches need. Returns the
+        slots in which a block has become full. Such a block can be published when its tokens are committed.
         """
 
     def hold(self, slot: int, parents: Seq[int]) -> None:
         """Make the rows of the run just written pending, after earlier pending rows.
 
-        parents: the index of each row's parent; -1 = the kept rows. The pending rows are numbered first, and then the
-        rows of the run.
+        parents: the index of each row's parent; -1 = the row follows the kept rows. Indices count the pending rows
+        first, and then the rows of the run.
         """
 
     def truncate_to(self, slot: int, length: int) -> int:
@@ -136,4 +139,4 @@ class KVCache(Protocol):
         """
 
     def check_integrity(self) -> None:
-        """Raise InternalError where the data of the cache contradict each other."""
+        """Raise InternalError if the data structures of the cache contradict each other."""

@@ -3,8 +3,8 @@
 Layers with the same window are of one *kind* and share block tables. A kind with a window gives old blocks back.
 
 The widest kind alone decides how many tokens fit, because no other kind runs out of blocks before it. Each other kind
-has as many blocks as the widest kind, and some more for each sequence. The further blocks are needed where two
-sequences share the blocks of a common beginning in the widest kind, but have separate blocks for this beginning in
+has as many blocks as the widest kind, and some more for each sequence. The further blocks are for this case: two
+sequences share the blocks of a common beginning in the widest kind, but have separate blocks for the same beginning in
 another kind. Most blocks of a kind with a window are never written. On a CPU, memory that is never written takes no
 room.
 """
@@ -39,7 +39,7 @@ LEAST_SNAPSHOTS = 8  # states of recurrent layers kept for later sequences; max_
 
 
 class Cached(Protocol):
-    """The parts of a model that its cache is made from."""
+    """The properties of a model that `BlockCache.of` reads."""
 
     @property
     def config(self) -> HasShape: ...
@@ -52,7 +52,7 @@ class Cached(Protocol):
 
 
 class HasShape(Protocol):
-    """The one part of a model's configuration that a cache reads."""
+    """The only property of a model's configuration that `BlockCache.of` reads."""
 
     @property
     def cache_shape(self) -> CacheShape: ...
@@ -125,7 +125,7 @@ class BlockCache(BlockTables):
         prefix_caching: bool = True,
         pools: MakePools = HostPools,
     ) -> BlockCache:
-        """Allocate a pool for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` tokens in all.
+        """Allocate a cache for `max_batch_size` sequences of `max_seq_len` tokens, or for `num_tokens` tokens in all.
 
         pools: the function that makes the pools of the model's backend (Model.make_pools). Raises BadOption where
         `num_tokens` is less than one block, and CapacityError where there is no memory.
@@ -192,8 +192,8 @@ class BlockCache(BlockTables):
     def mark(self, slot: int, positions: Collection[int]) -> None:
         """Let later sequences begin at these positions of an open slot, or shortly before them.
 
-        Each position is rounded down to the end of a whole block. Only models with recurrent layers need marks. In
-        other models, sequences may begin after any block.
+        Each position is rounded down to a common multiple of `block_tokens` and STATE_TOKENS. Only models with
+        recurrent layers need marks. In other models, a sequence may begin after any full block.
         """
         if self.states is not None and self.prefix_caching:
             self.states.mark(slot, positions)
@@ -207,14 +207,14 @@ class BlockCache(BlockTables):
 
     @property
     def record_bytes(self) -> list[int]:
-        """The bytes that a block of each kind of layers takes on disk, then the bytes of a state if there are any."""
+        """The bytes on disk of one block of each kind of layers; then the bytes of one state, if there are states."""
         return [self.pools.record_bytes(kind) for kind in range(len(self.kinds) + (self.states is not None))]
 
     def fetch(self, slot: int, tokens: Seq[int], salt: str | None = None) -> Fetch | None:
-        """Begin to read the rows of `tokens` that are on disk and not in memory; return None if there are no such rows.
+        """Begin to read the rows of `tokens` that are on disk and not in memory.
 
-        The slot holds the blocks of these rows until the fetch has ended or was given up, and `arrived` was called.
-        Then `open` finds the blocks.
+        Returns None if there are no such rows, or no free blocks for them. The slot holds the blocks for these rows
+        until the caller calls `arrived`, when the fetch is over or given up. Then `open` finds the blocks.
         """
         keeper = self.keeper
         if keeper is None or not self.prefix_caching:
@@ -269,10 +269,10 @@ class BlockCache(BlockTables):
         return self.block_tokens * sum(one.kind == 0 for one in fetch.loaded)
 
     def _beginning(self, keys: list[Key], others: Seq[Collection[Key]] | None = None) -> list[Key]:
-        """Return the leading prefix keys whose blocks a sequence can begin with: no layer lacks a block that it needs.
+        """Return the longest prefix of `keys` with whose blocks a sequence can begin in every layer.
 
-        others: further prefix keys that count as present, one collection for each kind of layers and then one for
-        states.
+        others: further prefix keys that count as present. It has one collection for each kind of layers, and then one
+        for states.
         """
         num, more = None, others or [()] * (len(self.kinds) + 1)
         while num != len(keys):
@@ -418,7 +418,7 @@ def state_room(shape: CacheShape, max_batch_size: int) -> StateRoom | None:
 def shape_of(shape: CacheShape, backend: str, max_seq_len: int, device: str) -> CacheShape:
     """Return the shape of the cache that `BlockCache.create` makes for a model with this shape.
 
-    If the cache never gives blocks back, the returned shape has no windows.
+    Only a paged cache on a CPU gives blocks back. For every other cache, the returned shape has no windows.
     """
     if backend == "paged" and device == "cpu":
         return shape.within(max_seq_len)

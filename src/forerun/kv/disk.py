@@ -1,4 +1,4 @@
-"""Blocks of KV caches in a folder, so that a prompt that one process has run need not be run by the next process.
+"""Stores blocks of KV caches in a folder, so that no process must run a prompt that an earlier process has run.
 
 A folder belongs to one user and may serve several processes. It holds a secret, and one *shelf* for each model: a
 folder whose name is a hash of everything that decides the bits of the model's cache rows. A shelf has segments
@@ -6,7 +6,7 @@ folder whose name is a hash of everything that decides the bits of the model's c
 the block that it was writing. A full segment is not written to again. Where the folder has outgrown its limit, the
 segment that was written longest ago is removed. Before that, its used blocks are carried to another segment. A block is
 used when it is read from the folder, or found in memory by another sequence. So the common beginning of many texts
-outlives their different ends.
+stays in the folder longer than their different ends.
 
 A block is found under a keyed BLAKE2b hash of the salt and of all tokens up to the block's end (kv/prefix.py has the
 chain). The block's tokens are compared, too. Whoever can read the folder can learn what users asked, so only its owner
@@ -90,13 +90,13 @@ class Limit(NamedTuple):
 
 
 def default_path() -> Path:
-    """Return the folder that is used where the user names none. It lies in the user's cache."""
+    """Return the folder for a kv_disk option without a path: `kv` in forerun's cache folder of the user."""
     return native.cache_folder() / "kv"
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a block lies on disk: its segment, the number of its entry there, and the entry itself.
+    """The place of a block on disk: its segment, the number of its entry in the segment, and the entry itself.
 
     uses: the number of known uses, including uses that are not written to disk yet.
     """
@@ -109,9 +109,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Kept:
-    """The contents of a model's shelf. used_at: the time of the last use, in seconds since 1970.
+    """A summary of one model's shelf. used_at: the time of the last use, in seconds since 1970.
 
-    num_damaged: the number of damaged blocks; 0 where the rows were not read.
+    num_damaged: the number of damaged blocks; 0 if the rows were not read.
     """
 
     model: str
@@ -124,7 +124,7 @@ class Kept:
 
 
 def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
-    """Return the contents of each shelf of a folder. Raises BadOption where the folder is not a folder of kv_disk.
+    """Return a summary of each shelf in a folder. Raises BadOption if the folder is not a folder of kv_disk.
 
     verifies: whether to read all rows and compare them with their hashes.
     """
@@ -148,9 +148,9 @@ def kept(path: Path, *, verifies: bool = False) -> list[Kept]:
 
 
 def kept_of(path: Path, model: str | None = None) -> list[Kept]:
-    """Return the contents of a model's shelves. model: None = of all models.
+    """Return a summary of each shelf of one model. model: the model's name; None = all models.
 
-    Raises BadOption where the folder is not a folder of kv_disk, and for a model that has no shelf there.
+    Raises BadOption if `path` is not a folder of kv_disk, or if the named model has no shelf in it.
     """
     shelves = [one for one in kept(path) if model in (None, one.model)]
     if model is not None and not shelves:
@@ -159,7 +159,7 @@ def kept_of(path: Path, model: str | None = None) -> list[Kept]:
 
 
 def clear(path: Path, model: str | None = None) -> int:
-    """Remove the shelves that `kept_of` returns, and return how many bytes they had. Raises what `kept_of` raises."""
+    """Delete the shelves that `kept_of` returns, and return their total bytes. Raises BadOption as `kept_of` does."""
     shelves = kept_of(path, model)
     for one in shelves:
         shutil.rmtree(one.path, ignore_errors=True)
@@ -175,8 +175,8 @@ def _shelves(path: Path) -> list[Path]:
 class Folder:
     """A folder of at most `num_bytes` bytes with the shelf of each model, and the thread that writes to the folder.
 
-    Raises BadOption for a folder that other users can read, or that holds other files. Where writing fails later, the
-    folder is still read, and a warning is logged once.
+    Raises BadOption for a folder that cannot be made or written to, that belongs to another user, that other users can
+    read, or that holds other files. If a write fails later, the folder is still read, and a warning is logged once.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -235,7 +235,7 @@ class Folder:
         return Shelf(self, self.path / name.hexdigest(), list(record_bytes), model)
 
     def say(self, what: str) -> None:
-        """Log a warning, unless the same text was logged before."""
+        """Log the warning `what`, unless the same text was logged before."""
         if what not in self._said:
             self._said.add(what)
             LOG.warning("kv_disk %s: %s", self.path, what)
@@ -243,11 +243,11 @@ class Folder:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def add(self, job: Callable[[], bool]) -> None:
-        """Make the writing thread call `job` each time the thread wakes, and repeat the call until it returns False."""
+        """Make the writing thread call `job` each time the thread wakes, and again until `job` returns False."""
         self._jobs.append(job)
 
     def wake(self) -> None:
-        """Tell the writing thread that there is something to write."""
+        """Wake the writing thread, because there is something to write."""
         self._woken.set()
 
     def close(self, within_s: float = 20.0) -> None:
@@ -281,9 +281,9 @@ class Folder:
     def segments(self) -> list[tuple[Path, int, float]]:
         """Return the segments, sorted by the time of their last write, the oldest first.
 
-        A segment is given by its path without suffix, its number of bytes, and the time of its last write. A time in
-        the future comes from a wrong clock, and 0 is returned in its place. Otherwise such a segment would stay for
-        ever, and new segments would be removed instead.
+        Each item is a segment's path without suffix, the segment's number of bytes, and the time of its last write in
+        seconds since 1970. A time in the future comes from a wrong clock, and is replaced by 0. Otherwise such a
+        segment would stay for ever, and new segments would be removed instead.
         """
         segments, latest = [], time.time() + AHEAD_S
         for rows in self.path.glob(f"*/*{ROWS}"):  # a killed process may have left rows without entries
@@ -336,7 +336,7 @@ class Shelf:
         return len(self._places)
 
     def key(self, chain: bytes) -> bytes:
-        """Return a block's key on disk, from its prefix key. Without the folder's secret, it reveals no text."""
+        """Return the key on disk of the block with a prefix key. Without the folder's secret, it reveals no text."""
         return blake2b(chain, key=self.folder.secret, digest_size=32).digest()
 
     def use(self, kind: int, chain: bytes) -> bool:
@@ -349,7 +349,7 @@ class Shelf:
         return True
 
     def find(self, kind: int, chain: bytes, tokens: Seq[int]) -> Place | None:
-        """Return where the rows of a block are; None where the shelf lacks the block. tokens: the block's tokens."""
+        """Return the place of the block with a prefix key and these tokens; None if the shelf has no such block."""
         place = self._places.get((kind, self.key(chain)))
         return place if place is not None and place.entry.tokens == _packed(tokens) else None
 
@@ -397,7 +397,10 @@ class Shelf:
                 self._places[entry.kind, entry.key] = Place(segment, number, entry, entry.uses)
 
     def _can_read(self, entry: Entry, end: int) -> bool:
-        """Return whether an entry's rows are as long as a block of their kind, and lie before the end of their file."""
+        """Return whether an entry's rows are as long as a block of the entry's kind, and end before `end`.
+
+        end: the number of bytes in the file of rows.
+        """
         is_known = entry.kind < len(self.record_bytes) and entry.num_bytes == self.record_bytes[entry.kind]
         return is_known and entry.start + entry.num_bytes <= end
 
@@ -424,7 +427,8 @@ class Shelf:
     def write(self, kind: int, chain: bytes, tokens: Seq[int], rows: memoryview, uses: int = 0) -> None:
         """Add a block, or count a use of the block if the shelf has it already.
 
-        Only the writing thread may call this method and `write_uses`.
+        uses: the number of known uses of a block that is added. Only the writing thread may call this method and
+        `write_uses`.
         """
         if not self.folder.is_writable or self.use(kind, chain):
             return
@@ -445,7 +449,7 @@ class Shelf:
                 self._places[kind, key] = Place(writer.segment, number, entry, uses)
 
     def _begun(self) -> Writer:
-        """Make room in the folder, and begin a new segment."""
+        """Make room in the folder, begin a new segment, and return the segment's writer."""
         self._writer = None
         self.write_uses()
         # For this segment's blocks, and for blocks that the next `shrink` carries.
@@ -462,7 +466,7 @@ class Shelf:
         return writer
 
     def write_uses(self) -> None:
-        """Write to disk how often each block was used, for other processes and for later ones."""
+        """Write the new numbers of uses of blocks to disk, where other processes and later processes read them."""
         entries = dict[Segment, dict[int, bytes]]()
         while self._used:
             place = self._used.popleft()

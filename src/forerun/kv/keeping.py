@@ -1,14 +1,14 @@
 """The link from a KV cache to its shelf on disk. It writes published blocks, and fetches blocks before requests run.
 
 A cache notifies its `Keeper` of each block that it publishes. The folder's thread copies the block's rows and writes
-them later, because the rows of a published block do not change. Where the block is withdrawn before that (evicted, or
-made private), its rows are copied at once. The keeper is also notified of later uses of a published block, because used
-blocks stay on disk longer. If a used block is no longer on disk, it is written again.
+them later, because the rows of a published block do not change. If the block is withdrawn (evicted, or made private)
+before it is written, its rows are copied at once. The keeper is also notified of later uses of a published block,
+because used blocks stay on disk longer. If a used block is no longer on disk, it is written again.
 
 A *fetch* takes blocks of the cache for the rows that are on disk and not in memory. Threads read the rows into these
 blocks while steps go on. Then the cache publishes the blocks, so that `open` finds them as if another sequence had
-published them. A fetch can be given up at any moment. The blocks that were read until then are published, and the other
-blocks are free at once, however long the disk takes.
+published them. A fetch can be given up at any moment. The blocks whose rows were read until then are published. The
+other blocks are free at once, without a wait for the disk.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class _Waiting(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """A block to be fetched. block: the block of the cache that takes the rows. place: where the rows are on disk.
+    """A block that must be fetched from disk. A state of recurrent layers is fetched in the same way.
 
-    A state of recurrent layers is fetched in the same way. Its `kind` is the number after the last kind of layers.
+    kind: the kind of layers; for a state, the number after the last kind. key: the prefix key. block: the block (or
+    state) of the cache to which the rows are written. place: the place of the rows on disk.
     """
 
     kind: int
@@ -74,7 +75,7 @@ class Fetch:
         wait(self.readers)
 
     def load(self, reader: int, missing: Missing, rows: memoryview) -> bool:
-        """Write rows to their block unless the fetch was given up, and return whether the fetch goes on."""
+        """Write `rows` to the block of `missing` unless the fetch was given up. Returns whether the fetch goes on."""
         with self._loading[reader]:
             if not self._is_given_up:
                 self._pools.load(missing.kind, missing.block, rows)
@@ -82,10 +83,10 @@ class Fetch:
             return not self._is_given_up
 
     def give_up(self) -> None:
-        """Write to no block from now on.
+        """End the fetch: no block is written to after this call.
 
-        This waits for blocks that are just being written, but not for threads that are reading, because each thread
-        reads into memory of its own.
+        The call waits for blocks that are being written at the moment. It does not wait for threads that are reading
+        from disk, because each thread reads into a buffer of its own.
         """
         self._is_given_up = True
         for lock in self._loading:
@@ -116,7 +117,7 @@ class Keeper:
     # -------------------------------------------------------------------------------------------------------- writing
 
     def used(self, kind: int, block: int, key: Key, tokens: Seq[int]) -> None:
-        """Note that a sequence uses a published block, and have the block written if it is not on disk."""
+        """Count a use of a published block. If the block is not on disk, queue it for the writing thread."""
         if not self.folder.is_writable or self.shelf.use(kind, key):
             return
         with self._lock:
@@ -125,7 +126,10 @@ class Keeper:
         self.folder.wake()
 
     def withdrawn(self, kind: int, block: int) -> None:
-        """Copy the rows of a waiting block before they are overwritten, unless copies take MOST_COPIED_BYTES."""
+        """Copy the rows of a block that waits to be written, before the cache overwrites them.
+
+        If the copies take MOST_COPIED_BYTES already, the rows are not copied, and the block is never written.
+        """
         with self._lock:
             waiting = self._waiting.pop((kind, block), None)
             if waiting is not None and self._copied_bytes < MOST_COPIED_BYTES:
@@ -146,7 +150,7 @@ class Keeper:
         return True
 
     def _next(self) -> tuple[int, _Waiting, memoryview] | None:
-        """Return the kind, the entry in the queue and the rows of the next block to write; None where no block waits.
+        """Return the next block to write: its kind, its entry in the queue and its rows; None if no block waits.
 
         Blocks that the cache has withdrawn are returned first.
         """
@@ -185,5 +189,5 @@ class Keeper:
 
 
 def _buffer(shelf: Shelf) -> memoryview:
-    """Return memory for the rows of one block of any kind."""
+    """Allocate a buffer that is large enough for the rows of one block of any kind."""
     return memoryview(bytearray(max(shelf.record_bytes)))

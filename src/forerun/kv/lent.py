@@ -22,10 +22,10 @@ from forerun.types import CacheView, RaggedBatch
 
 
 class LentCache:
-    """The target's cache, as the borrowing model sees it: a drafter whose layers read the target's keys and values.
+    """Shows the target's cache to a borrowing model: a drafter whose layers read the target's keys and values.
 
-    cache: the target's cache. layers: for each layer of the borrowing model, the target's layer whose keys and values
-    it reads.
+    cache: the target's cache. layers: for each layer of the borrowing model, the index of the target's layer whose keys
+    and values are read.
     """
 
     states = None
@@ -36,10 +36,10 @@ class LentCache:
         self.kinds = [_LentTables(cache, kind) for kind in range(len(cache.kinds))]
 
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
-        """Return the view of a pass. Its rows to read are all kept rows of the pass's slots.
+        """Return the cache rows of a pass. Each run reads all kept rows of its slot.
 
-        Its rows to write are the last kept rows of the slots. Raises InternalError where a run is not one row at the
-        index of the last kept row.
+        As its row to write, each run has the last kept row of its slot. Raises InternalError where a run is not one row
+        at the index of the last kept row.
         """
         self.kinds[kind].tables(batch)
         reads = [self._cache.rows(slot, 0, batch.end(b), kind) for b, slot in enumerate(batch.slots)]
@@ -62,9 +62,9 @@ class LentCache:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The cache's shape, as the borrowing model sees it.
+    """Maps each layer of the borrowing model to the kind of the target's layer that it reads.
 
-    layers: for each layer of the borrowing model, the target's layer whose keys and values it reads.
+    layers: for each layer of the borrowing model, the index of the target's layer whose keys and values are read.
     """
 
     cache: BlockCache
@@ -75,7 +75,7 @@ class _Shape:
 
 
 class _LentTables:
-    """The block tables of one kind of the target's layers, as the borrowing model sees them."""
+    """The block tables of the target's layers of one kind, for batches of the borrowing model."""
 
     def __init__(self, cache: BlockCache, kind: int) -> None:
         self._cache, self._kind = cache, kind

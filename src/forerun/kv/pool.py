@@ -25,15 +25,15 @@ Rows = npt.NDArray[np.int64] | slice
 
 
 def type_number(dtype: str) -> int:
-    """Return the number by which native operators know a cache's dtype.
+    """Return the number of a cache's dtype in native operators: 1 = bfloat16, 2 = int8, 0 = float32.
 
-    A dtype that native operators do not compute with counts as float32.
+    Every other dtype, with which native operators do not compute, has the number 0, too.
     """
     return {"bfloat16": 1, "int8": 2}.get(dtype, 0)
 
 
 class StateRoom(NamedTuple):
-    """How many states, and how many rows of inputs, each recurrent layer has room for."""
+    """The number of states, and the number of rows of inputs, for which each recurrent layer has memory."""
 
     num_states: int
     num_rows: int
@@ -53,10 +53,10 @@ class Pools(Protocol):
         """Copy rows `sources` to rows `targets` in all layers of a kind, one row after the other."""
 
     def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
-        """Copy rows of inputs in all recurrent layers."""
+        """Copy input rows `sources` to input rows `targets` in all recurrent layers."""
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
-        """Put zeros into these rows in all layers."""
+        """Set these rows to zeros in all layers."""
 
     def record_bytes(self, kind: int) -> int:
         """Return the bytes of one block in all layers of a kind.
@@ -89,8 +89,9 @@ MakePools = Callable[[CacheShape, int, Seq[int], str, StateRoom | None], Pools]
 class Pool:
     """The keys and values of one layer, each [rows, num_kv_heads, head_dim] in the dtype of the cache.
 
-    In 8 bits, the last dimension is larger than head_dim, because heads are stored as in kv/rounded.py. Only then are
-    head_dim and refined set. That file explains both.
+    In 8 bits, the last dimension is larger than head_dim, because each head is stored with its scales (kv/rounded.py).
+    head_dim and refined are used only in 8 bits. refined: whether the keys are stored in the form of
+    CacheShape.refined_keys.
     """
 
     keys: HostTensor
@@ -231,13 +232,13 @@ class HostPools(LayerPools):
                 part[targets] = part[sources]
 
     def copy_inputs(self, sources: list[int], targets: list[int]) -> None:
-        """Copy rows of inputs in all recurrent layers."""
+        """Copy input rows `sources` to input rows `targets` in all recurrent layers."""
         for pool in self.states.values():
             for part in (pool.inputs.values, pool.gates.values):
                 part[targets] = part[sources]
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
-        """Put zeros into these rows in all layers."""
+        """Set these rows to zeros in all layers."""
         for tensor in self.tensors():
             tensor.values[rows] = 0
 
@@ -262,7 +263,7 @@ class HostPools(LayerPools):
             start += part.nbytes
 
     def for_native(self, pools: Seq[Pool], kinds: Seq[int] = ()) -> Any:
-        """Return some of these pools in the form that native operators take; None where there are no native operators.
+        """Return `pools` in the form that native operators take; None if there are no native operators.
 
         kinds: the kind of each pool's layer. The pools must stay in memory for as long as the result is used.
         """

@@ -102,7 +102,8 @@ class PrefixIndex:
     def touch(self, key: Key) -> None:
         """Mark the block that is published under a key as used just now, if the block is evictable.
 
-        This is called at the end of a sequence, whose own block may be private and equal to the published block.
+        This is called at the end of a sequence. The sequence may have used a private block with the same tokens
+        instead.
         """
         block = self._block_of.get(key, -1)
         if block in self._evictable or block in self._passed:

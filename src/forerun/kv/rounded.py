@@ -25,7 +25,10 @@ LEAST_SCALE = 1e-36  # a group with a smaller scale counts as zeros
 
 
 def rounded_keys(keys: Floats, *, refined: bool) -> Stored:
-    """Return keys [..., head_dim] in the form in which they are stored, int8 [..., width]."""
+    """Round keys [..., head_dim] to the stored form, int8 [..., width].
+
+    refined: whether to store the rounding errors of the first dimensions, too.
+    """
     scales, codes = _groups(keys, KEY_GROUP)
     if refined:
         left = keys[..., :REFINED] - codes[..., :REFINED].astype(np.float32) * scales.float32()[..., :1]
@@ -36,13 +39,13 @@ def rounded_keys(keys: Floats, *, refined: bool) -> Stored:
 
 
 def rounded_values(values: Floats) -> Stored:
-    """Return values [..., head_dim] in the form in which they are stored, int8 [..., width]."""
+    """Round values [..., head_dim] to the stored form, int8 [..., width]."""
     scales, codes = _groups(values, VALUE_GROUP)
     return np.concatenate([codes, _bytes_of(scales)], -1)
 
 
 def plain_keys(stored: Stored, head_dim: int, *, refined: bool) -> Floats:
-    """Return the float32 keys [..., head_dim] that stored keys stand for."""
+    """Convert stored keys back to float32 [..., head_dim]. refined: as in `rounded_keys`."""
     keys = _plain(stored, head_dim + REFINED * refined, KEY_GROUP)
     if refined:
         keys[..., :REFINED] += keys[..., head_dim:]
@@ -50,7 +53,7 @@ def plain_keys(stored: Stored, head_dim: int, *, refined: bool) -> Floats:
 
 
 def plain_values(stored: Stored, head_dim: int) -> Floats:
-    """Return the float32 values [..., head_dim] that stored values stand for."""
+    """Convert stored values back to float32 [..., head_dim]."""
     return _plain(stored, head_dim, VALUE_GROUP)
 
 

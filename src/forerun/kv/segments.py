@@ -29,9 +29,9 @@ ENTRY_BYTES = _ENTRY.size + _SUM.size
 
 
 class Entry(NamedTuple):
-    """One block of a segment: its key, tokens and kind of layers, how often it was used, and where its rows are.
+    """One block of a segment: its key, tokens, kind of layers and number of uses, and the place of its rows.
 
-    start: the offset of the rows in their file. sum: the hash of the rows.
+    num_bytes: the size of the rows. start: the offset of the rows in their file. sum: the hash of the rows.
     """
 
     key: bytes
@@ -48,14 +48,14 @@ class Entry(NamedTuple):
         return packed + _SUM.pack(xxhash.xxh3_64_intdigest(packed))
 
     def rows(self, descriptor: int) -> memoryview | None:
-        """Read the rows from their file; None where they are damaged or incomplete."""
+        """Read the rows from an open file of rows. Returns None if the rows are damaged or incomplete."""
         rows = os.pread(descriptor, self.num_bytes, self.start)
         is_whole = len(rows) == self.num_bytes and xxhash.xxh3_64_intdigest(rows) == self.sum
         return memoryview(rows) if is_whole else None
 
 
 def entries_in(data: bytes) -> Iterator[Entry | None]:
-    """Yield each entry in the bytes of a file; None in place of an entry that was erased or is damaged."""
+    """Yield each entry in the bytes of a file of entries; None in place of an erased or damaged entry."""
     for at in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
         packed, total = data[at : at + _ENTRY.size], _SUM.unpack_from(data, at + _ENTRY.size)[0]
         yield Entry._make(_ENTRY.unpack(packed)) if total == xxhash.xxh3_64_intdigest(packed) else None
@@ -85,8 +85,8 @@ class Segment:
     def rewrite(self, entries: Mapping[int, bytes]) -> None:
         """Overwrite entries in their file. entries: the new bytes, by number of the entry.
 
-        Does nothing where the file no longer exists or may not be written to. The time of the file is set as well, even
-        where `entries` is empty, because this is the time of the segment's last use.
+        Also sets the file's modification time, even if `entries` is empty, because it stands for the time of the
+        segment's last use. Does nothing if the file no longer exists or may not be written to.
         """
         with suppress(OSError), open(self.entries, "r+b") as file:
             for number, entry in entries.items():
@@ -95,7 +95,10 @@ class Segment:
 
 
 class Writer:
-    """A new segment in a folder. The folder is made if it does not exist. Only its owner can read folder and files."""
+    """Makes a new segment in a folder, and writes blocks to it. The folder is made if it does not exist.
+
+    Only their owner can read the folder and the files.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The indices of recurrent layers' states: the state that a sequence continues from, and the rows of later inputs.
+"""Assigns indices to the states of recurrent layers, and to the rows of inputs that come after a state.
 
 A recurrent layer cannot be cut back, because the effect of a token on a state cannot be undone. So a state is only
 written when its tokens are known to stay. The inputs of later tokens are kept raw, one row for each token. A sequence
@@ -77,8 +77,8 @@ class _Line:
     tokens after `start`. pending: the rows of pending tokens. run: the rows of the run that is being written. saves:
     the states that the run writes, by position. snapshots: by position, the states that will be published once the
     prefix keys of their blocks are known. marks: the positions whose states are to be published. sure: the number of
-    tokens that are known to be final, in whole blocks of STATE_TOKENS. ends: for the positions `start` and `sure`, the
-    tokens of the block that ends there.
+    tokens that are known to be final, in whole blocks of STATE_TOKENS. ends: maps the positions `start` and `sure` to
+    the tokens of the block that ends at the position.
     """
 
     state: int = NOWHERE
@@ -99,7 +99,7 @@ class _Line:
 
 
 class StateTables:
-    """The indices of the states and input rows of all sequences of one model, kept on the host without tensors.
+    """The indices of the states and input rows of all sequences of one model. It holds indices, and no tensors.
 
     copy: copies input rows to other rows, in all recurrent layers. block_tokens: the number of tokens of a block;
     states are published under the prefix keys of blocks. keeper: the Keeper to notify of states that are published,
@@ -125,10 +125,10 @@ class StateTables:
     # ------------------------------------------------------------------------------------------------ life of a slot
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return how many of these prefix keys, from the first on, have blocks that a sequence can begin with.
+        """Return the largest n such that a sequence can begin with the blocks of `keys[:n]`; 0 if there is none.
 
-        A state must be published for the end of the last of these blocks. others: further prefix keys whose states
-        count as published.
+        A state must be published under the last of these prefix keys. others: further prefix keys whose states count as
+        published.
         """
         for num in range(len(keys), 0, -1):
             if keys[num - 1] in self._state_of or keys[num - 1] in others:
@@ -136,9 +136,10 @@ class StateTables:
         return 0
 
     def begin(self, slot: int, keys: Seq[Key], tokens: Seq[int] = ()) -> None:
-        """Begin a sequence with the published state at the end of the blocks with these prefix keys.
+        """Begin a sequence with the state that is published under the last of `keys`.
 
-        Without prefix keys, the sequence begins without a state. tokens: the tokens of the sequence.
+        keys: the prefix keys of the sequence's first blocks. Without keys, the sequence begins without a state. tokens:
+        the tokens of the sequence.
         """
         if slot in self._lines:
             raise InternalError(f"slot {slot} of recurrent states is open already")
@@ -233,7 +234,7 @@ class StateTables:
 
     @property
     def has_place(self) -> bool:
-        """Whether there is room for one more state: a free index, or one whose state can be evicted."""
+        """Whether there is room for one more state: a free index, or an index whose state can be evicted."""
         return bool(self._free or self._evictable)
 
     def await_state(self, slot: int, key: Key) -> int | None:

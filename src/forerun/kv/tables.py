@@ -134,7 +134,7 @@ class BlockTables:
         return self._counted(slot, len(tokens))
 
     def num_found(self, keys: Seq[Key], others: Collection[Key] = ()) -> int:
-        """Return how many of these prefix keys, from the first on, have blocks that a sequence can begin with.
+        """Return the largest n such that a sequence can begin with the blocks of `keys[:n]`.
 
         All blocks that the sequence's next row sees must be present. keys: the prefix keys of a sequence's blocks, from
         the first block on. others: further prefix keys that count as present.
@@ -149,9 +149,9 @@ class BlockTables:
         return most
 
     def begin(self, slot: int, keys: list[Key], tokens: Seq[int], salt: str | None) -> None:
-        """Begin a sequence of `tokens` with the published blocks of some prefix keys.
+        """Begin a sequence of `tokens` with the published blocks of `keys`.
 
-        keys: the prefix keys, no more than `num_found` allows.
+        keys: the prefix keys of the sequence's first blocks, at most as many as `num_found` returns.
         """
         if slot in self._slots:
             raise InternalError(f"cache slot {slot} is open already")
@@ -176,7 +176,7 @@ class BlockTables:
     def _first_seen(self, length: int, spare: int = 0) -> int:
         """Return the index of the first block that a row at position `length - spare` sees.
 
-        If the row sees no full block, return the index of the last full block, so that one is kept.
+        If the row sees no full block, return the index of the last full block, so that at least one block is kept.
         """
         if self.window is None:
             return 0
@@ -305,7 +305,10 @@ class BlockTables:
         return () if entry is None else entry.keys
 
     def pending(self, slot: int) -> Seq[int]:
-        """Return the parent of each pending row of an open slot, as an index among pending rows; -1 = the kept rows."""
+        """Return the parent of each pending row of an open slot, as an index among pending rows.
+
+        -1 = the row follows the kept rows.
+        """
         return self._slots[slot].pending
 
     def free_tokens(self, without: Collection[int] = ()) -> int:
@@ -319,7 +322,7 @@ class BlockTables:
         return (self._num_available() + num_freed) * self.block_tokens
 
     def room(self, slot: int) -> Room:
-        """Return how much an open slot holds, and how much more it may take. Raises KeyError for a slot not open."""
+        """Return the length of an open slot, and its room for more rows. Raises KeyError if the slot is not open."""
         entry = self._slots[slot]
         copies, num_own = self._num_copies(entry), len(entry.table)
         slack = (num_own - copies) * self.block_tokens - entry.end
@@ -338,10 +341,10 @@ class BlockTables:
         return self.missing_blocks(slot, num_tokens) <= self._num_available()
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Take blocks for a run of `num_tokens` rows: free ones first, then the longest unused evictable ones.
+        """Take blocks for a run of `num_tokens` rows: free blocks first, then evictable blocks, longest unused first.
 
-        Blocks that the run does not see are given back first. Raises CapacityError, and reserves nothing, where the
-        pool is exhausted.
+        Blocks that the run does not see are given back first. If the pool is exhausted, raises CapacityError and takes
+        no block.
         """
         entry = self._slots[slot]
         missing = self.missing_blocks(slot, num_tokens)
@@ -405,7 +408,7 @@ class BlockTables:
         return copy
 
     def _take(self) -> int:
-        """Take a free block for one user. If no block is free, evict the longest unused one.
+        """Take a free block for one user. If no block is free, evict the longest unused block.
 
         A block is also evicted where the next free block was never written, and `touched_blocks` blocks have been
         written already.
@@ -503,9 +506,9 @@ class BlockTables:
     def hold(self, slot: int, parents: Seq[int]) -> None:
         """Make the rows of the run just written pending, after earlier pending rows.
 
-        parents: the index of each row's parent; -1 = the kept rows. The pending rows are numbered first, and then the
-        rows of the run. Raises InternalError for a parent that does not come before its child, and where too few
-        rows are reserved.
+        parents: the index of each row's parent; -1 = the row follows the kept rows. Indices count the pending rows
+        first, and then the rows of the run. Raises InternalError for a parent that does not come before its child, and
+        where too few rows are reserved.
         """
         own = self._slots[slot]
         if any(not -1 <= parent < i for i, parent in enumerate(parents, len(own.pending))):
@@ -515,7 +518,7 @@ class BlockTables:
         own.pending += parents
 
     def truncate_to(self, slot: int, length: int) -> int:
-        """Set the kept length, drop pending rows, and give back every block at index >= ceil(length / block_tokens).
+        """Keep `length` rows, drop pending rows, and give back every block at index >= ceil(length / block_tokens).
 
         Returns the kept length. It is 0 where the next row would see blocks that were given back because of a window.
         Raises InternalError where `length` is more than the slot's kept length, because later rows may hold
@@ -537,7 +540,7 @@ class BlockTables:
         return not own.first or self._first_seen(length) >= own.first
 
     def _empty(self, entry: _Slot) -> None:
-        """Give back all blocks, so that no block of the table stands in for other blocks."""
+        """Give back all blocks of a slot. Afterwards its table is empty, and no block stands in for others."""
         for block in reversed(entry.live):
             self._drop(block)
         entry.table.clear()
