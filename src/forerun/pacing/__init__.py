@@ -1,7 +1,7 @@
-"""The pacing policies, which decide how far to draft. Each is one file, found by scanning this folder.
+"""The pacing policies, which decide how far to draft. Each policy is one file, found by scanning this folder.
 
 A file `<name>.py` holds `Options` (a frozen dataclass) and `build(options, spec_length, costs) -> Pacing`. spec_length
-is the engine's option, None where it was not given. costs holds the times of passes. `auto` is built from files that
+is the engine's option, or None if it was not given. costs holds the times of passes. `auto` is built from files that
 any policy may use: cost.py (the pass times of an engine), pass_time.py (the time of a pass by its rows), measuring.py
 (the measurement of that time), mixing.py (pass times of a mixture of experts), acceptance.py (how likely each drafted
 token is to be accepted), stopping.py (where a chain ends, if its drafter tells its confidence), reading.py (when a
@@ -31,7 +31,7 @@ class Pacing:
     reads_logits = False  # whether `go_on` and `go_behind` want the drafter's logits, which it must then compute
 
     def budget(self, seqs: Seq[Sequence], limits: Seq[int]) -> list[int]:
-        """Return how many nodes each decoding sequence may draft in this step at most, [B].
+        """Return the largest number of nodes that each decoding sequence may draft in this step, [B].
 
         limits [B]: the number of nodes for which each sequence has room, in the caches and up to its longest output.
         """
@@ -39,11 +39,11 @@ class Pacing:
         return [min(pair) for pair in zip(wanted, limits, strict=True)]
 
     def wanted(self, seq: Sequence) -> int:
-        """Return how many nodes a sequence may draft at most. Called only if the request sets no `spec_length`."""
+        """Return the largest number of nodes for a sequence's draft. Called only if no `spec_length` is requested."""
         raise NotImplementedError
 
     def stops(self, seqs: Seq[Sequence], granted: Seq[int]) -> Mapping[int, Stop]:
-        """Return, by index of the sequence, further rules that end chains of guesses, as in `Budget.stops`.
+        """Return further rules that end the sequences' drafts, by index in `seqs`, as in `Budget.stops`.
 
         granted [B]: the number of nodes that each sequence may have.
         """
@@ -72,7 +72,7 @@ class Pacing:
         return {}
 
     def prepares(self, seq: Sequence) -> bool:
-        """Return whether the drafter should run a sequence's prompt while the target does, before the first round."""
+        """Return whether the drafter should run a sequence's prompt when the target runs it, before the first round."""
         return True
 
     def measure(self, pause: Pause = NOW) -> None:
@@ -86,7 +86,10 @@ class Pacing:
 
 
 def make(spec: str, spec_length: int | None, costs: Costs | None = None) -> Pacing:
-    """Return the policy of `name[:option=value,...]`. Raises BadOption for anything unknown."""
+    """Return the policy that `spec` describes, as `name[:option=value,...]`.
+
+    Raises BadOption for an unknown policy or option, and for a value that is not allowed.
+    """
     name, options = parse_spec(spec)
     module = load(__name__, name, "pacing policy")
     policy: Pacing = module.build(make_options(module.Options, options, name), spec_length, costs or Costs())
@@ -94,5 +97,5 @@ def make(spec: str, spec_length: int | None, costs: Costs | None = None) -> Paci
 
 
 def overrides(policy: Pacing, name: str) -> bool:
-    """Return whether a policy overrides this method of Pacing, so that it has to be called."""
+    """Return whether a policy overrides the method `name` of Pacing. Only such a method needs to be called."""
     return getattr(type(policy), name) is not getattr(Pacing, name)

@@ -1,4 +1,4 @@
-"""Draft as far as it pays: choose the plan of most expected tokens per second, which may be plain decoding.
+"""Draft as far as it pays: choose the plan with the most expected tokens per second, which may be plain decoding.
 
 Every few steps the nodes of all requests are sorted by their expected gain, and the first n are drafted. n is chosen
 for the most tokens per second of the whole batch. This rate follows from the time of a pass by its rows (pass_time.py)
@@ -71,11 +71,11 @@ class _Request:
 
 
 class _SafetyNet:
-    """A comparison of a few plain steps with the drafting steps around them. Drafting pauses where it is slower.
+    """A comparison of a few plain steps with the drafting steps around them. Drafting pauses if it was slower.
 
     num_left: the number of plain steps that the comparison still needs; a negative number counts the drafting steps
-    after the plain steps. num_lost: the number of comparisons in a row that plain decoding has won. plain, drafting:
-    the tokens and the seconds of both kinds of steps, [2].
+    after the plain steps. num_lost: the number of comparisons in a row that plain decoding has won. plain, drafting
+    [2]: the tokens and the seconds of the plain steps, and of the drafting steps.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,10 @@ class _SafetyNet:
         return self.num_left < 0 and step >= self.paused_until
 
     def observe(self, step: int, tokens: int, seconds: float) -> None:
-        """Count a step whose plan had drafts. A few drafting steps after the plain steps, compare both kinds."""
+        """Count a step whose plan had drafts: its tokens and its seconds.
+
+        PLAIN_STEPS drafting steps after the plain steps of a comparison, compare both kinds of steps.
+        """
         if self.num_left >= 0:
             self.plain += (tokens, seconds)
         elif step >= self.paused_until:
@@ -216,7 +219,7 @@ class AutoPacing(Pacing):
             searching.forget(seq.id)
 
     def _choose_stops(self, requests: Seq[_Request], limits: Seq[int]) -> None:
-        """Decide about requests whose drafters tell their confidence: whether they draft, and where chains end."""
+        """Decide for each request whose drafter tells its confidence whether it drafts, and where its chain ends."""
         confident = [request for request in requests if self._is_told(request)]
         for request in requests:
             request.is_decided |= not self._is_told(request)
@@ -252,7 +255,10 @@ class AutoPacing(Pacing):
             self._choose_at, self._choose_below = self._step + self._choose_pause, len(requests) // 2
 
     def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
-        """Return the ids of sequences whose texts to search: a set for which searches pay, and a set of probes."""
+        """Return the ids of the sequences whose texts are searched: first those for which searches pay, then probes.
+
+        rate: the tokens per second of all requests.
+        """
         paying = set[int]()
         probed = set[int]()
         others = dict[str, list[int]]()
@@ -273,7 +279,7 @@ class AutoPacing(Pacing):
         return any(self._searching[name].may_probe() for name in drafters)
 
     def _observe_search(self, request: _Request, stop: Stop, round_: SequenceStep) -> None:
-        """Learn how much a round's text search gained, less the gain that the draft model would have had."""
+        """Record the gain of a round's text search, in tokens, less the gain that the draft model would have had."""
         searched = stop if self.costs.traits_of(request.seq.draft).is_free else stop.search
         if searched is None:
             return
@@ -288,9 +294,9 @@ class AutoPacing(Pacing):
         self._searching[request.seq.draft].observe(request.seq.id, gain)
 
     def _add_search(self, request: _Request, stop: Stop, prices: Prices, is_searched: bool) -> None:
-        """Complete the stop of a request whose drafter searches the text before it runs its model.
+        """Complete `stop` for a request whose drafter searches the text before it runs its model.
 
-        The stop tells whether the drafter searches this text, and whether the drafter's model drafts.
+        Afterwards `stop` tells whether the drafter searches this text, and whether the drafter's model drafts.
         """
         seq, reading = request.seq, request.reading
         stop.search = self._stops.search(seq, prices) if is_searched else None
@@ -374,8 +380,8 @@ class AutoPacing(Pacing):
     def _nodes(self, requests: Seq[_Request], limits: Seq[int], members: Seq[int]) -> Floats:
         """Return every node that one drafter could draft, [5, nodes]: tokens gained, request, rank, rows and seconds.
 
-        Nodes of one rank share a pass of the drafter. The first of them takes the seconds of a pass of one row, and
-        each further node only the seconds of one more row.
+        members: the indices of the drafter's requests. Nodes of one rank share a pass of the drafter. The first node of
+        a rank takes the seconds of a pass of one row, and each further node only the seconds of one more row.
         """
         seq = requests[members[0]].seq
         known, cost = self._of(seq), self.costs.draft(seq.draft)

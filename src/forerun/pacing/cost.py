@@ -21,8 +21,9 @@ LOG = logging.getLogger(__name__)
 class Traits:
     """The properties of a drafter that matter to pacing.
 
-    tells_confidence: whether it tells how sure it is of each drafted token. searches: whether it searches the text
-    before it runs its model. is_free: whether it has no model, so that all its guesses cost the same.
+    tells_confidence: whether the drafter tells how sure it is of each drafted token. searches: whether the drafter
+    searches the text before it runs its model. is_free: whether the drafter has no model, so that all its guesses cost
+    the same.
     """
 
     tells_confidence: bool = False
@@ -98,10 +99,7 @@ class Costs:
                 curve.fit = Fit(curve)
 
     def _measured_now(self, runner: Runner, pause: Pause) -> PassTime:
-        """Return the curve of a model.
-
-        It is measured now, unless another drafter or process has measured it meanwhile.
-        """
+        """Return the curve of a model. Measure it now, unless another drafter or process has measured it meanwhile."""
         known = None if self._was_doubted else measuring.kept(runner)
         return known or measuring.of_runner(runner, pause)
 

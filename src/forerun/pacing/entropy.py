@@ -1,4 +1,4 @@
-"""Entropy-adaptive draft length (EGAG): an unsure drafter drafts few tokens, a sure one many.
+"""Adapt the draft length to the entropy (EGAG): few tokens for an unsure drafter, many for a sure drafter.
 
 The proposal names use_egag, gamma_min, gamma_max and egag_ema_beta and gives no formula. The following formula is used
 once per round. H is the entropy of the distribution that the drafter's first pass gives (temperature 1, no filters),
@@ -64,7 +64,7 @@ class _Round:
 
 
 class EntropyPacing(Pacing):
-    """The policy that grants gamma_max tokens and ends a draft at the length that follows from the first entropy."""
+    """The policy that grants gamma_max tokens, and ends a draft at the length that follows from the first entropy."""
 
     reads_logits = True
 
@@ -106,7 +106,10 @@ class EntropyPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return the policy. Drafts end at gamma_max, else spec_length, else 5. Raises BadOption if gamma_min is larger."""
+    """Return the policy. The longest draft is gamma_max, else spec_length, else 5 tokens.
+
+    Raises BadOption if gamma_min is larger than the longest draft.
+    """
     longest = options.gamma_max or spec_length or DEFAULT_SPEC_LENGTH
     if longest < options.gamma_min:
         raise BadOption(

@@ -1,4 +1,4 @@
-"""The same draft length in every step: K = spec_length (Leviathan et al. 2023, Algorithm 1)."""
+"""Draft the same number of tokens in every step: K = spec_length (Leviathan et al. 2023, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -30,5 +30,8 @@ class FixedPacing(Pacing):
 
 
 def build(options: Options, spec_length: int | None, costs: Costs) -> Pacing:
-    """Return a policy that always grants the same number of tokens: the request's spec_length, the engine's, or 5."""
+    """Return a policy that grants spec_length tokens in each step, or 5 where the engine's spec_length is None.
+
+    A request that sets a spec_length gets that number of tokens instead.
+    """
     return FixedPacing(spec_length or DEFAULT_SPEC_LENGTH)

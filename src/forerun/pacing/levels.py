@@ -1,7 +1,7 @@
-"""The number of levels that beam searches draft, chosen for the most steps per second by the times of passes.
+"""Chooses how many levels beam searches draft: the number that gives the most search steps per second.
 
-A level is accepted where the target's best beams are among the drafted ones. Let a be the share of tested levels that
-are accepted, w the number of beams, and u the number of drafted nodes of a level. A pass with K levels then has w + u K
+A level is accepted if the target's best beams are among its drafted nodes. Let a be the share of tested levels that are
+accepted, w the number of beams, and u the number of drafted nodes of a level. A pass with K levels then has w + u K
 rows, and advances the search by (1 - a^(K+1)) / (1 - a) steps on average (docs/methods/beam.md). The choice changes no
 text, so it may depend on anything.
 """
@@ -58,7 +58,7 @@ class Levels:
         self._keys.pop(seq.id, None)
 
     def _rate(self, keys: Seq[Key], num_rows: int, num_levels: int) -> float:
-        """Return how many tokens and search steps all requests make per second with `num_levels` levels."""
+        """Return how many tokens and search steps all requests together make per second with `num_levels` levels."""
         num_steps = num_rows + sum(sum(self._share(key) ** i for i in range(num_levels + 1)) for key in keys)
         rows = num_rows + sum(width + num_levels * wide for _, width, wide in keys)
         seconds = float(self.costs.target.ratio(rows)) * (self.costs.target.one_row_s or 1.0)

@@ -130,7 +130,7 @@ def _read(path: Path, has_experts: bool) -> PassTime | None:
 
 
 def _mixture_of(widths: Seq[float], num: float, *columns: Seq[float]) -> Mixture:
-    """Return the Mixture that a file describes. Raises ValueError for values that describe none."""
+    """Return the Mixture that a file describes. Raises ValueError for values that are not possible."""
     alike, unlike, extra = numbers = np.array(columns, dtype=np.float64)
     is_mixture = numbers.shape[1] == len(widths) and np.isfinite(numbers).all() and (numbers >= 0).all()
     if not (is_mixture and alike.min() > 0 and num >= max(alike.max(), unlike.max()) and (np.diff(extra) >= 0).all()):
@@ -244,7 +244,7 @@ class _Rounds:
             self.timed(1)
 
     def of(self, widths: Seq[int]) -> tuple[dict[int, float], list[float]]:
-        """Time passes of these widths in rounds. Returns ratios by width, and the first width's seconds in each round.
+        """Measure passes of `widths` in rounds. Returns ratios by width, and the first width's seconds in each round.
 
         In each round, the time of each width is divided by the first width's time. The ratio of a width is the median
         over the rounds. The first width has no ratio.
@@ -264,7 +264,7 @@ class _Rounds:
         return {rows: statistics.median(samples) for rows, samples in ratios.items() if samples}, firsts_s
 
     def timed(self, rows: int) -> float:
-        """Run a pass over this many rows, and return its seconds."""
+        """Run a pass over `rows` rows, and return its seconds."""
         start = self.clock()
         self.run(rows)
         self.last_s = self.clock() - start

@@ -3,7 +3,7 @@
 The router chooses the same experts for eight rows of the same token as for one row. For eight unlike rows it chooses
 nearly eight times as many experts, and each expert has to be read from memory. So passes over equal rows and passes
 over unlike rows are both calibrated, together with the number of chosen experts. Real rows lie between equal and unlike
-rows. Where they lie is learned from the steps, because each step reports how many experts were chosen.
+rows. Their position is learned from the steps, because each step reports how many experts were chosen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The time of a pass by its number of rows: a curve, and its correction by the passes of steps."""
+"""The time of a pass as a function of its rows: a curve, and its correction by the times that passes of steps take."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class Fit:
         self._sums = {False: np.zeros(5), True: np.zeros(5)}
 
     def observe(self, seconds: float, num_ratios: float) -> float:
-        """Add a pass that would take `num_ratios` passes of one row at steepness 1. Returns the seconds of one row."""
+        """Add a pass that took `seconds`. Returns the fitted seconds of a pass of one row.
+
+        num_ratios: the time that the curve gives the pass at steepness 1, in passes of one row.
+        """
         x, weight = num_ratios - 1, num_ratios**-2
         sums = self._sums[x > 0]
         sums *= 1 - FRESH
@@ -95,7 +98,7 @@ class PassTime:
         return passes if self.fit is None else 1 + self.fit.steepness * (passes - 1)
 
     def observe(self, seconds: float, num_ratios: float) -> None:
-        """Update `one_row_s` by a pass that took `seconds`.
+        """Update `one_row_s` from a pass that took `seconds`.
 
         num_ratios: how long the pass was expected to take, in passes of one row.
         """
@@ -125,14 +128,14 @@ class PassTime:
 
 
 class Doubt:
-    """A check of a curve by the passes of steps: wide and narrow passes must give the same time of one row."""
+    """Checks a curve by the passes of steps: wide and narrow passes must give the same time of one row."""
 
     def __init__(self) -> None:
         self._counts = {False: 0, True: 0}
         self._logs = {False: 0.0, True: 0.0}  # decaying mean of the logarithm of the seconds of one row
 
     def observe(self, seconds: float, ratio: float) -> bool:
-        """Add a pass. Returns whether the curve is contradicted.
+        """Add a pass that took `seconds`. Returns whether the passes so far contradict the curve.
 
         ratio: the pass's expected time, in passes of one row.
         """

@@ -1,9 +1,9 @@
 """The decision when a draft model reads a text that it has not read yet: a rent-or-buy problem.
 
-A drafter that searches the text before it runs its model can do without the model. To read the text so far has a price,
-which is paid once. Reading is due when rounds without the model have lost as much as this price. It is due earlier
-where reading is expected to gain much more in the rest of the text. So a short prompt is soon read for a long answer,
-and a long prompt is never read for an answer that ends before the reading has paid.
+A drafter that searches the text before it runs its model can do without the model. Reading the text so far has a price,
+which is paid once. Reading is due when rounds without the model have lost as much as this price. It is due earlier if
+the model is expected to gain much more than the price in the rest of the text. So a short prompt is soon read for a
+long answer, and a long prompt is never read for an answer that ends before the reading has paid.
 """
 
 from __future__ import annotations

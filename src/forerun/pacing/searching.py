@@ -1,9 +1,9 @@
 """The decision whether to search a text for guesses: a search takes time even if it finds nothing.
 
-A search of one text takes a tenth of a millisecond. That is nothing beside a pass of a large model, but for a batch it
-adds up to half of a small model's step. So the tokens that searches gain are counted. Where these tokens are worth less
-than the time of the searches, only a few searches are made as probes. They take so small a share of the time that they
-need not pay.
+A search of one text takes a tenth of a millisecond. This is little beside a pass of a large model, but the searches of
+a batch may take half of a small model's step. So the tokens that searches gain are counted. Where these tokens are
+worth less than the time of the searches, only a few searches are made, as probes. Probes need not pay, because they
+take at most 1% of the time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Searching:
         self._requests.setdefault(request, _Gains()).add(gain)
 
     def observe_step(self, seconds: float, drafting: DraftStep | None, deciding_s: float) -> None:
-        """Add a step.
+        """Save up a share of a step's seconds for probes, and update `search_s`.
 
         drafting: the drafter's work in the step. deciding_s: the seconds to decide about one request's draft.
         """

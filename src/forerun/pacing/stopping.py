@@ -39,7 +39,7 @@ class Counts:
     drafted: list[float] = field(default_factory=lambda: [0.0] * len(FIRST_SHARES))
 
     def add(self, bins: Seq[int], num_accepted: int) -> None:
-        """Add a chain of drafted tokens; the first `num_accepted` were accepted."""
+        """Add a chain of drafted tokens; the first `num_accepted` were accepted. bins: the bin of each token."""
         keep = (1 - 1 / self.memory) ** len(bins)
         for counts in (self.tested, self.accepted, self.drafted):
             counts[:] = [keep * count for count in counts]
@@ -84,7 +84,7 @@ class Round:
 
 
 class Stopping:
-    """The acceptance by confidence and the average round, of one drafter and of each request that it serves."""
+    """The acceptance rates by confidence and the average rounds of one drafter, and of each request that it serves."""
 
     def __init__(self) -> None:
         self._mean = Counts(TOKENS_MEMORY)
@@ -131,7 +131,7 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Prices:
-    """What drafting costs in a step.
+    """The quantities from which the cost of drafting in a step follows.
 
     rate: tokens per second of all requests. rows_s [spec_length]: the seconds that each further row adds to the
     target's pass. num_going [spec_length]: the expected number of requests that still draft at each depth; these
@@ -167,10 +167,10 @@ class Stops:
         return self.known.setdefault(draft + what, Stopping())
 
     def prices(self, seqs: Seq[Sequence], are_drafting: Seq[bool], num_others: int, num_rows: int) -> Prices:
-        """Return the prices of a step that runs these requests, some of them drafting.
+        """Return the prices of a step that runs the requests `seqs`.
 
-        num_others: how many other requests there are. num_rows: the rows of the target's pass, without the draft nodes
-        of these requests.
+        are_drafting: whether each request drafts. num_others: the number of other requests in the step. num_rows: the
+        rows of the target's pass, without the draft nodes of `seqs`.
         """
         drafting = [seq for seq, drafts in zip(seqs, are_drafting, strict=True) if drafts]
         rounds = [self.of(seq.draft).round_of(seq.id) for seq in drafting]

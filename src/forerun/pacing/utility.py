@@ -15,8 +15,8 @@ this happens again in a row, the set phase lasts twice as long as the last time,
 The paper times passes with and without drafts. This policy reads the time of a pass from its calibrated curve, for the
 number of experts that were chosen (cost.py), and only the drafter's time is measured. So no pass is run without drafts
 for the comparison. In a batch, a pass is compared with the same pass without the draft of this one request. The draft
-pays if the tokens per second of the pass are higher with it. Which lengths are tried, and in what order, is this file's
-own choice.
+pays if the tokens per second of the pass are higher with it. The tried lengths and their order are this file's choice,
+and not the paper's.
 
 A length depends only on earlier rounds, on their accepted tokens and the time of their passes, and never on the token
 that is drawn. So the output has exactly the target's distribution (docs/exactness.md).
@@ -50,7 +50,10 @@ class Options:
 
 @dataclass
 class _Trial:
-    """The tokens and seconds of the passes with one draft length, and of these passes without this request's drafts."""
+    """The passes of one trial: their tokens and seconds.
+
+    plain_tokens, plain_s: the tokens and seconds that these passes would have had without this request's drafts.
+    """
 
     tokens: int = 0
     plain_tokens: int = 0
