@@ -1,1 +1,1 @@
-"""The command `forerun`: flags, inputs and what it prints. Only modules that compute (demo.py) are slow to import."""
+"""The command `forerun`: its flags, inputs and outputs. Only modules that compute, such as demo.py, import slowly."""

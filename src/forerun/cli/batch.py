@@ -43,7 +43,7 @@ def batch(
     ray_cpus: Annotated[float | None, typer.Option(help=RAY_CPUS_HELP, min=0, show_default=False)] = None,
     ray_gpus: Annotated[float, typer.Option(help="with --ray: GPUs of each engine", min=0)] = 0.0,
 ) -> None:
-    """Answer a file of requests in the OpenAI batch format; the same command goes on where a run was stopped.
+    """Answer a file of requests in the OpenAI batch format. The same command continues a run that was stopped.
 
     Exit code 2: a request was refused (its line says why), or nothing was run.
     """

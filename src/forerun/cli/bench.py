@@ -53,7 +53,7 @@ def latency(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare plain decoding with every drafter on held-out prompts, beside the speed-up that theory predicts."""
+    """Compare plain decoding with every drafter on held-out prompts, and show the speed-up that theory predicts."""
     from forerun.bench import latency as bench
 
     wanted, options = bench.planned(workload, plan)
@@ -83,7 +83,7 @@ def suite(
     target: flags.TargetArgument = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare plain decoding with what the engine does by default on a public benchmark, and check the texts."""
+    """Compare plain decoding with the engine's default drafting on a public benchmark, and check the texts."""
     config = flags.engine_config({**engine, "target": target})
     from forerun.bench import suite as bench
 
@@ -138,7 +138,7 @@ def report(
     files: Annotated[list[Path], typer.Argument(help="what benchmarks wrote with --json", show_default=False)],
     out: Annotated[Path, typer.Option(help="the page to write", callback=writable)] = Path("report.html"),
 ) -> None:
-    """Collect what benchmarks measured into one HTML page with plots, which needs nothing else; needs matplotlib."""
+    """Collect the results of benchmarks in one HTML page with plots, which needs no other file. Needs matplotlib."""
     from forerun.bench import report as bench
     from forerun.text.terminal import visible
 

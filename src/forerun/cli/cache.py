@@ -25,7 +25,7 @@ app = App("What --kv-disk keeps: blocks of KV caches, by model.")
 
 @app.command("list")
 def list_kept(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
-    """List the models of the folder: tokens, bytes, and when they were used last."""
+    """List the models in the folder, with their tokens, bytes and the time of the last use."""
     from forerun.kv.disk import kept
 
     models = kept(_folder(folder, kv_disk))
@@ -39,7 +39,7 @@ def list_kept(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
 
 @app.command()
 def verify(folder: FolderOption = None, kv_disk: SizeOption = None) -> None:
-    """Read every block and compare it with its hash. Exit code 1: some are damaged; no engine uses these."""
+    """Read every block and compare it with its hash. Exit code 1: there are damaged blocks, which no engine uses."""
     from forerun.kv.disk import kept
 
     models = kept(_folder(folder, kv_disk), verifies=True)
@@ -56,7 +56,7 @@ def clear(
     kv_disk: SizeOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
 ) -> None:
-    """Remove what is kept, of one model or of all. Texts are then read again."""
+    """Remove the stored blocks of one model or of all models. Texts must then be read again."""
     from forerun.kv.disk import clear as removed, kept_of
 
     path = _folder(folder, kv_disk)

@@ -1,4 +1,4 @@
-"""A certificate as printed for people: a line for each check, what failed, the verdict, and what is not proven."""
+"""Prints a certificate: a line for each check, the failures, the verdict, and the claims that are not proven."""
 
 from __future__ import annotations
 

@@ -41,9 +41,10 @@ def certify(
         typer.Option("--json", help="file for the whole certificate", show_default=False, callback=writable),
     ] = None,
 ) -> None:
-    """Test whether a model with its drafter says exactly what it says alone. Exit code 0: yes, 1: a difference.
+    """Test whether a model writes with its drafter exactly what it writes alone. Exit code 0: yes, 1: a difference.
 
-    Exact enumeration on toy models, wrong versions that must be found, equal texts, and statistics of the pair itself.
+    It enumerates toy models, checks that wrong versions are found, compares texts, and tests samples of the pair
+    itself.
     """
     config = flags.engine_config({**engine, "target": target}, max_batch_size=BATCH)
     from forerun.certify.certificate import PARTS, Plan, certify as run

@@ -174,7 +174,7 @@ class Chat:
             self.kept.file = file
 
     def set(self, words: str) -> str:
-        """Change a parameter of the answers, as in "temperature 0.2", and return what to tell the user.
+        """Change a parameter of the answers, as in "temperature 0.2", and return a text for the user.
 
         Without words, return all parameters with their values. Raises BadOption for a name or value that is not
         possible. A temperature above HOT is only set when it is given a second time.
@@ -204,7 +204,7 @@ class Chat:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def system(self, text: str) -> str:
-        """Change the system message, and return what to tell the user. An empty text removes the message."""
+        """Change the system message, and return a text for the user. An empty text removes the message."""
         rest = self.messages[len(self._opening) :]
         self._opening = [{"role": "system", "content": text}] if text else []
         self.messages = [*self._opening, *rest]
@@ -219,7 +219,7 @@ class Chat:
         return str(question["content"])
 
     def save(self, name: str, *, overwrites: bool = False) -> str:
-        """Write the conversation to a file, and return what to tell the user. Raises BadOption where that fails.
+        """Write the conversation to a file, and return a text for the user. Raises BadOption if it cannot be written.
 
         overwrites: whether to replace an existing file that this conversation was not saved to before.
         """
@@ -241,7 +241,7 @@ class Chat:
         return f"written to {file}"
 
     def load(self, name: str) -> str:
-        """Continue a conversation that `save` wrote as a line, and return what to tell the user.
+        """Continue a conversation that `save` wrote as a line, and return a text for the user.
 
         Without a name, load the conversation that was saved automatically last. Raises BadOption where there is none.
         """
@@ -347,7 +347,7 @@ class Chat:
 
 @dataclass
 class Answer:
-    """The written answer, and why it ended. finish_reason: None where Ctrl-C ended the answer, or a loop was found."""
+    """The written answer, and why it ended. finish_reason: None if Ctrl-C or a loop ended it."""
 
     answer_parts: AnswerParts = field(default_factory=AnswerParts)
     finish_reason: FinishReason | None = None
@@ -356,7 +356,7 @@ class Answer:
     is_loop: bool = False
 
     def add(self, part: Part) -> str:
-        """Add a part, and return what to show of it: reasoning between <think> marks, text as it is, and no calls."""
+        """Add a part, and return the text to show for it: <think> marks enclose reasoning, and calls are not shown."""
         before = self.answer_parts.items[-1] if self.answer_parts.items else None
         self.answer_parts.add(part)
         was_thinking = isinstance(before, Span) and before.kind == "reasoning"
@@ -439,8 +439,8 @@ class _Stopped(KeyboardInterrupt):
 class _Interrupt:
     """A handler for Ctrl-C that raises _Stopped once, while an answer is awaited.
 
-    Any other Ctrl-C is ignored: a second one, which would interrupt the program while it writes the end of the answer,
-    and one that comes just after the end of the answer.
+    A second Ctrl-C is ignored, because it would interrupt the program while it writes the end of the answer. A Ctrl-C
+    just after the end of the answer is ignored, too.
     """
 
     is_awaited: bool = False
@@ -473,10 +473,10 @@ def load_models(opened: Opened) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
-    """Return the parameters of an answer. They keep a given limit of tokens, and else have none.
+    """Return the parameters of an answer. If no limit of tokens is given, the answer gets no limit.
 
-    The shipped model has the limit SHIPPED_MAX_TOKENS in place of none. is_limited: whether the user or the checkpoint
-    gives a limit. Raises BadOption for a limit that leaves no room for an answer.
+    For the shipped model, the limit is then SHIPPED_MAX_TOKENS. is_limited: whether the user or the checkpoint gives a
+    limit. Raises BadOption for a limit that leaves no room for an answer.
     """
     if is_limited:
         return answering(params)
@@ -500,9 +500,9 @@ def run(
 ) -> None:
     """Answer messages until the input ends: messages that are typed in a terminal, or the lines of a pipe.
 
-    A terminal offers editing and history. Each call of a tool is run only where somebody at a terminal says yes to it.
-    With kv_disk the conversation is saved automatically. goes_on: whether to continue the last conversation that was
-    saved so. Raises BadOption where there is none.
+    A terminal offers editing and history. A tool call is run only if a user at a terminal allows it. With kv_disk, the
+    conversation is saved automatically. goes_on: whether to continue the last conversation that was saved
+    automatically. Raises BadOption if there is no such conversation.
     """
     kept = None if llm.config.kv_disk is None else Conversations(default_folder())
     terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -533,8 +533,8 @@ def run(
 def _talk(chat: Chat, terminal: bool) -> None:
     """Answer messages and obey commands, until the input ends.
 
-    From a pipe, the error is raised where MOST_REFUSED lines in a row cannot be answered, as when a long text is piped
-    in.
+    If MOST_REFUSED lines of a pipe in a row cannot be answered, the last error is raised. This happens when a long text
+    is piped in.
     """
     leaving = set(LEAVING) if terminal else set[str]()
     num_refused = 0
@@ -589,7 +589,7 @@ def _obey(chat: Chat, command: str) -> str:
 
 
 def _typed() -> Iterator[str]:
-    """Yield the typed messages, without blank ones. Ctrl-C at the prompt drops what was typed, as in a shell."""
+    """Yield the typed messages that are not blank. Ctrl-C at the prompt drops what was typed, as in a shell."""
     session = _session()
     while True:
         try:
@@ -656,7 +656,7 @@ def _history_file() -> Path | None:
 
 
 def _piped() -> Iterator[str]:
-    """Yield the lines of standard input as messages, without blank ones. Lines that end with a backslash are joined."""
+    """Yield the lines of standard input that are not blank, as messages. Lines that end with a backslash are joined."""
     lines: list[str] = []
     while sys.stdin is not None:
         try:

@@ -1,8 +1,8 @@
 """The conversations that `forerun chat` saves automatically if --kv-disk stores their KV caches.
 
 Each conversation is a file with one line, as `/save` writes it. The folder is in the user's cache, and nobody else can
-read it. After every answer, the whole file is replaced at once. Where there are more than MOST_KEPT files, the
-least recently written ones are removed.
+read it. After every answer, the whole file is replaced at once. If there are more than MOST_KEPT files, the least
+recently written files are removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def default_folder() -> Path:
 
 
 class Conversations:
-    """The saved conversations of a folder. file: the current conversation's; None before the first answer."""
+    """The saved conversations of a folder. file: the current conversation's file; None before the first answer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

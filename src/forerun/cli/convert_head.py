@@ -12,7 +12,7 @@ def convert_head(
     folder: Annotated[Path, typer.Argument(help="folder of a head: config.json and pickles", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, new or empty", show_default=False)],
 ) -> None:
-    """Write a head that was published as a pickle (pytorch_model.bin) as safetensors, without running its code."""
+    """Convert a head from a published pickle (pytorch_model.bin) to safetensors, without running the pickle's code."""
     from forerun.drafters.shared import converting
     from forerun.text.terminal import visible
 

@@ -45,7 +45,7 @@ FALLBACK_PROMPT = 'class Stack:\n    """A last-in first-out container."""\n\n   
 
 @dataclass(frozen=True)
 class Scene:
-    """One text that is written twice. asked: the prompt, as it is shown. is_chat: whether it is a chat message."""
+    """One text that is written twice. asked: the prompt, as it is shown. is_chat: whether `asked` is a chat message."""
 
     title: str
     asked: str
@@ -168,7 +168,7 @@ def run(
 
 
 def of_pair(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the models of PAIR as target and draft model, where it names no target.
+    """Return the configuration. If it names no target, make the models of PAIR its target and its draft model.
 
     A draft model that the configuration names stays. The models' files come from the folder that FORERUN_PAIR names.
     Without such a folder they come from the hub's cache, or are fetched. Raises UserError where a file cannot be had;
@@ -209,7 +209,7 @@ def _how_to_get_pair() -> str:
 
 
 def _work(opened: Opened) -> list[Scene]:
-    """Return a scene for each kind of PAIR_KINDS. Its prompt is the kind's first one that is a single message.
+    """Return a scene for each kind of PAIR_KINDS. Its prompt is the first prompt of the kind with a single message.
 
     Raises NotFound for a model that does not chat.
     """
@@ -238,7 +238,7 @@ def _scenes(opened: Opened, prompt: str | None) -> list[Scene]:
 
 
 def _shortened(text: str) -> str:
-    """Return a prompt as it is shown: a long one is cut to the first and the last lines or words."""
+    """Return a prompt as it is shown. A long prompt is cut to its first and last lines, or words."""
     if len(text) <= 2 * SHOWN_CHARACTERS:
         return text
     beginning, end = text[: SHOWN_CHARACTERS // 2], text[-SHOWN_CHARACTERS // 2 :]

@@ -1,4 +1,4 @@
-"""`forerun doctor` shows what this machine has for forerun, what runs on it, and what would make forerun faster.
+"""`forerun doctor` shows this machine's hardware, the software that runs on it, and ways to make forerun faster.
 
 numpy is imported when the command runs, not to print help. torch is imported only to report on torch and its device.
 """
@@ -92,7 +92,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Computed:
-    """The operators that would compute a model here.
+    """The operators that would compute a model on this machine.
 
     slower_because: for each faster backend, why it cannot compute the model.
     """
@@ -337,7 +337,7 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _of_card(card: Card) -> str:
-    """Return a sentence about a CUDA device, and about what computes on it."""
+    """Return a sentence about a CUDA device, and about the operators that compute on it."""
     about = f"{card.name}, compute capability {card.capability}, {card.free_bytes / 1e9:.1f} GB of "
     about += f"{card.num_bytes / 1e9:.1f} GB free; "
     if card.problem is None:

@@ -1,4 +1,4 @@
-"""Answers to an option that a command does not have: which command has it, or which name it has in forerun."""
+"""Answers an option that a command lacks: names the command that has the option, or the option's name in forerun."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _names(command: Any) -> Mapping[str, str]:
-    """Map the names of a command's parameters to how help shows them: a flag, or an argument's name in capitals."""
+    """Map the name of each parameter of a command to its form in help: a flag, or an argument's name in capitals."""
     names = {}
     for param in command.params:
         if param.param_type_name == "option":
@@ -88,7 +88,7 @@ class _Elsewhere:
 def _of_another_command(flag: str, command: str, parsers: Mapping[str, Any]) -> _Elsewhere | None:
     """Return the answer to a flag that `command` lacks and another command has. None where no other command has it.
 
-    The answer names the first subcommand of `command` that has the flag, or else the first command of all that has it.
+    The answer names the first subcommand of `command` that has the flag, or else the first other command that has it.
     """
     homes = {
         path: param

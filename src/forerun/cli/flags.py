@@ -80,7 +80,7 @@ class _EngineFields(Fields):
                 yield name, Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def of_class(self) -> Fields:
-        """Return the fields of EngineConfig alone, without the two other flags."""
+        """Return the flags of EngineConfig's fields alone, without the two other flags."""
         return Fields(EngineConfig, self.names, self.leave_out, panel=self.panel, before=self.before)
 
 
@@ -137,12 +137,15 @@ def sampling_params(flags: Mapping[str, Any], fields: Mapping[str, Any] | None =
 
 
 def _yes_or_no(value: str) -> bool | str:
-    """Return the boolean for true or false, and any other text unchanged, for SamplingParams to judge."""
+    """Return the boolean for true or false. Return any other text unchanged; SamplingParams then checks the text."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def read_file(file: Path, what: str) -> str:
-    """Read a text file. what: how errors call it. Raises BadOption if it is not UTF-8, NotFound if it is unreadable."""
+    """Read a text file. Raises BadOption if it is not UTF-8, and NotFound if it is unreadable.
+
+    what: the word for the file in errors.
+    """
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

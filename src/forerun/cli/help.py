@@ -38,7 +38,7 @@ class HelpFormatter(_FORMATTER):  # type: ignore[misc]  # typer ships its own co
         self.write(folded(args, self.width, f"{prefix or 'Usage: '}{prog} ", " " * 4) + "\n")
 
     def write_text(self, text: str) -> None:
-        """Write paragraphs, which empty lines separate."""
+        """Write the paragraphs of a text, which are separated by empty lines."""
         indent = " " * self.current_indent
         paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
         self.write("\n\n".join(folded(paragraph, self.width, indent, indent) for paragraph in paragraphs) + "\n")
@@ -73,7 +73,7 @@ class _Command(TyperCommand):
     context_class = _Context
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept `--target MODEL`, which other commands have, in place of an argument that names a model."""
+        """Parse a command line. `--target MODEL` may take the place of an argument that names a model."""
         flags = {flag for param in self.params for flag in param.opts}
         arguments = [param for param in self.params if param.param_type_name == "argument"]
         model = next((param for param in arguments if param.name in MODEL_ARGUMENTS and TARGET not in flags), None)
@@ -157,6 +157,6 @@ class App(typer.Typer):
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        """Add a command as typer.Typer.command does. In its signature, each `Fields` is replaced by its flags."""
+        """Add a command as typer.Typer.command does. Each `Fields` in the command's signature becomes flags."""
         add = super().command(name, **{"cls": _Command, "context_settings": SETTINGS, **settings})
         return lambda command: add(expanded(command))

@@ -14,11 +14,11 @@ from forerun.types import SamplingParams
 
 
 def read_requests(prompts: Seq[str], file: Path | None, params: SamplingParams) -> list[flags.Request]:
-    """Return requests for the prompts of the arguments, then for those in the file. Texts stay as they are.
+    """Return a request for each prompt: first the prompts of the arguments, then the prompts of the file.
 
-    `-` stands for standard input, which is also read where no other prompt is given. A file that ends in .jsonl has one
-    request per line, with `params` as defaults. Raises BadOption where there is no prompt, or where a text is not
-    UTF-8. Raises NotFound for a file that cannot be read.
+    Texts are not changed. `-` stands for standard input, which is also read if no other prompt is given. A file that
+    ends in .jsonl has one request per line, with `params` as defaults. Raises BadOption where there is no prompt, or
+    where a text is not UTF-8. Raises NotFound for a file that cannot be read.
     """
     requests: list[flags.Request] = [(_read_stdin() if text == "-" else text, params) for text in prompts]
     if file is not None:
@@ -41,7 +41,7 @@ def read_prompt_file(file: Path, params: SamplingParams, ignored: Seq[str] = ())
 
 
 def refuse_a_model(prompts: Seq[str]) -> None:
-    """Raise BadOption where the first prompt names a model: generate takes texts there, unlike chat and serve."""
+    """Raise BadOption if the first prompt names a model: unlike chat and serve, generate takes texts as arguments."""
     first = prompts[0]
     is_like_an_id = len(prompts) > 1 and re.fullmatch(r"[\w-]+/[\w.-]+(?:[@:][\w.-]+)?", first) is not None
     if find(first) is not None or is_like_an_id or _is_checkpoint(first):
@@ -51,7 +51,7 @@ def refuse_a_model(prompts: Seq[str]) -> None:
 
 
 def refuse_a_message(target: str | None) -> None:
-    """Raise BadOption where `forerun chat` was given several words, probably a message, in place of a model."""
+    """Raise BadOption if `target` has several words: it is probably a message, but `forerun chat` takes a model."""
     if target is not None and len(target.split()) > 1 and not Path(target[:200]).exists():
         raise BadOption(
             f"{shown(target)} is no model: forerun chat takes one, and messages when it asks; forerun generate answers "

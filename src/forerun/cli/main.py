@@ -104,7 +104,7 @@ def version() -> None:
 def show_help(
     context: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="COMMAND")] = None
 ) -> None:
-    """Show the help of a command, as --help behind it does."""
+    """Show the help of a command, as --help after the command does."""
     app([*(words or []), "--help"], prog_name=context.find_root().info_name, standalone_mode=False)
 
 
@@ -419,7 +419,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="tokens to generate at most", min=1)] = 128,
     seed: Annotated[int, typer.Option(help="the same seed, the same text")] = 1,
 ) -> None:
-    """Let a model write the same texts without and with speculation: they are the same, and come faster."""
+    """Let a model write texts without and with speculation, and show that speculation gives the same texts faster."""
     config = flags.engine_config(engine)
     params = flags.sampling_params({"temperature": temperature, "max_tokens": max_tokens, "seed": seed})
     from forerun.cli import demo as show_demo
@@ -429,7 +429,7 @@ def demo(
 
 @app.command()
 def models() -> None:
-    """List the models that have a name: size, licence, where they come from, and what is here already."""
+    """List the named models, with size, licence and source, and whether they are on this machine."""
     from forerun.cli.show import model_lines
     from forerun.text.terminal import make_console
 
@@ -508,7 +508,8 @@ def _way_out(error: OSError) -> str:
 def _open_what_is_closed() -> None:
     """Replace each standard stream that the caller has closed (as in `forerun models >&-`) by an empty stream.
 
-    The streams are opened in order. So each gets the file descriptor of the closed stream, and no later file gets it.
+    The streams are opened in the order of their file descriptors. So each empty stream gets the file descriptor of the
+    closed stream, and no other file can get it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -10,7 +10,10 @@ MethodName = Annotated[str | None, typer.Argument(help="show this one with its o
 
 
 def list_methods(package: str, what: str, name: str | None, how: str) -> None:
-    """Print the methods of a package, or the method `name` with its options. how: a text to print at the end."""
+    """Print the methods of a package, or the method `name` with its options. how: a text to print at the end.
+
+    what: the word for a method of this package in errors.
+    """
     from forerun.cli.folding import folded
     from forerun.cli.show import method_lines, option_lines
     from forerun.text.terminal import make_console

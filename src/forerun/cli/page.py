@@ -68,7 +68,7 @@ def page(console: Console) -> Iterator[Page]:
 
 
 def markdown(text: str) -> Markdown:
-    """Read Markdown as chats use it: line breaks stay, addresses stay readable, and HTML-like text stays text."""
+    """Parse Markdown for a chat: line breaks are kept, addresses stay readable, and HTML is shown as text."""
     parts = re.split(r"(^ {0,3}(?:```|~~~).*?(?:^ {0,3}(?:```|~~~)[ \t]*$|\Z))", text, flags=re.MULTILINE | re.DOTALL)
     lines = "".join(part if i % 2 else re.sub(r"(?<=\S)\n(?=\S)", "  \n", part) for i, part in enumerate(parts))
     document = Markdown("", hyperlinks=False)

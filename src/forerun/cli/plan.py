@@ -77,9 +77,10 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The outline of each model of a configuration by name, and what the drafters need.
+    """The outlines of a configuration's models, and the memory needs of its drafters.
 
-    unchecked: why the tokens of draft and target were not compared; None = they were.
+    by_name: the outline of each model, by name. unchecked: why the tokens of draft and target were not compared; None =
+    they were compared.
     """
 
     outlines: Outlines
@@ -110,7 +111,7 @@ class Models:
     def plan(self, available: int | None) -> tuple[Opened, MemoryPlan]:
         """Return the target as an engine would open it, and the plan of the memory.
 
-        available: the bytes that the plan may use; None = what the device has available.
+        available: the bytes that the plan may use; None = the bytes that the device has available.
         """
         from forerun.memory.machine import available_bytes
 
@@ -122,7 +123,7 @@ class Models:
         return self.outlines.fitted(available, self.by_name)
 
     def settings(self, opened: Opened) -> dict[str, Any]:
-        """Return by name the settings, such as max_batch_size, that the plan is for."""
+        """Return the settings for which the plan is made, such as max_batch_size, by name."""
         from forerun import ops
 
         config, has_drafts = opened.config, len(self.by_name) > 1

@@ -29,7 +29,7 @@ def prefill(
     target: flags.TargetArgument = None,
     raw: Annotated[bool, typer.Option("--raw", help=RAW_HELP)] = False,
 ) -> None:
-    """Read a system prompt, tools or the beginning of a text, and keep it with --kv-disk for later processes."""
+    """Read a system prompt, tools or the beginning of a text, and store its KV cache with --kv-disk for later use."""
     config = flags.engine_config({**engine, "target": target})
     if config.kv_disk is None:
         raise BadOption("prefill needs --kv-disk: without it nothing is left when the command ends")
@@ -57,7 +57,10 @@ def prefill(
 
 
 def _beginning(llm: Any, file: Path, text: str) -> list[int]:
-    """Return the token ids with which every conversation begins that has the file's messages and tools."""
+    """Return the token ids with which all conversations begin that have these messages and tools.
+
+    text: the contents of `file`: a system prompt, or for .json an object with messages and tools.
+    """
     body: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}
     if file.suffix == ".json":
         try:

@@ -21,7 +21,7 @@ def quantize(
 ) -> None:
     """Write a checkpoint with weights of 8 or 4 bits (compressed-tensors), which loads without rounding again.
 
-    A head that `forerun train head` has written is written as a head.
+    If the source is a head that `forerun train head` has written, the result is a head, too.
     """
     from forerun.config import EngineConfig, Quantization
     from forerun.drafters.shared.head_files import is_head, quantise_head

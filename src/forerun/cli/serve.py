@@ -21,7 +21,7 @@ def serve(
 ) -> None:
     """Serve models by the APIs of OpenAI, Anthropic and Ollama. SIGTERM and Ctrl-C let accepted requests finish.
 
-    Options of engines hold for each of several models; a config file may have tables [models.NAME] with their own.
+    Engine options apply to every served model. In a config file, a table [models.NAME] sets options of one model.
     """
     options = ServerOptions(**server, limits=Limits(**limits))
     configs = flags.engine_configs(engine, target or ())

@@ -1,4 +1,4 @@
-"""What a terminal shows of speculation: one line per target pass, and text coloured by where it came from.
+"""Shows speculation in a terminal: one line per target pass, and text in colours that show each token's origin.
 
 Accepted tokens are green, rejected tokens red, corrections and bonus tokens blue (Figure 1 of Leviathan et al. 2023).
 Tokens after a rejection, which are never tested, are dim. The lines of passes have marks, too, so that they can be
@@ -119,7 +119,7 @@ class LiveText:
         self.write(self._detokenizer.finish() + "\n", "")
 
     def write(self, text: str, style: str) -> None:
-        """Write a text. A pipe gets it without rich, which would drop some control characters and leave others."""
+        """Write a text. In a pipe, do not write it with rich, which drops some control characters and keeps others."""
         if self._console.is_terminal:
             self._console.print(Text(visible(text), style), end="", soft_wrap=True)
         else:
@@ -128,7 +128,7 @@ class LiveText:
 
 
 def model_lines(width: int) -> Iterator[str]:
-    """Yield lines about the named models: a row of facts, and below it what a model is and where it comes from."""
+    """Yield lines about each named model: a row of facts, and below it the model's description and source."""
     row = "{:18} {:>7} {:8} {:>7} {:10} {}"
     yield row.format("name", "weights", "kind", "size", "licence", "here")
     for model in named_models().values():
@@ -148,7 +148,7 @@ def _about(number: int) -> str:
 
 
 def method_lines(package: str, width: int = PIPE_WIDTH) -> Iterator[str]:
-    """Yield for each method of a package the name, with the first paragraph of its file's docstring."""
+    """Yield a line for each method of a package: the name, and the first paragraph of its file's docstring."""
     known = names(package)
     indent = max(map(len, known)) + 2
     for name in known:

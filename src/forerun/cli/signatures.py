@@ -34,7 +34,8 @@ class Fields:
     names: the fields that get flags, in the order of the flags; () = all fields that have a help text. leave_out: the
     fields that get no flag. usual: by field name, the value that help shows in place of the field's default. panel: the
     heading in help for flags whose fields name no heading. before: a prefix of each heading. is_plan: whether an option
-    that is not given has the field's default. Otherwise it is None, and a variable or config file may set it.
+    that is not given has the field's default. Otherwise such an option is None, and a variable or a config file may set
+    it.
     """
 
     cls: type[Any]
@@ -145,7 +146,7 @@ def _listed(values: Seq[Any]) -> str:
 
 
 def expanded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command for typer. In its signature, each `Fields` is replaced by its flags."""
+    """Return a command for typer: each `Fields` in the command's signature is replaced by the flags of its fields."""
     hints = typing.get_type_hints(command, include_extras=True)
     shown = list[Parameter]()
     groups = dict[str, tuple[Fields, dict[str, str]]]()

@@ -1,4 +1,4 @@
-"""Calls of a Python file's functions by a model. Signatures and docstrings give the schemas of the functions."""
+"""Lets a model call the functions of a Python file. Signatures and docstrings give the schemas of the functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_CHARS = 20_000  # of a result, so that it leaves room for the conversation
 
 
 class ToolFile:
-    """The public functions of a Python file, which is run as a separate module to find them.
+    """The public functions of a Python file. To find them, the file is run as a separate module.
 
     Raises NotFound where there is no file. Raises BadOption for a file that fails, for a file that has no function, and
     for a function that `schema_of` refuses.
@@ -79,9 +79,9 @@ def _functions(path: Path) -> dict[str, Callable[..., Any]]:
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function, in the form in which chat templates take tools.
 
-    The docstring's first paragraph describes the function. Indented lines like "city: where" (below "Args:") describe
-    its parameters. Raises BadOption for a parameter that has no type, that has a type unknown to JSON, or that cannot
-    be given by name.
+    The docstring's first paragraph describes the function. An indented line such as "city: the name of a city" (below
+    "Args:") describes a parameter. Raises BadOption for a parameter that has no type, that has a type unknown to JSON,
+    or that cannot be given by name.
     """
     doc = inspect.getdoc(function) or ""
     said = {match[1]: match[2] for line in doc.splitlines() if (match := _ARGUMENT.match(line))}

@@ -55,7 +55,7 @@ def lm(
     resume: Resume = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a small model on Python source, ids or a target's text: from them, or from soft labels (--teacher)."""
+    """Train a small model on Python source, token ids or a target's text. With --teacher it learns from soft labels."""
     with _starting(quiet):
         from forerun.train import lm as training
 
@@ -74,7 +74,7 @@ def head(
     resume: Resume = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a drafter that reads its target's hidden states, on what the target wrote itself; on the CPU."""
+    """Train a drafter that reads its target's hidden states, on texts that the target has written. Runs on the CPU."""
     from forerun.cli import waiting
     from forerun.config import EngineConfig
     from forerun.drafters.shared import trained
@@ -105,7 +105,7 @@ def drafter(
     ops: Ops = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Make a drafter for a target in so many hours: samples, hidden states, a head that draft=auto finds."""
+    """Make a drafter for a target within --hours: sample texts, train a head on them, and keep it for draft=auto."""
     from forerun.drafters.shared import trained
 
     with _starting(quiet):
@@ -122,7 +122,7 @@ def drafter(
 
 @app.command("heads")
 def list_heads(name: MethodName = None) -> None:
-    """List what `train head` can train, or show one of them with its options."""
+    """List the methods that `train head` can train, or show one method with its options."""
     from forerun.train.heads import WHAT, rate_of
 
     how = "Train one with forerun train head --method NAME or --method NAME:option=value,option=value."
@@ -308,7 +308,7 @@ def skip(
     ops: Ops = "auto",
     seed: Annotated[int, typer.Option(help="of the flips at the end")] = 0,
 ) -> None:
-    """Search the layers of a target that draft for it best, and write them to a file."""
+    """Search for the layers of a target that draft for the target best, and write their indices to a file."""
     from forerun.config import EngineConfig
     from forerun.engine.opened import Opened
     from forerun.train.skip import Scored, fit
@@ -330,7 +330,7 @@ def skip(
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a line, made safe for a terminal, because the names of files in it may hold control characters."""
+    """Print a line. Control characters are made visible, because names of files in the line may contain some."""
     from forerun.text.terminal import visible
 
     typer.echo(visible(text), err=err)

@@ -30,8 +30,9 @@ OPENING_S = 0.8  # before a terminal shows that a model is opened, which rarely 
 class Waiting:
     """Shows what a command waits for, until `end` is called: in a terminal on one line, which is removed at the end.
 
-    Elsewhere a new text is printed as a line after SILENT_S seconds of silence. Displays that follow each other, as of
-    opening, loading and reading, share one silence. after_s: the seconds before a terminal shows the first text.
+    Elsewhere a new text is printed as a line after SILENT_S seconds of silence. Successive displays, such as opening,
+    loading and reading, count the seconds of silence together. after_s: the seconds before a terminal shows the first
+    text.
     """
 
     _silent_since_s = _ended_s = -math.inf  # since when nothing was printed, and when the last display ended
@@ -119,7 +120,7 @@ class Answering(Waiting):
 
 
 def opened(config: EngineConfig) -> Opened:
-    """Open the models of a configuration, and say so meanwhile: a large tokenizer takes seconds the first time."""
+    """Open the models of a configuration, and display this, because a large tokenizer takes seconds the first time."""
     from forerun.engine.opened import Opened
 
     names = [name for name in (config.target, config.draft) if name is not None]

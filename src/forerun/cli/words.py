@@ -1,4 +1,4 @@
-"""The words in which every command reports the same facts: counts, rates, precision, how texts are drawn and end."""
+"""The phrases in which all commands report counts, rates, precision, operators, drafters, sampling and endings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def precision(llm: LLM) -> str:
 
 
 def backend(llm: LLM) -> str:
-    """Return which operators compute the target, why faster ones do not, and which other operators compute drafts."""
+    """Return the operators that compute the target and the drafts, and why faster operators do not compute them."""
     target = llm.checkpoint.model
     runners = [runner for drafter in llm.engine.drafter.members.values() for runner in drafter.runners]
     others = {computed(model) for model in (runner.model for runner in runners) if model.ops.name != target.ops.name}
@@ -73,7 +73,7 @@ def _card_is_idle(model: Model) -> Iterator[str]:
 
 
 def model_name(llm: LLM) -> str:
-    """Return the name that the user knows a model by: its name in `forerun models`, or else its checkpoint's name."""
+    """Return the target's name for the user: its name in `forerun models`, or else its checkpoint's name."""
     target = llm.config.target
     return target if target is not None and named.find(target) is not None else llm.checkpoint.name
 
@@ -101,14 +101,14 @@ def drawing(params: SamplingParams) -> str:
 
 
 def ending(reason: FinishReason | None, num_tokens: int, params: SamplingParams) -> list[str]:
-    """Return why an output ended, as phrases for the closing line; [] where the model itself ended it."""
+    """Return why an output ended, as phrases for the closing line; [] if the model itself ended the output."""
     if reason == "length":
         return ["cut at --max-tokens" if num_tokens == params.max_tokens else "cut at --max-seq-len"]
     return {None: ["stopped"], "abort": ["aborted"]}.get(reason, [])
 
 
 def closing_line(llm: LLM, output: RequestOutput, params: SamplingParams, seconds: float | None = None) -> str:
-    """Return the line of facts below an output. seconds: from prompt to last token; None = show no speed."""
+    """Return the line of facts below an output. seconds: the time from prompt to last token; None = show no speed."""
     report, num_tokens = output.report, len(output.token_ids)
     other = report.draft if report.draft != llm.engine.drafter.main else None  # beams have their own drafter
     parts = [model_name(llm), drafting(llm, other or params.draft)]
@@ -137,7 +137,7 @@ def lossy(acceptance: str, tv_price: float | None) -> str:
 
 
 def details(report: RequestReport) -> str:
-    """Return the line that --verbose adds below an output, with tested tokens, acceptance by position and others."""
+    """Return the line that --verbose adds below an output, with tested tokens, acceptance by position and more."""
     parts = []
     if report.acceptance == BEAM and report.num_steps:
         parts.append(f"{report.rows_per_pass:.1f} rows per target pass")
