@@ -56,13 +56,13 @@ class Probes:
             self._torch = {"sum by numpy": np.full(self.num_bytes // 4, 0.5, np.float32).sum}
 
     def read(self) -> Bandwidth:
-        """Run every probe once, and return the rate of the fastest."""
+        """Run every probe once, and return the rate and the name of the fastest probe."""
         rates = self.read_each()
         best = max(rates, key=lambda name: rates[name])
         return Bandwidth(rates[best], best)
 
     def read_each(self) -> dict[str, float]:
-        """Run every probe once, and return the bytes per second of each."""
+        """Run every probe once, and return the bytes per second of each probe, by name."""
         rates = {name: self.num_bytes / _time(probe, self.device) for name, probe in self._torch.items()}
         if self._native is not None:
             rates |= {name: values[0] for name, values in self._native.read(1)}

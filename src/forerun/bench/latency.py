@@ -153,7 +153,7 @@ def read_prompts(num: int, file: Path | None = None) -> list[tuple[str, str]]:
 
 
 def read_texts_or_ids(num: int, file: Path | None = None) -> list[tuple[str, Prompt]]:
-    """Return what `read_prompts` returns. A line of the file may also have token ids ("ids") in place of "text"."""
+    """Return what `read_prompts` returns, but allow token ids ("ids") in place of "text" in a line of the file."""
     file = file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -380,7 +380,10 @@ def run_together(
 
 
 class Took(NamedTuple):
-    """The seconds of one answer. first_s: until the end of the first step that emits tokens. num_first: its tokens."""
+    """The seconds of one answer. first_s: the seconds until the end of the first step that emits tokens.
+
+    num_first: the number of tokens that this step emits.
+    """
 
     seconds: float
     first_s: float

@@ -116,7 +116,10 @@ def run(config: EngineConfig, plan: MethodsPlan) -> dict[str, Any]:
 
 
 def read_work(plan: MethodsPlan) -> list[WorkPrompt]:
-    """Return the first prompts of each kind of work, one of each kind in turn. Raises NotFound, BadOption."""
+    """Return the first prompts of each kind of work, one prompt of each kind in turn.
+
+    Raises NotFound for a missing file, and BadOption for a file without such prompts and for an unknown kind.
+    """
     file = plan.prompt_file or PROMPTS
     if not file.is_file():
         raise NotFound(f"there is no prompt file {file}: name one with --prompt-file")
@@ -343,7 +346,7 @@ def compare(texts: Mapping[str, list[int]], name: str, temperature: float, token
 def print_compared(
     num_compared: int, ways: Seq[Way], plan: MethodsPlan | SuitePlan, ops: Operators, console: Console
 ) -> None:
-    """Print how many texts were compared with plain decoding's, and why the other texts were not."""
+    """Print how many texts were compared with plain decoding's texts, and why other texts were not compared."""
     if num_compared:
         console.print(f"All {num_compared} compared texts of drafters are plain decoding's, token for token.")
     if not ops.row_invariant:

@@ -1,4 +1,4 @@
-"""The picture of `forerun bench methods`: a row for each way, with its speed-up over all kinds and on each kind.
+"""The picture of `forerun bench methods`: each way of drafting with its speed-up over all and on each kind of work.
 
 Drawing needs matplotlib.
 """

@@ -27,7 +27,7 @@ MOST_UNBROKEN = 6  # characters of a kind's name in the head of a column; longer
 
 @dataclass(frozen=True)
 class Counts:
-    """What is counted over the steps of some runs. alpha_hat is None where no drafted token was tested.
+    """Counts and rates over all steps of some runs. alpha_hat is None if no drafted token was tested.
 
     tokens_per_pass: the tokens that a step emits on average, the target's own token included. overhead_share: the
     share of the steps' time outside of the passes of target and draft model. The work of a drafter without a model
@@ -43,7 +43,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Cell(Counts):
-    """One way on one kind of work at one temperature. speedups: the speed-up of each run."""
+    """The results of one way on one kind of work at one temperature. speedups: the speed-up of each run."""
 
     name: str
     temperature: float
@@ -56,10 +56,10 @@ class Cell(Counts):
 
 @dataclass(frozen=True)
 class Summary(Counts):
-    """One way over all kinds of work at one temperature. Rates are geometric means over the kinds.
+    """The results of one way over all kinds of work at one temperature. Rates are geometric means over the kinds.
 
-    The fields of Counts are over all steps. speedup_range: the least and the greatest speed-up over the rounds. A
-    round has one run of each kind.
+    The fields of Counts are computed over all steps. speedup_range: the least and the greatest speed-up over the
+    rounds. A round has one run of each kind.
     """
 
     name: str

@@ -36,7 +36,7 @@ class ProcessorTimes:
     def remark_since(self, begun: ProcessorTimes) -> str | None:
         """Return a sentence about other programs that kept processors busy since an earlier moment.
 
-        Returns None where these programs used little, or where some processors were idle all the same.
+        Returns None if these programs used little processor time, or if some processors were idle anyway.
         """
         wall_s = self.at_s - begun.at_s
         num_busy = (self.busy_s - begun.busy_s - self.process_s + begun.process_s) / wall_s

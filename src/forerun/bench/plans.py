@@ -160,9 +160,9 @@ class MethodsPlan(Plan):
 class SuitePlan(Plan):
     """The options of `forerun bench suite`.
 
-    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: how many of the first prompts to run;
-    None = all. prompts_per_kind: how many of the first prompts of each kind to run; None = all. most_rounds: how
-    often a kind of work is run at most. It is run again while its two runs with plain decoding differ, see suite.py.
+    drafts, pacings, acceptances and picture: as in MethodsPlan. num_prompts: how many of the first prompts to run; None
+    = all. prompts_per_kind: how many of the first prompts of each kind to run; None = all. most_rounds: the most runs
+    of a kind of work. A kind is run again while its two runs with plain decoding differ, see suite.py.
     """
 
     drafts: tuple[str, ...] = option((), "drafter to measure, with its options", flag="--draft", usual="auto")

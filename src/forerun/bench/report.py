@@ -38,7 +38,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class View:
-    """What is plotted of a benchmark's record.
+    """Selects the numbers of a benchmark's record that are plotted.
 
     rows: the field of the record with the list of rows. labels: the fields that name a row. values: the fields to
     plot, each as dots in its own panel. x: the field of the x axis. Where `x` is given, there is one panel with curves
@@ -88,7 +88,10 @@ pre { font-size: .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 def run(files: Seq[Path], out: Path) -> int:
-    """Write the page, and return how many records it has. Raises NotFound, and BadOption for a file without records."""
+    """Write the page `out` with the records of `files`, and return how many records it has.
+
+    Raises NotFound for a missing file. Raises BadOption for a file without records, and if matplotlib is not installed.
+    """
     check_can_draw()
     records = [(f"{file.name}, record {i}", record) for file in files for i, record in enumerate(read(file), 1)]
     write_whole(out, page_of(records))
@@ -96,7 +99,10 @@ def run(files: Seq[Path], out: Path) -> int:
 
 
 def read(file: Path) -> list[Record]:
-    """Return the records of a file, which holds one JSON object, or one in each line. Raises NotFound, BadOption."""
+    """Return the records of a file. The file holds one JSON object, or one JSON object per line.
+
+    Raises NotFound if there is no file, and BadOption if the file holds no records.
+    """
     if not file.is_file():
         raise NotFound(f"there is no file {shown(str(file))}: name what a benchmark wrote with --json")
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -118,7 +124,7 @@ def read(file: Path) -> list[Record]:
 
 
 def page_of(records: Seq[tuple[str, Record]]) -> str:
-    """Return the HTML page of these records. records: pairs of where a record is from, and the record."""
+    """Return the HTML page of these records. records: for each record the name of its source, and the record."""
     titles = [_title(record) for _, record in records]
     entries = "".join(f'<li><a href="#r{i}">{escape(title)}</a></li>' for i, title in enumerate(titles))
     sections = "".join(
@@ -206,7 +212,7 @@ def _number(value: Any) -> str:
 
 
 def svg_of(picture: Plot | Timeline | Coloured) -> str:
-    """Return a picture as inline SVG. Its ids of groups are left out, for every picture of the page has the same."""
+    """Return a picture as inline SVG. The ids of groups are removed, because each picture of the page has equal ids."""
     file = io.StringIO()
     save(draw(Exhibit("", "", (), (), picture, "", "")), file, ".svg")
     svg = file.getvalue()
@@ -266,7 +272,7 @@ def _dots(field: str, rows: Seq[Mapping[str, Any]]) -> Curve:
 
 
 def _kept(picture: Mapping[str, Any]) -> Plot | Timeline | Coloured | None:
-    """Return the picture that an exhibit's record holds; None where it holds none."""
+    """Return the picture that an exhibit's record holds; None if the record has no picture."""
     if "panels" in picture:
         return Plot(
             [Panel(**{**panel, "curves": [Curve(**c) for c in panel["curves"]]}) for panel in picture["panels"]]

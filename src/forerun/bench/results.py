@@ -65,7 +65,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the tables and of the JSON record. A field is None where nothing was counted to compute it from."""
+    """One line of the tables and of the JSON record. A field is None if nothing was measured for it."""
 
     draft: str
     spec_length: int
@@ -165,7 +165,7 @@ class Ceiling:
 
 
 def print_ceiling(model: LoadedModel, console: Console) -> Ceiling:
-    """Measure the memory's bandwidth, and print the limit that it sets."""
+    """Measure the memory's bandwidth. Print and return the limit that the bandwidth sets for plain decoding."""
     with showing("measuring the memory"):
         measured = bandwidth.measure(model.device)
     what = "the experts that it chooses and all other weights" if model.config.has_experts else "all weights"

@@ -62,7 +62,10 @@ class Run:
         return {name: value for name, value in vars(self).items() if name not in ("texts", "steps", "draft_forward_s")}
 
     def add_to(self, tally: Tally, *, is_whole: bool) -> None:
-        """Add the run to a tally: whole requests, or only what follows the first tokens of each turn."""
+        """Add the run to a tally.
+
+        is_whole: whether to add the tokens and seconds of whole requests, or only those after each turn's first tokens.
+        """
         seconds, num = self.seconds, self.num_tokens
         if not is_whole:
             seconds, num = seconds - self.first_token_s, num - self.num_first_tokens
@@ -268,7 +271,10 @@ class Measuring:
     def ask(
         self, conversation: Conversation, way: Way, temperature: float, number: int, most_tokens: int | None = None
     ) -> Run:
-        """Let a new engine answer a conversation turn by turn."""
+        """Let a new engine answer a conversation turn by turn, and return the measurements.
+
+        most_tokens: the most tokens of an answer; None = the plan's max_tokens.
+        """
         asked = Run(conversation.id, conversation.kind, way.name, temperature)
         params = self.params(way, temperature, number)
         messages = list[Message]()
@@ -310,7 +316,7 @@ class Measuring:
         return output.token_ids, output.text
 
     def tallies(self, *, is_whole: bool) -> dict[tuple[float, str, str], Tally]:
-        """Return the tallies of all runs, by temperature, kind and way."""
+        """Return the tallies of all runs, by temperature, kind and way. is_whole: as in `Run.add_to`."""
         tallies = {
             (t, kind, way.name): Tally(Variant(way.name, 0), t)
             for t in self.plan.temperatures
@@ -322,5 +328,5 @@ class Measuring:
         return tallies
 
     def cells(self, *, is_whole: bool) -> list[Cell]:
-        """Return the results of whole requests, or only of what follows the first tokens of each turn."""
+        """Return the cells of all runs. is_whole: as in `Run.add_to`."""
         return cells_of(self.tallies(is_whole=is_whole))

@@ -94,10 +94,10 @@ def _values(column: Column, rows: Seq[Any]) -> list[Any]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Write seconds as milliseconds."""
+    """Return a duration in seconds as a text in milliseconds, without the unit."""
     return f"{1e3 * seconds:.1f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
 def rate(per_s: float) -> str:
-    """Write a rate per second."""
+    """Return a rate per second as a text, without the unit."""
     return f"{per_s:.1f}" if per_s < 1000 else f"{per_s:.0f}"

@@ -167,9 +167,9 @@ def _probe(bench: TuningEngine, until: float, progress: Progress) -> dict[str, l
 def contenders_of(predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
     """Return the ways to measure: plain decoding, the most promising fixed lengths, and drafters with pacing=auto.
 
-    Each of the best drafters is measured at its best length. The best drafter is also measured at a second length. It
-    is the length farthest from the best, among the lengths that are predicted to reach CLOSE times the best speed-up. A
-    drafter that was never right is not measured.
+    Each of the best drafters is measured at its best length. The best drafter is also measured at a second length. The
+    second length is the length farthest from the best length, among the lengths that are predicted to reach CLOSE times
+    the best speed-up. A drafter that was never right is not measured.
     """
     is_right = {spec for spec, lengths in predictions.items() if any(one.tokens_per_pass > 1 for one in lengths)}
     best = {spec: max(predictions[spec], key=lambda one: one.speedup) for spec in predictions if spec in is_right}
@@ -225,7 +225,7 @@ def _race(
 
 
 def further(contenders: Seq[Contender], predictions: Mapping[str, Seq[Prediction]]) -> list[Way]:
-    """Return the unmeasured length with the highest predicted speed-up, if no measured way has reached that speed-up.
+    """Return the unmeasured length with the highest predicted speed-up; [] if a measured way has that speed-up.
 
     Each drafter's predictions are corrected first, by the median of measured / predicted speed-up over the drafter's
     measured lengths.

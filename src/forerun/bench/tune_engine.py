@@ -1,4 +1,4 @@
-"""The engine of `forerun tune`: one engine with all drafters over the same target, so ways differ only in drafting."""
+"""The engine of `forerun tune`. It has all drafters over the same target, so that ways differ only in drafting."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALIBRATION_SHARE, LEAST_CALIBRATION_S = 0.05, 0.5  # the share of the time for 
 
 
 def candidates_of(opened: Opened, plan: TunePlan) -> list[str]:
-    """Return the specs of the drafters to consider. Raises UserError for a named drafter that is impossible here."""
+    """Return the specs of the drafters to consider. Raises UserError if a drafter that the plan names is impossible."""
     if plan.only and not plan.drafts:
         raise BadOption("--only leaves no drafter to consider: name some with --draft")
 
@@ -166,8 +166,8 @@ class TuningEngine:
     def pass_times(self) -> PassTime:
         """Measure the time of the target's passes by their number of rows.
 
-        The measured numbers of rows are close together, because kernels compute a few rows at a time, so that the time
-        rises in steps.
+        The measured numbers of rows are close together: kernels compute a few rows at a time, so the time rises in
+        steps. If the option calibrate is off, return the engine's curve instead.
         """
         engine, size = self.llm.engine, self.plan.concurrency
         if not self.llm.config.calibrate:

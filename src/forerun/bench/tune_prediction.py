@@ -2,8 +2,8 @@
 
 A recorded run, with drafts of at most LONGEST nodes, shows which nodes the target accepted. A run with K nodes is
 predicted by walking along the same text. A draft of K nodes is the first K nodes of the recorded draft, in which the
-best nodes come first. Where such a draft ends inside of an accepted path, the next draft begins there: it consists of
-the recorded nodes below that place, in their order.
+best nodes come first. If such a draft ends inside of an accepted path, the next draft begins at that node. It consists
+of the recorded nodes below that node, in their order.
 
 The mean of min(accepted, K) + 1 over the recorded rounds would be 10 to 20 % too low at small K. The reason is that an
 easy stretch of text takes few long rounds, but many short rounds (docs/use/tuning.md).
@@ -144,9 +144,10 @@ def replay(texts: Seq[Seq[Round]], spec_length: int, deepest: int | None = None)
 
 
 def _stretches(text: Seq[Round]) -> list[list[_Token]]:
-    """Cut the emitted tokens into stretches, each of which one long draft could have covered.
+    """Split the emitted tokens of one text into stretches. A single longer draft could have covered a whole stretch.
 
-    A stretch ends after a rejection, and after a round without a draft.
+    A stretch ends after a round with a rejection, and after a round without a draft. In each other round, a path was
+    accepted down to a leaf, so a longer draft might have gone on into the next round.
     """
     stretches: list[list[_Token]] = [[]]
     for round_ in text:
@@ -160,9 +161,9 @@ def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: i
     """Return how many tokens from `start` on are accepted from a draft of `spec_length` nodes.
 
     A draft that begins where a recorded draft began has no more nodes than the recorded draft. Any other draft may go
-    on from one recorded draft to the next. Between the two lies one token of the target. The drafter is assumed to
-    guess this token with its likeliest node, although the recorded run only shows that the drafter was right before and
-    after the token.
+    on from one recorded draft to the next. Between two recorded drafts lies one token of the target. The drafter is
+    assumed to guess this token with its likeliest node, although the recorded run only shows that the drafter was right
+    before and after the token.
     """
     is_recorded = stretch[start].place == 0
     num = used = 0  # used: nodes of the draft down to the last end of a recorded path
@@ -185,7 +186,10 @@ def _num_accepted(stretch: Seq[_Token], start: int, spec_length: int, deepest: i
 
 
 def alphas(texts: Seq[Seq[Round]]) -> list[float]:
-    """Return the share of tested tokens that were accepted, for each position before the first untested one."""
+    """Return, for each position of a draft, the share of tested tokens that were accepted.
+
+    The list ends before the first position at which no token was tested.
+    """
     shares = []
     rounds = [round_ for text in texts for round_ in text]
     for depth in range(LONGEST):
@@ -266,9 +270,10 @@ class Prediction:
 class Passes:
     """The time of a pass over a number of rows, divided by the time of a plain pass in the same turn.
 
-    curve(rows): the calibrated curve, for passes without cached tokens. `add` takes measured passes with cached tokens,
-    which correct the curve. For the passes between two ROW_EDGES, the correction at their mean number of rows is their
-    median error. Between these numbers of rows, the correction is interpolated linearly.
+    curve(rows): the calibrated curve, for passes without cached tokens. num_together: the mean number of requests in a
+    step of plain decoding. `add` takes measured passes with cached tokens, which correct the curve. For the passes
+    between two ROW_EDGES, the correction at their mean number of rows is their median error. Between these numbers of
+    rows, the correction is interpolated linearly.
     """
 
     def __init__(self, curve: Callable[[float], float], num_together: float = 1.0) -> None:

@@ -34,7 +34,7 @@ Seconds = dict[int, dict[int, float]]  # seconds per token, by group of prompts 
 
 @dataclass(frozen=True)
 class Way:
-    """A drafter and its draft length. Length None: pacing=auto sets the length. Length 0: plain decoding."""
+    """A drafter and its draft length. spec_length None = pacing=auto sets the length; 0 = plain decoding."""
 
     draft: str
     spec_length: int | None
@@ -103,10 +103,10 @@ class Found:
     """All results of `forerun tune`.
 
     predictions: the predictions of each drafter, one for each length. doubt: why the choice is left to pacing=auto;
-    empty where it is not. alphas: for each drafter and position, the share of tested tokens that were accepted.
-    alpha_hats: for each drafter, this share over all positions. pass_s: the seconds of a pass over one row. curve: by
-    number of rows, the seconds of a pass without cached tokens, divided by pass_s. v: by number of rows, the time of a
-    pass on the prompts, divided by the time of a plain pass. seconds: the duration of the whole run.
+    empty if the choice is certain. alphas: for each drafter and position, the share of tested tokens that were
+    accepted. alpha_hats: for each drafter, this share over all positions. pass_s: the seconds of a pass over one row.
+    curve: by number of rows, the seconds of a pass without cached tokens, divided by pass_s. v: by number of rows, the
+    time of a pass on the prompts, divided by the time of a plain pass. seconds: the duration of the whole run.
     """
 
     predictions: Mapping[str, Seq[Prediction]]

@@ -1,4 +1,4 @@
-"""The widening of whole checkpoints for measurements, in memory or into a folder, to preset or given shapes.
+"""Widens whole checkpoints for measurements, in memory or into a folder, to preset or given shapes.
 
 models/widening.py explains why a widened model computes the same as the small model.
 """
@@ -132,7 +132,7 @@ class _InMemory:
 def with_positions(checkpoint: Checkpoint, num: int) -> Checkpoint:
     """Return a checkpoint with the same weights that takes texts of up to `num` tokens.
 
-    It is good for measuring times. Beyond the trained positions the output means nothing.
+    The result is only for measuring times, because its output is meaningless beyond the trained positions.
     """
     model = copy.copy(checkpoint.model)
     cast(Any, model).config = dataclasses.replace(model.config, max_positions=num)
@@ -143,7 +143,7 @@ def write_widened(folder_in: str | Path, folder_out: str | Path, shape: WideShap
     """Widen a checkpoint folder into a new folder that any llama runtime loads, and return the new spec.
 
     The weights keep their stored dtype. The tokenizer's files are copied, with tokens for new ids. Raises what `widen`
-    and `grow` raise, and NotFound.
+    and `grow` raise, and NotFound for a missing checkpoint.
     """
     target = Path(folder_out)
     with new_folder(target):
@@ -251,7 +251,7 @@ def describe(spec: Spec) -> str:
 def measured_target(config: EngineConfig, shape: str) -> Opened:
     """Open the target of a measurement.
 
-    If no target is named, it is the default target, or the shipped model if the target is to be widened.
+    If the configuration names no target, open the default target, or the shipped model if the target is to be widened.
     """
     return Opened.of(config if shape == "none" else dataclasses.replace(config, target=config.target or named.PAIR))
 
@@ -293,7 +293,7 @@ def draft_options(spec: str) -> tuple[str, str | None]:
 
 
 def load_widened_draft(spec: str, config: EngineConfig, target: Checkpoint, shape: str) -> Checkpoint:
-    """Load the draft model that `spec` names, by default the shipped one, widened to a shape.
+    """Load the draft model that `spec` names, by default the shipped model, widened to a shape.
 
     The draft model gets the target's weight dtype, device and operators.
     """

@@ -1,6 +1,6 @@
 """SPEED-Bench: 880 prompts of eleven kinds for speculative decoding (arXiv:2604.09557).
 
-No package holds the prompts, so the user names their file, which is written as JSON lines.
+No package holds the prompts, so the user must name a file of prompts in JSON lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The project's own prompts: six kinds of work, eight of each."""
+"""The project's own prompts: six kinds of work, with eight prompts of each kind."""
 
 from __future__ import annotations
 
