@@ -24,7 +24,10 @@ LEAST_TESTS, MOST_TESTS = 3, 12
 
 @dataclass(frozen=True)
 class Setting:
-    """How the outputs of one test are drawn. size: the number of allowed ids, and the number of tokens per output."""
+    """The settings with which the outputs of one test are drawn.
+
+    size: the number of allowed ids, and the number of tokens per output.
+    """
 
     source: Source
     rule: str
@@ -89,7 +92,7 @@ class Sampler:
 
 
 def check(clock: Clock, pair: Pair, seed: int) -> Check:
-    """Draw and test outputs in LEAST_TESTS settings, and in more while there is time. They share it evenly."""
+    """Draw and test outputs in LEAST_TESTS settings, and in more while there is time. Settings share time evenly."""
     counted = Check(
         "counted outputs",
         "few ids",

@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass
 class Certificate:
-    """The results of all checks. facts: what is known of the models, the engine and the machine, by name."""
+    """The results of all checks. facts: the facts about models, engine and machine, by name."""
 
     plan: Plan
     facts: dict[str, Any]

@@ -56,8 +56,8 @@ class Check:
     """One line of a certificate.
 
     subject: "toy" (models whose probabilities are known), "pair" (the user's target and drafters), or "few ids" (the
-    same, with at most 8 ids allowed). num_samples: the number of samples, counted in `unit`. problems: a sentence for
-    each failure. ran: whether there was anything to check. result: the outcome in short. proves: the claim that the
+    pair, which may then use at most 8 ids). num_samples: the number of samples, counted in `unit`. problems: a sentence
+    for each failure. ran: whether there was anything to check. result: the outcome in short. proves: the claim that the
     check supports, and the claim's limits.
     """
 

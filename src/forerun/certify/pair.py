@@ -60,8 +60,8 @@ class Source:
 class Pair:
     """A target, and four ways to draft for it.
 
-    They are the user's drafter, the target at another temperature, a perfect copy of the target, and a drafter that is
-    nearly always wrong. Raises UserError as LLM does.
+    The four ways are the user's drafter, the target at another temperature, a perfect copy of the target, and a drafter
+    that is nearly always wrong. Raises UserError as LLM does.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -88,7 +88,7 @@ class Pair:
 
     @property
     def row_invariant(self) -> bool:
-        """Whether a token's logits are the same bits whatever shares its pass, so that all texts must be equal."""
+        """Whether the bits of a token's logits never depend on other rows of a pass, so that all texts must be equal."""
         return bool(self.llm.checkpoint.model.ops.row_invariant)
 
     def failed_drafters(self) -> list[str]:
@@ -119,7 +119,7 @@ def _refuse_no_draft(config: EngineConfig) -> None:
 
 
 def _opened(config: EngineConfig, longest: int) -> LLM:
-    """Open the target with at most `longest` positions. A target that has fewer gets its own maximum."""
+    """Open the target with at most `longest` positions. A target with fewer positions gets its own maximum."""
     try:
         return LLM.from_config(config)
     except BadOption:

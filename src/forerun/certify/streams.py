@@ -67,8 +67,9 @@ class Setting:
 class Stream:
     """The statistics of the tokens that are drawn in one setting.
 
-    series: for each output, the numbers u in [0, 1) of its tokens, which are uniform if the draws are right. num_rare:
-    the number of rare tokens. rare_probs: for each token, the probability that plain decoding draws a rare token there.
+    series: for each output, the numbers u in [0, 1] of its tokens, which are uniform if the draws are right. num_rare:
+    the number of rare tokens. rare_probs: for each token, the probability that plain decoding draws a rare token at its
+    position.
     """
 
     setting: Setting

@@ -40,7 +40,7 @@ class Job:
 
 
 def checks(clock: Clock, pair: Pair, seed: int) -> list[Check]:
-    """Compare texts with plain decoding's, as long as there is time. Then check the acceptance of the perfect copy."""
+    """Compare texts with plain decoding's texts until the time is over. Then check the perfect copy's acceptance."""
     equal = Check(
         "equal texts",
         "pair",
@@ -96,7 +96,7 @@ class _Compared:
         self.by_source: dict[str, tuple[int, int]] = {}  # numbers of texts, and of accepted tokens
 
     def look(self, prompt: list[int], mode: str, params: SamplingParams, alone: Request) -> None:
-        """Run a prompt with every drafter and draft length, and compare each text with `alone`, the plain decoding."""
+        """Run a prompt with every drafter and draft length. Compare each text with that of `alone`, the plain request."""
         plain = alone.seq.output_ids
         jobs = self._jobs(mode, params, plain)
         for llm in (self.pair.llm, self.pair.copy.llm):

@@ -1,9 +1,9 @@
 """Tie certificates: evidence that two texts differ only because rounding decided (docs/exactness.md, Rounding).
 
 At the first position where the texts differ, the logits are computed once more, row by row, so that batching cannot
-change them. The two tokens must be the two best tokens there (for `match`, after temperature and noise), and the
-difference of their scores must be at most tau. Tau is twice the largest deviation of a logit between passes with one
-row, with six rows and with all rows.
+change them. At this position, the two tokens must be the two best tokens (for `match`, after temperature and noise),
+and the difference of their scores must be at most tau. Tau is twice the largest deviation of a logit between passes
+with one row, with six rows and with all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PASSES = (1, 6, 512)  # rows of the passes that are compared
 
 
 def last_logits(runner: Runner, ids: Seq[int], chunk: int) -> Row:
-    """Return float64 logits after the last token of `ids`, run through the cache in chunks of `chunk` tokens."""
+    """Run `ids` through the cache in chunks of `chunk` tokens. Return the float64 logits [V] after the last token."""
     runner.cache.open(SLOT)
     try:
         for start in range(0, len(ids), chunk):
@@ -47,7 +47,7 @@ def measured_tau(runner: Runner, texts: Seq[Seq[int]]) -> float:
 
 
 def best_two(oracle: Runner, ids: Seq[int], num_prompt_tokens: int, params: SamplingParams) -> tuple[set[int], float]:
-    """Return the two best ids of the next position, and how far apart their scores are.
+    """Return the two best ids of the next position, and the difference of their scores.
 
     For greedy requests, which have no penalties here, the score is the logit. For sampled requests the score is
     log p + the seed's Gumbel noise.

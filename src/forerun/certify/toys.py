@@ -209,7 +209,7 @@ def caches() -> Check:
 
 
 def production_coins() -> Check:
-    """Test rounds with the random numbers of real requests, because the enumeration puts its own in their place."""
+    """Test rounds with the random numbers of real requests, because the enumeration replaces these numbers."""
     check = Check(
         "production coins",
         "toy",
