@@ -27,8 +27,8 @@ class RaggedBatch:
     tokens [T], positions [T]: lists, or int64 tensors where the values were never on the host. run_starts [B+1]: the
     first row of each run, then T. slots [B]: the cache slot of each run. cached [B]: for each run, the number of cache
     rows in its slot that all rows of the run see.
-    pending [B]: for each run, the number of cache rows after these that are written but not committed yet. Only some
-    rows of the run see them.
+    pending [B]: for each run, the number of rows after the `cached` rows that are written but not committed yet. Only
+    some rows of the run see such pending rows.
     ancestors [T]: for each row of a tree, the pending rows and the rows of its run that it sees, as bits. Bit j stands
     for the j-th of these rows, counted from the first pending row on. A row sees itself. 0 = a row of a plain run,
     which sees all rows before it. `pending` and `ancestors` are empty where no run is a tree. `words` packs the bits

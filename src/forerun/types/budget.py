@@ -33,7 +33,8 @@ class Stop:
     of the drafted tokens, which the drafter adds.
     is_shut: whether the model must not draft at all. num_unread: the number of committed tokens that the model has not
     run, set by a drafter that also searches the text. search: the stop for the guess of this search, which comes before
-    the model's. The guess is drafted if the number of accepted tokens to expect, less their cost, is at least `bar`.
+    the model's guess. The guess of the search is drafted if the expected number of accepted tokens, less their cost, is
+    at least `bar`.
     A token that ends a chain stays in the chain, so that the decision looks only at tokens that are drawn already
     (docs/exactness.md). A drafter that draws nothing may look at a token first (`takes`).
     """
@@ -59,7 +60,7 @@ class Stop:
         """For each depth, the smallest chance of a whole chain at which one more token may still be drafted.
 
         The chance is that all tokens of the chain so far are accepted, the product of their shares (`share`). The first
-        entry holds behind the first token. Behind the last entry no token is drafted.
+        entry applies after the first token. After the depth of the last entry, no token is drafted.
         """
         return [worth / max(self.share, 1e-6) for worth in self.worth[1:]]
 
@@ -143,8 +144,8 @@ class Budget:
     def only(self, members: Seq[int], catchup_tokens: int) -> Budget:
         """Return the budget of some of the sequences, renumbered from 0.
 
-        members: the indices of these sequences in this budget. catchup_tokens: the new budget's value, which other
-        drafters of the step have left over.
+        members: the indices of these sequences in this budget. catchup_tokens: the catch-up tokens that other drafters
+        of the step have left over; the new budget gets this number.
         """
         budget = Budget([self.num_tokens[b] for b in members], catchup_tokens, reads_logits=self.reads_logits)
         budget.limits = [self.limits[b] for b in members] if self.limits else []

@@ -30,7 +30,7 @@ class Extra:
 class SharedRows(NamedTuple):
     """The rows that score the nodes of one sequence: tokens [M], parents [M] (-1 = the last committed token).
 
-    places: for each node, the index in `tokens` of the row that scores it. parents: indices in the same numbering.
+    places: for each node, the index in `tokens` of the row that scores it. parents: indices into `tokens`, too.
     """
 
     tokens: list[int]

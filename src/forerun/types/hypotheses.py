@@ -11,8 +11,9 @@ Next = Callable[[int], tuple[Seq[int], Seq[float]]]
 class Hypotheses:
     """The sequences that a beam search considers, as a tree that only grows. Each node is a token after its parent.
 
-    tokens, parents: by node; -1 = the prompt. base: the node of the last committed token, which all beams share. tips:
-    the last nodes of the beams, best first. Drafters read the tree, and add the nodes that they guess.
+    tokens, parents: the token and the parent of each node; parent -1 = the prompt. base: the node of the last committed
+    token, which all beams share. tips: the last nodes of the beams, best first. Drafters read the tree, and add the
+    nodes that they guess.
     """
 
     def __init__(self) -> None:

@@ -92,10 +92,10 @@ class Probs:
 
 
 class Afar:
-    """A distribution in the memory of a device, and what the host knows of it.
+    """A distribution in the memory of a device, of which the host knows some probabilities and one drawn id.
 
     fetch() -> [V] copies the weights to the host, where they are then kept. chances: the probabilities of some ids.
-    draw: how the device drew an id from the distribution. token: the drawn id; below 0 = the device could draw no id.
+    draw: the settings with which the device drew an id. token: the drawn id; below 0 = the device could draw no id.
     """
 
     __slots__ = ("_fetch", "_weights", "chances", "draw", "token")
@@ -139,6 +139,6 @@ class Coins(Protocol):
     def picks(self, probs: Probs, depth: int, num: int) -> list[int]:
         """Return the `num` ids with the largest log probs + the noise of `pick`, largest first.
 
-        Fewer ids are returned where fewer have a probability above 0. The first id is the one that `pick` returns. A
+        Fewer ids are returned if fewer ids have a probability above 0. The first id is the id that `pick` returns. A
         drafter that wants several children of one node takes these ids.
         """

@@ -13,8 +13,8 @@ from forerun.types.verdict import AcceptanceTest
 class Toss(NamedTuple):
     """One coin of a round: the probability to accept, and the uniform number that had to be below this probability.
 
-    depth and lane: as in `Coins.accept`. coin: the uniform number. None where the probability was 0 or 1, so that no
-    coin was tossed, and where the round's decisions do not come from random numbers.
+    depth and lane: as in `Coins.accept`. coin: the uniform number. None if no coin was tossed, because the probability
+    was 0 or 1. Also None if the round's decisions do not come from random numbers.
     """
 
     depth: int

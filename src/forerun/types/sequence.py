@@ -58,7 +58,7 @@ class TokenCounts:
 
 
 def salt_of(source_ids: Seq[int], salt: str | None) -> str:
-    """Return a salt made of a request's salt and its encoder input, so that other inputs share no cache rows."""
+    """Return a salt made of a request's salt and its encoder input. Different inputs then share no cache rows."""
     return f"{salt or ''} {hashlib.sha256(array('q', source_ids).tobytes()).hexdigest()}"
 
 
@@ -88,7 +88,7 @@ class Constraint(Protocol):
 
 @dataclass(slots=True)
 class Sequence:
-    """The committed tokens of one request. Only `commit` appends to them; drafted tokens never enter.
+    """The committed tokens of one request. Only `commit` appends tokens; drafted tokens are never among them.
 
     acceptance: the verification rule. Where the request names no rule, the rule is match if the request has a seed and
     a temperature above 0, else ratio.
