@@ -1,7 +1,7 @@
 """Generation with modules that are given as objects: speculative, autoregressive, with n-grams, and by beam search.
 
-The signatures follow a published toolkit for speculative decoding. The work is done by the engine, with its step, its
-rules, its sampling pipeline and its policies; modules.py gives a module the engine's interface for models.
+The signatures follow a published toolkit for speculative decoding. The engine does the work, with its step, rules,
+sampling pipeline and policies. modules.py gives a module the engine's interface for models.
 
 The toolkit's errors are mended. With use_cache=True only the tokens that the cache lacks are run, and the cache is cut
 to the accepted tokens. An end id inside a draft ends the output there. The draft never depends on the length of an
@@ -238,7 +238,7 @@ class _Call:
 
 @dataclass
 class _Task:
-    """One call of a function in this file: its arguments, and how it generates."""
+    """One call of a function in this file: the function's arguments, models, pacing policy and drafter."""
 
     call: _Call
     target: ModuleModel

@@ -9,8 +9,8 @@ no cache.
 ModuleCache is the engine's KVCache (forerun/kv). It stores token ids, and no keys and values. The module's own cache
 holds the keys and values of some text. A pass compares that text with the text to run, cuts the module's cache to the
 common beginning, and runs the rest. So a rejected token costs nothing until the next pass. A tree takes one call of the
-module for each leaf: a branch is run from where it leaves the previous branch. The engine's hidden states are logits
-here (H = V).
+module for each leaf: a branch is run from the node at which it leaves the branch before. The engine's hidden states are
+logits here (H = V).
 """
 
 from __future__ import annotations
@@ -229,7 +229,10 @@ class ModuleModel:
         return pair(dynamic(), dynamic()) if self.is_encoder_decoder else dynamic()
 
     def _run(self, text: Text, batch: RaggedBatch, b: int, is_silent: bool) -> Tensor:
-        """Return the logits [n, V] of a run. is_silent: return zeros that take no memory, as no logits are needed."""
+        """Return the logits [n, V] of a run.
+
+        is_silent: whether no logits are needed. The result is then zeros that take no memory.
+        """
         num = len(batch.run(b))
         if is_silent:
             if self.uses_cache:

@@ -44,7 +44,7 @@ class Choice(Generic[X]):
 
 @dataclass(frozen=True)
 class Speculated(Generic[X]):
-    """All steps. result: the result of the last step, or the start where there was no step."""
+    """The results of all steps. result: the result of the last step, or the start if there was no step."""
 
     result: X
     choices: list[Choice[X]]

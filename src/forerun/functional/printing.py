@@ -1,4 +1,4 @@
-"""The rounds of a text as lines of a terminal, for debug=True.
+"""Prints the rounds of a text as lines of a terminal, for debug=True.
 
 The form follows a published toolkit for speculative decoding, with its counting mended: tokens are numbered from 1
 over the whole text, a correction has the number of the token that it replaces, and "Accepted" counts the ticks.

@@ -1,6 +1,6 @@
-"""Logits processors: how a token is drawn from logits, in the form in which library users write their own.
+"""Logits processors: objects that draw tokens from logits. Library users may write their own processors.
 
-A processor is `_process` (change the logits), a temperature, and `sample` (draw from probabilities). The processors
+A processor has `_process` (change the logits), a temperature, and `sample` (draw from probabilities). The processors
 here are the engine's own pipeline (forerun/sampling) under other names. A user's subclass decides the distribution by
 itself, and both drafter and verifier use this distribution.
 

@@ -60,7 +60,7 @@ def speculate_with(
 class Speculating:
     """A model with speculation, made by `speculate_with`. Only one thread may use it at a time.
 
-    What a drafter learns in one call, it still knows in the next call.
+    A drafter that learns from texts keeps its knowledge for later calls.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Speculating:
         """Generate for one prompt or several. Return a RequestOutput (text, token_ids, report), or a list of these.
 
         prompts: a text, a conversation (messages with role and content) or token ids; or a list of these. params: None
-        = the defaults of SamplingParams, which draw at temperature 1. The result is a list for several prompts, and
-        where params.n asks for several outputs. Raises UserError for arguments that cannot be honoured.
+        = the defaults of SamplingParams, which draw at temperature 1. The result is a list for several prompts, and if
+        params.n is above 1. Raises UserError for arguments that cannot be honoured.
         """
         params = params or SamplingParams()
         is_one = self._is_one(prompts)
