@@ -88,7 +88,7 @@ class Pair:
 
     @property
     def row_invariant(self) -> bool:
-        """Whether the bits of a token's logits never depend on other rows of a pass, so that all texts must be equal."""
+        """Whether the bits of a token's logits depend on no other row of a pass. If so, all texts must be equal."""
         return bool(self.llm.checkpoint.model.ops.row_invariant)
 
     def failed_drafters(self) -> list[str]:

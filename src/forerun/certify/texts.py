@@ -96,7 +96,7 @@ class _Compared:
         self.by_source: dict[str, tuple[int, int]] = {}  # numbers of texts, and of accepted tokens
 
     def look(self, prompt: list[int], mode: str, params: SamplingParams, alone: Request) -> None:
-        """Run a prompt with every drafter and draft length. Compare each text with that of `alone`, the plain request."""
+        """Run a prompt with every drafter and draft length, and compare each text with the plain text of `alone`."""
         plain = alone.seq.output_ids
         jobs = self._jobs(mode, params, plain)
         for llm in (self.pair.llm, self.pair.copy.llm):
