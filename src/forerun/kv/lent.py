@@ -38,8 +38,8 @@ class LentCache:
     def view(self, batch: RaggedBatch, kind: int = 0) -> CacheView:
         """Return the cache rows of a pass. Each run reads all kept rows of its slot.
 
-        As its row to write, each run has the last kept row of its slot. Raises InternalError where a run is not one row
-        at the index of the last kept row.
+        The row to write of a run is the last kept row of its slot. Raises InternalError where a run is not one row at
+        the index of the last kept row.
         """
         self.kinds[kind].tables(batch)
         reads = [self._cache.rows(slot, 0, batch.end(b), kind) for b, slot in enumerate(batch.slots)]

@@ -45,7 +45,7 @@ def keys_of(tokens: Seq[int], salt: str | None, block_tokens: int) -> list[Key]:
 
 
 class PrefixIndex:
-    """The published blocks by key and by block, and the evictable blocks, longest unused first."""
+    """An index of the published blocks by key, and the queues of evictable blocks, each longest unused first."""
 
     def __init__(self) -> None:
         self._block_of: dict[Key, int] = {}
@@ -111,7 +111,7 @@ class PrefixIndex:
             self._evictable[block] = None
 
     def evict(self) -> int:
-        """Withdraw and return the block that was not used for the longest time, from the queue with more blocks.
+        """Withdraw and return the block that has been unused longest, in the queue with more blocks.
 
         There must be an evictable block.
         """

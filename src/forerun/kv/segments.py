@@ -85,7 +85,7 @@ class Segment:
     def rewrite(self, entries: Mapping[int, bytes]) -> None:
         """Overwrite entries in their file. entries: the new bytes, by number of the entry.
 
-        Also sets the file's modification time, even if `entries` is empty, because it stands for the time of the
+        Also sets the file's modification time, even if `entries` is empty, because this time counts as the time of the
         segment's last use. Does nothing if the file no longer exists or may not be written to.
         """
         with suppress(OSError), open(self.entries, "r+b") as file:

@@ -265,7 +265,7 @@ class StateTables:
     # ------------------------------------------------------------------------------------------------------ one pass
 
     def plan(self, batch: RaggedBatch, counts: Seq[int] | None = None) -> list[StateRun]:
-        """Return what each run reads and writes. Raises CapacityError where rows or states run out.
+        """Return the states and rows that each run reads and writes. Raises CapacityError if rows or states run out.
 
         Rows that an earlier run of the same slot has written are dropped, unless they were kept. counts: for a model
         that drafts several tokens in one call, the number of given tokens at the beginning of each run, before the
