@@ -71,11 +71,11 @@ class _Request:
 
 
 class _SafetyNet:
-    """A comparison of a few plain steps with the drafting steps around them. Drafting pauses if it was slower.
+    """A comparison of a few plain steps with the drafting steps around them. Two losses in a row pause drafting.
 
     num_left: the number of plain steps that the comparison still needs; a negative number counts the drafting steps
-    after the plain steps. num_lost: the number of comparisons in a row that plain decoding has won. plain, drafting
-    [2]: the tokens and the seconds of the plain steps, and of the drafting steps.
+    after the plain steps. num_lost: the number of comparisons in a row that drafting has lost. plain, drafting [2]: the
+    tokens and the seconds of the plain steps, and of the drafting steps.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class AutoPacing(Pacing):
             self._choose_at, self._choose_below = self._step + self._choose_pause, len(requests) // 2
 
     def _searched(self, requests: Seq[_Request], rate: float) -> tuple[set[int], set[int]]:
-        """Return the ids of the sequences whose texts are searched: first those for which searches pay, then probes.
+        """Return the ids of the sequences whose texts are searched: a set for which searches pay, and a set of probes.
 
         rate: the tokens per second of all requests.
         """

@@ -1,7 +1,7 @@
 """Stop after a token that the drafter itself finds unlikely (transformers' assistant_confidence_threshold).
 
 The unlikely token stays in the draft and is verified. So whether a token is drafted depends only on the tokens before
-it, and the output's distribution stays as it is. To drop the unlikely token would change the distribution
+it, and the output's distribution stays as it is. Dropping the unlikely token would change the distribution
 (docs/exactness.md).
 """
 

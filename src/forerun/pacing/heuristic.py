@@ -1,4 +1,4 @@
-"""Draft two tokens more after a fully accepted draft, and one token less after another (transformers' "heuristic").
+"""Draft two tokens more after a fully accepted draft, and one token less otherwise (transformers' "heuristic").
 
 Each request has its own draft length. The length depends on committed tokens alone, which are known before the next
 draft.

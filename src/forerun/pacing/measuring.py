@@ -51,9 +51,10 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class Pause:
-    """The time in which passes may be measured. It lasts as long as goes_on() is True.
+    """The time in which passes may be measured.
 
-    Each pass runs within a turn(). By default the time does not end, and passes wait for nothing.
+    goes_on: returns whether the time goes on; by default it never ends. turn: returns the context in which each pass
+    runs; by default passes wait for nothing.
     """
 
     goes_on: Callable[[], bool] = _always
@@ -72,7 +73,7 @@ NOW = Pause()
 
 
 def kept(runner: Runner) -> PassTime | None:
-    """Return the pass times of a model that were measured on this machine and kept; None where none were kept."""
+    """Return the pass times of a model that were measured and kept on this machine; None if there are none."""
     return _read(_path_of(runner), runner.has_experts)
 
 

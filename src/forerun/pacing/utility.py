@@ -42,7 +42,7 @@ MOST_DOUBLINGS = 5  # of a set phase without drafts
 
 @dataclass(frozen=True)
 class Options:
-    """How long the phases are."""
+    """The lengths of the phases, in rounds."""
 
     test_rounds: int = option(4, "rounds for which each length is tested", min=1)
     set_rounds: int = option(16, "rounds for which the best length is kept", min=1)
