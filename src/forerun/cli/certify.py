@@ -43,8 +43,8 @@ def certify(
 ) -> None:
     """Test whether a model writes with its drafter exactly what it writes alone. Exit code 0: yes, 1: a difference.
 
-    It enumerates toy models, checks that wrong versions are found, compares texts, and tests samples of the pair
-    itself.
+    The command enumerates toy models, checks that wrong versions are found, compares texts, and tests samples of the
+    pair.
     """
     config = flags.engine_config({**engine, "target": target}, max_batch_size=BATCH)
     from forerun.certify.certificate import PARTS, Plan, certify as run

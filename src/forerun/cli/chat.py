@@ -137,7 +137,7 @@ class Chat:
 
     verbose: whether the line after each answer has more measures. stop_loops: whether to end an answer that repeats
     itself. tools: functions that the model may call. may_run: returns whether a call, given as text, may be run. kept:
-    where conversations are saved automatically; None = they are not.
+    saves the conversation automatically; None = the conversation is not saved.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Chat:
     def load(self, name: str) -> str:
         """Continue a conversation that `save` wrote as a line, and return a text for the user.
 
-        Without a name, load the conversation that was saved automatically last. Raises BadOption where there is none.
+        Without a name, load the last conversation that was saved automatically. Raises BadOption if there is none.
         """
         last = self.kept.last() if self.kept is not None and not name else None
         if self.kept is not None and not name and last is None:
@@ -421,7 +421,7 @@ def _shown(out: TextIO) -> Iterator[Callable[[str], object]]:
 
 
 def _read(value: str) -> Any:
-    """Return the JSON value, such as a number, that a text holds, and None for "none". Return any other text unchanged.
+    """Return the JSON value in a text, such as a number. Return None for "none", and any other text unchanged.
 
     Where the parameter must be a number, SamplingParams refuses the text.
     """
@@ -473,10 +473,10 @@ def load_models(opened: Opened) -> LLM:
 
 
 def unlimited(params: SamplingParams, is_limited: bool, opened: Opened) -> SamplingParams:
-    """Return the parameters of an answer. If no limit of tokens is given, the answer gets no limit.
+    """Return the parameters of an answer: `params`, but without a limit of tokens unless `is_limited`.
 
-    For the shipped model, the limit is then SHIPPED_MAX_TOKENS. is_limited: whether the user or the checkpoint gives a
-    limit. Raises BadOption for a limit that leaves no room for an answer.
+    is_limited: whether the user or the checkpoint gives a limit. If not, the shipped model gets SHIPPED_MAX_TOKENS.
+    Raises BadOption for a limit that leaves no room for an answer.
     """
     if is_limited:
         return answering(params)

@@ -108,7 +108,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show what this machine has, and what would make forerun faster."""
+    """Show this machine's hardware and software, and what would make forerun faster."""
     answers = [computed(name) for name in models or ()]  # a model that is not here is refused at once
     facts = examine()
     if as_json:

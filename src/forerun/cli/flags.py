@@ -226,7 +226,7 @@ def _conversation(line: dict[str, Any]) -> Prompt:
 
 
 def _biases(pairs: Iterable[str]) -> dict[int, float]:
-    """Read biases from texts of the form ID=VALUE. Raises BadOption."""
+    """Read biases from texts of the form ID=VALUE. Raises BadOption for any other text."""
     biases = {}
     for pair in pairs:
         token, _, value = pair.partition("=")

@@ -57,7 +57,7 @@ def prefill(
 
 
 def _beginning(llm: Any, file: Path, text: str) -> list[int]:
-    """Return the token ids with which all conversations begin that have these messages and tools.
+    """Return the token ids that begin every conversation with the messages and tools of the file.
 
     text: the contents of `file`: a system prompt, or for .json an object with messages and tools.
     """

@@ -103,7 +103,7 @@ def _fitting(text: str, width: int) -> int:
 
 
 class LiveText:
-    """A listener that writes the output as it grows, coloured by the tokens' origin where there is colour."""
+    """A listener that writes the output as it grows, coloured by the tokens' origins if the console has colours."""
 
     def __init__(self, tokenizer: Tokenizer, console: Console, prompt_ids: Seq[int]) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)

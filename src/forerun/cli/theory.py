@@ -39,7 +39,7 @@ def theory(
 ) -> None:
     """Show what speculation gives for an acceptance rate and a cost: tokens, speed-up, the best length, the limits.
 
-    Formulas: Leviathan et al. 2023, docs/study/theory.md. `forerun bench latency` measures these numbers.
+    Formulas: Leviathan et al. 2023, docs/study/theory.md. `forerun bench latency` measures alpha, c, v and overhead.
     """
     import numpy as np
 

@@ -120,7 +120,7 @@ class Answering(Waiting):
 
 
 def opened(config: EngineConfig) -> Opened:
-    """Open the models of a configuration, and display this, because a large tokenizer takes seconds the first time."""
+    """Open the models of a configuration. Show this meanwhile: a large tokenizer takes seconds the first time."""
     from forerun.engine.opened import Opened
 
     names = [name for name in (config.target, config.draft) if name is not None]
