@@ -348,9 +348,9 @@ def run_together(
 ) -> list[list[int]]:
     """Run prompts at once, add the measurements to `tally`, and return the token ids of the outputs.
 
-    The time per token leaves out the prefill before decoding begins, because it takes every variant the same time.
-    clock: measures the time of the draft model's passes. encoder: measures the time of the encoders, which the time per
-    token leaves out, too. detail: whether the reports of steps contain `rounds`, the drafts and what was accepted.
+    The time per token leaves out the prefill before decoding begins, because the prefill takes the same time with every
+    variant. clock: measures the time of the draft model's passes. encoder: measures the time of the encoders, which the
+    time per token leaves out, too. detail: whether the reports of steps contain `rounds` (drafts and accepted tokens).
     """
     encoder = encoder or Clock()
     for one in filter(None, (clock, encoder)):
@@ -393,7 +393,7 @@ class Took(NamedTuple):
 def answered(
     llm: LLM, ids: list[int], params: SamplingParams, hear: Callable[[StepReport], object] = lambda report: None
 ) -> tuple[RequestOutput, Took]:
-    """Answer one prompt, and return the output and the seconds it took. hear: called with the report of every step."""
+    """Answer one prompt, and return the output and its seconds. hear: called with the report of every step."""
     firsts = list[tuple[float, int]]()
 
     def note(report: StepReport) -> None:

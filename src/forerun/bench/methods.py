@@ -149,8 +149,8 @@ def _build(
 ) -> tuple[dict[str, LLM], list[Way], dict[str, str]]:
     """Build an engine for each pacing policy, with all drafters that are possible for this target.
 
-    Returns the engines by policy, the ways to measure, and by drafter the reason why it is left out. Raises UserError
-    where a drafter that the user named is impossible under every rule.
+    Returns the engines by policy, the ways to measure, and the reason why a drafter is left out, by drafter. Raises
+    UserError where a drafter that the user named is impossible under every rule.
     """
     # With prefix caching, a prompt's second run would find the first run's cache, and a drafter would learn nothing
     # from the part that is not run.

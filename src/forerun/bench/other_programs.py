@@ -1,4 +1,4 @@
-"""The processors that other programs used during a measurement. Such programs make every speed-up smaller."""
+"""Counts the processors that other programs keep busy during a measurement. They make every speed-up smaller."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class LatencyPlan(Plan):
 class Way:
     """A way of drafting: a drafter, the pacing policy that sets its draft length, and the verification rule.
 
-    name: made of the fields in which the ways of a plan differ. acceptance: the rule, None = the engine's choice.
+    name: consists of the fields in which the ways of a plan differ. acceptance: the rule, None = the engine's choice.
     """
 
     name: str

@@ -34,7 +34,7 @@ Seconds = dict[int, dict[int, float]]  # seconds per token, by group of prompts 
 
 @dataclass(frozen=True)
 class Way:
-    """A drafter and its draft length. spec_length None = pacing=auto sets the length; 0 = plain decoding."""
+    """A drafter and its draft length. spec_length: None = pacing=auto sets the length, 0 = plain decoding."""
 
     draft: str
     spec_length: int | None
@@ -150,7 +150,7 @@ def measured_of(seconds: Seconds, plain: Seconds) -> Measured:
 
 
 def chosen_of(contenders: Seq[Contender], num_prompts: int) -> tuple[Contender, str]:
-    """Return the chosen way, and the reason why the choice is left to pacing=auto, or "" where it is not.
+    """Return the chosen way, and the reason why the choice is left to pacing=auto; "" if the measurements decide.
 
     The fastest way is chosen, or plain decoding where no way is faster by PLAIN_MARGIN. Where the measurements do not
     decide, the best way with pacing=auto is chosen: auto decides while it runs, and is never much slower than plain
