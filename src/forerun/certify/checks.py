@@ -104,10 +104,10 @@ class Clock:
 
     @property
     def left_s(self) -> float:
-        """Seconds left in this part."""
+        """The seconds that are left in this part."""
         return max(0.0, self.deadline_s - time.monotonic())
 
     @property
     def taken_s(self) -> float:
-        """Seconds since the beginning."""
+        """The seconds since the beginning of the checks."""
         return time.monotonic() - self._begun_s

@@ -121,7 +121,7 @@ class Stream:
 
 
 def transformed(target_probs: Probs, token: int, w: float) -> tuple[float, bool, float]:
-    """Return u of a token, whether the token is rare, and the probability of drawing a rare token.
+    """Return the transform u of a token, whether the token is rare, and the probability of drawing a rare token.
 
     Ids are ordered by their probability, the likeliest first, then by id. A token of probability 0 has u = 1. Such a
     token is rare even where the probability of drawing a rare token is 0. w: the uniform random number W.
