@@ -70,7 +70,7 @@ class RaggedBatch:
         return self.cached[b] + self.num_pending(b) + len(self.run(b))
 
     def seen(self, b: int) -> list[list[int]]:
-        """Return for each row of run b the indices of the rows that it sees, ascending, the row itself last.
+        """Return the rows that each row of run b sees, as ascending indices. The row itself comes last.
 
         The indices count the pending rows first and then the run's rows; cached rows, which all rows see, are left out.
         Each row comes after its ancestors, so this is also the order of the logical positions.

@@ -20,9 +20,10 @@ class Draw:
 
     The model draws the same ids as the sampling pipeline, bit for bit.
 
-    filters: (temperature, top_k, log of min_p, top_p, the most ids that are listed), as `sampling.filters_of` returns
-    them; temperature 0 = take the likeliest id. shares_noise: whether an id is picked as `Coins.pick` picks. Otherwise
-    it is drawn as `Coins.draft` or `Coins.draw` draws, by `purpose`. seed, position, round: as in PhiloxCoins.
+    filters: (temperature, top_k, log of min_p, top_p, the most ids of a list in Probs), as `sampling.filters_of`
+    returns them; temperature 0 = take the likeliest id. shares_noise: whether an id is picked as `Coins.pick` picks.
+    Otherwise it is drawn as `Coins.draft` or `Coins.draw` draws, by `purpose`. seed, position, round: as in
+    PhiloxCoins.
     """
 
     filters: tuple[float, int, float, float, int]
