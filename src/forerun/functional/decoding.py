@@ -78,7 +78,7 @@ def speculative_generate(
             the rounds.
         logits_processor: how a token is drawn, by drafter and target alike.
         max_gen_len: the most tokens to generate; fewer where the target has too few positions.
-        eos_tokens_id: the ids that end the output; None = no id does. The output keeps the id that ended it.
+        eos_tokens_id: the ids that end the output; None = no id ends it. The output keeps the id that ended it.
         pad_token_id: the first token of an encoder-decoder's output, if its configuration names no start token. It is
             never used as padding.
         use_cache: keep keys and values between passes. The output is the same up to the rounding of the module.

@@ -1,4 +1,4 @@
-"""Speculation for a model of transformers in one line: texts, conversations or ids in, texts with a report out."""
+"""Speculation for a model of transformers in one line. Prompts are texts, conversations or token ids."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def speculate_with(
     Args:
         model: a causal or encoder-decoder module, in evaluation mode, on its own device.
         tokenizer: the model's tokenizer, a fast one; None = prompts are token ids, and outputs have no text.
-        draft: the name of a drafter without a model, with its options (suffix, lookup, ngram, recycle, ...;
-            docs/drafters.md). Or a module that drafts, on its own device, with the same vocabulary.
+        draft: a drafter without a model, by its name and options (suffix, lookup, ngram, recycle, ...;
+            docs/drafters.md), or a module that drafts, on its own device, with the same vocabulary.
         spec_length: the number of tokens drafted per step; None = the policy's default. pacing_policy: decides how far
             to draft (docs/methods); `auto` drafts as far as it pays.
         use_cache: keep keys and values between passes; False for a model with a state that cannot be cut.
