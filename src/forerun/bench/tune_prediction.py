@@ -360,7 +360,7 @@ class Predictor:
         return (0.0, float(both), float(node)) if both > 0 else (0.0, 0.0, float(seconds.sum() / sizes[:, 1].sum()))
 
     def at(self, spec_length: int) -> Prediction:
-        """Predict one draft length. The speed-up is plain decoding's seconds / the drafter's seconds for all prompts."""
+        """Predict one draft length. The speed-up is plain decoding's seconds divided by the drafter's seconds."""
         if spec_length not in self._replays:  # counts never change, while `passes` learns
             turns = [turn for turn in self.turns if turn.texts]
             deepest = deepest_of(text for turn in turns for text in turn.texts)
